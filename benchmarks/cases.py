@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.families import ALL_FAMILIES, FAMILIES
+from benchmarks.families import ALL_FAMILIES, FAMILIES, has_latent_attention, hybrid_pattern
 from benchmarks.model_families import MODELS, small_flags
 from benchmarks.pairwise import Row
 from benchmarks.runner import Device, words
@@ -135,7 +135,11 @@ def model_flags(weights: Weights) -> tuple[str, ...]:
     """Architecture and sizes, without the number of layers and ties."""
     if weights.family in MODELS:
         return (*small_flags(weights.family, weights.layers), *_LEARNING_FLAGS)
-    return (*MODEL_FLAGS, *(w.replace("{rest}", str(weights.layers - 1)) for w in ALL_FAMILIES[weights.family]))
+    pattern, rest = hybrid_pattern(weights.family, weights.layers), str(weights.layers - 1)
+    family = (w.replace("{rest}", rest).replace("{pattern}", pattern) for w in ALL_FAMILIES[weights.family])
+    grouped = ("--group-query-attention", "--num-query-groups", str(GROUPS))
+    shape = [w for w in MODEL_FLAGS if not has_latent_attention(weights.family) or w not in grouped]
+    return (*shape, *family)
 
 
 def common_flags(

@@ -3,7 +3,7 @@
 Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused where the checks of the start refuse the
 smallest plan that has it.  All other pairs are trained, many in one plan, against stock Megatron in one process
 (``parity.py``), and triples come with them.  ``--check`` stops before the training, ``--markdown FILE`` writes the
-table.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.  Results
+page.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.  Results
 from before the table had its newest parameters count as well; then plans are drawn for the pairs that they lack.
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
@@ -13,14 +13,11 @@ or are further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CP
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import itertools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +33,11 @@ from benchmarks.combination_cases import (
     features,
     pair_row,
     pairs,
+    schedules_of,
     title,
 )
 from benchmarks.compare import failures
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.parity import measure
 from benchmarks.runner import Job, Runner, add_device_argument
 from megatron_het.plan import PlanError, save_plan
@@ -76,7 +74,7 @@ def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
 
 
 def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
-    """What each start, of so many ranks with these flags, would be refused for; in one process that has Megatron."""
+    """Returns what the start of each, of so many ranks with these flags, would refuse; in one process with Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
@@ -140,7 +138,7 @@ def _chosen(case: Case) -> list[tuple[str, Any]]:
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """What earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
+    """Read what earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
 
     Raises:
         SystemExit: A run with another seed, or of other plans.
@@ -186,40 +184,63 @@ def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(refused: dict[Pair, str]) -> str:
-    """The table: which features go together, and why the others do not."""
-    reasons = sorted(set(map(_reason, refused.values())))
-    number = {reason: i + 1 for i, reason in enumerate(reasons)}
-    by_pair = {frozenset(pair): number[_reason(text)] for pair, text in refused.items()}
-    shown = features()
+    """The page of what is refused and why, and of which schedules have a feature.
+
+    Args:
+        refused: The text of each refusal.
+    """
+    schedules = PARAMETERS["schedule"]
     lines = [
         "# What goes with what",
         "",
-        "`python -m benchmarks.combinations --json OUT --markdown docs/combinations.md` makes this page.",
-        "Without `--check` the command also trains every pair that is not refused, in some plan, and compares it with",
-        "stock Megatron in one process. `benchmarks/results/combinations.json` has the plans that were trained, and",
-        "how far each was from one process.",
+        "For whoever wants several features in one plan, and asks whether they go together.",
         "",
-        "- `+`: no check refuses it.",
-        "- a number: refused at the start, for the reason below.",
-        "- `.`: one of the two is a part of another schedule, or both are values of one setting.",
+        f"{sum(not are_of_two_schedules(pair) for pair in pairs())} pairs of {len(features())} features can be in one "
+        f"plan; of these {len(refused)} are refused.",
+        "`benchmarks/results/combinations.json` has the plans in which the others were trained, and how far each was",
+        "from stock Megatron in one process.",
         "",
-        "| | " + " | ".join(f[1] if f[0] == "schedule" else str(i + 1) for i, f in enumerate(shown)) + " |",
-        "|---|" + "---|" * len(shown),
+        "## Refused",
+        "",
+        "These pairs end in one error at the start, before any process group exists.",
+        "",
+        "| feature | with | because |",
+        "|---|---|---|",
     ]
-    for i, one in enumerate(shown):
-        if one[0] == "schedule":  # a plan has one
-            continue
-        cells = []
-        for other in shown[: i + 1]:
-            pair = (other, one)
-            if one[0] == other[0] or are_of_two_schedules(pair):
-                cells.append(".")
-            else:
-                cells.append(str(by_pair.get(frozenset(pair), "+")))
-        lines.append(f"| {i + 1} {title(one)} | " + " | ".join(cells + [""] * (len(shown) - i - 1)) + " |")
-    lines += ["", "## Reasons", ""]
-    lines += [f"{i + 1}. {reason}" for i, reason in enumerate(reasons)]
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for (one, other), text in refused.items():
+        by_reason.setdefault((title(other), _reason(text)), []).append(title(one))
+    lines += [f"| {second} | {', '.join(firsts)} | {reason} |" for (second, reason), firsts in by_reason.items()]
+    lines += [
+        "",
+        "## Features of some schedules only",
+        "",
+        "A feature that is not in this list goes with every schedule: " + ", ".join(schedules) + ".",
+        "",
+        "| feature | schedules |",
+        "|---|---|",
+    ]
+    for feature in features():
+        if feature[0] != "schedule" and set(found := schedules_of(feature)) != set(schedules):
+            lines.append(f"| {title(feature)} | {', '.join(found)} |")
+    lines += [
+        "",
+        "## Features that were combined",
+        "",
+        "| setting | values |",
+        "|---|---|",
+        *(f"| {name.replace('_', ' ')} | {', '.join(map(_value, values))} |" for name, values in PARAMETERS.items()),
+        "",
+        "## How this page is made",
+        "",
+        "`python -m benchmarks.combinations --json OUT --markdown docs/combinations.md` makes this page.",
+        "With `--check` it looks for refused pairs only. Without, it also trains every other pair in some plan.",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def _reason(text: str) -> str:
@@ -229,8 +250,7 @@ def _reason(text: str) -> str:
 
 def main() -> int:
     """Command line; exit code 1 where a plan failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.combinations", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.combinations", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of layers, routing and of which features a plan has")
     parser.add_argument("--check", action="store_true", help="look for refused pairs, and train nothing")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="train the I-th of N parts of the plans")
@@ -240,11 +260,11 @@ def main() -> int:
     )
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
     add_device_argument(parser)
-    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    parser.add_argument("--markdown", type=Path, help="where to write the page")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="combinations-"))
+    start_s = time.monotonic()
     wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
-    try:
+    with scratch("combinations-") as folder:
         refused = refusals(wanted, options.seed, folder / "pairs")
         earlier = read_entries(options.add, options.seed)
         before = from_before(earlier, options.seed)
@@ -255,8 +275,6 @@ def main() -> int:
         chosen = [case for case in new[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
         chosen = [] if options.check else chosen
         entries = measure(chosen, folder / "runs", options.at_once, options.device) if chosen else []
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     entries = sorted((earlier | {entry["name"]: entry for entry in entries}).values(), key=lambda e: str(e["name"]))
     triples = {frozenset(t) for case in cases for t in itertools.combinations(_chosen(case), 3)}
     report = {
@@ -270,15 +288,11 @@ def main() -> int:
         "failed": failures(entries, options.device),
         "device": options.device,
         "seed": options.seed,
-        "elapsed_s": round(time.monotonic() - start_s, 1),
-        "machine": machine(),
         "cases": entries,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, report, start_s)
     if options.markdown is not None:
         options.markdown.write_text(markdown(refused), encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
     return 1 if report["failed"] else 0
 
 

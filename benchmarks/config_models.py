@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.config_weights import megatron_weights
-from megatron_het.launch.megatron_args import LATENT_SPEC
+from megatron_het.families.gpt import LATENT_SPEC
 from tools.planner.costs.build import model_shape
 from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments

@@ -8,7 +8,6 @@ small model of every family gets random weights, and its logits by ``transformer
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.config_files import FILES, Config
-from benchmarks.machine import write_report
+from benchmarks.machine import command_line, write_report
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model_configs import from_config, tables
 from tools.planner.inputs.model_families import INSIDE, NOT_OF_THE_MODEL
@@ -123,10 +122,7 @@ def write_tables(path: Path) -> None:
 
 def main() -> int:
     """Command line; exit code 1 where a field is lost, or logits differ."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser = command_line("benchmarks.configs", __doc__)
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the tables go")
     options = parser.parse_args()
     start_s = time.monotonic()

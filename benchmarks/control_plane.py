@@ -1,13 +1,15 @@
-"""What somebody without the token can do at the controller's port: ``python -m benchmarks.control_plane --json OUT``.
+"""What somebody without the token can do at a job's port: ``python -m benchmarks.control_plane --json OUT``.
 
-A controller and two workers that only give signs of life run in this process.  A client that knows the address and not
-the token tries every operation on every key, without a greeting and after a wrong one, torch's own protocol, random
-bytes, half of every message, floods of connections and of bytes, and what it has heard of a worker's connection: all of
-it again, parts of it again, and frames repeated, changed and left out on the connection itself.
+Two jobs are tried.  One has a controller and two workers that only give signs of life.  The other has no controller:
+two ranks meet in the store of rank 0 as those of the doctor, of automatic batches and of the watch do.  A client that
+knows the address and not the token tries every operation on every key, without a greeting and after a wrong one,
+torch's own protocol, random bytes, half of every message, floods of connections and of bytes, and what it has heard of
+a worker's connection: all of it again, parts of it again, and frames repeated, changed and left out on the connection
+itself.
 
 Keys: ``attempts`` by kind; ``ended``: jobs that ended by it; ``changed``: documents that were written, changed or
 deleted by it; ``stored_bytes``: by which the store has grown; ``answered``: operations whose answer the client got;
-``refused``: connections that the controller counts in ``het-run status``; ``workers_missed``: signs of life that did
+``refused``: connections that the store has counted; ``workers_missed``: signs of life that did
 not get in within a second during the floods.  ``ended``, ``changed``, ``answered`` and ``workers_missed`` must be 0.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pickle
 import random
 import socket
@@ -26,22 +29,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
+from megatron_het.auto_batch.exchange import Exchange, ExchangeError
+from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
-from megatron_het.store import StoreError, server, wire
+from megatron_het.store import Store, StoreError, server, wire
+from megatron_het.store.job import TOKEN as TOKEN_VARIABLE
+from megatron_het.store.job import job_store, job_token, places
+from megatron_het.watch import samples as watch
 
 TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
 OPERATIONS = ("get", "has", "set", "add", "push", "swap", "drop", "wait")
 KEYS = ["over", "latest", "status", "inbox", "inbox/1", "processes", "padded_vocab_size", "beat/1", "kill/1", "gone/1"]
 KEYS += ["refused/1", "check/1", "0/generation", "0/wanted", "0/stop", "0/lost", "0/knows/1", "never"]
-_SOON_S = 1.0
+_SOON_S, _START_S = 1.0, 60.0
 
 
 class Job:
@@ -94,11 +103,116 @@ class Job:
         """Whether the controller has stopped, or begun something that ends or changes the job."""
         return not self._thread.is_alive() or len(self.controller.history) != 1
 
+    @property
+    def port(self) -> int:
+        """Of the controller."""
+        return self.board.port
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all documents."""
+        return self.board.stored_bytes
+
+    @property
+    def refused(self) -> int:
+        """Connections without the token."""
+        return self.board.strangers.refused
+
+    def member(self, port: int, patience_s: float = _SOON_S) -> Store:
+        """A worker that finds the controller elsewhere."""
+        return Board("127.0.0.1", port, TOKEN, patience_s=patience_s)
+
     def close(self) -> None:
         """The end."""
         self._is_over = True
         self._thread.join()
         self.board.close()
+
+
+class Meeting:
+    """Two ranks of a job without a controller: the doctor's hearts, values of automatic batches, samples of the watch.
+
+    Args:
+        folder: Not used: nothing of it is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        del folder
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), TOKEN_VARIABLE: TOKEN}
+        with self._launched():
+            self.stores = [job_store(rank, _START_S, _SOON_S) for rank in range(2)]
+            self.port = next(port for host, port in places() if _is_store(host, port))
+            self._exchanges = [Exchange(rank, 2, _START_S) for rank in range(2)]
+        self._hearts = [Heart(store.under("doctor"), rank) for rank, store in enumerate(self.stores)]
+        self._boards = [watch.Board(store) for store in self.stores]
+        self.missed = self._turn = 0
+        self._is_broken = False
+        self.live()
+
+    @contextlib.contextmanager
+    def _launched(self) -> Iterator[None]:
+        before = dict(os.environ)
+        os.environ.update(self._environment)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def live(self) -> None:
+        """What the ranks do together once: all of it comes in time, and is what was said."""
+        self._turn += 1
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(lambda rank: self._exchanges[rank].gather("values", [self._turn, rank]), range(2)))
+        for rank, board in enumerate(self._boards):
+            board.post("sample", rank, str(self._turn))
+        self._is_broken |= any([rank for _, rank in values] != [0, 1] for values in said)
+        self.missed += self._boards[1].read("sample", [0, 1]) != [str(self._turn)] * 2
+
+    def documents(self) -> dict[str, Any]:
+        """All that nobody changes at the moment."""
+        keys = ["auto-batch/values/0", "auto-batch/values/1", "auto-batch/failed", "doctor/verdict", *KEYS]
+        keys += [f"het/watch/sample/{rank}/0" for rank in range(2)]
+        return dict(zip(keys, self.stores[0].texts(*keys), strict=True))
+
+    def has_ended(self) -> bool:
+        """Whether the ranks do not find each other any more, or hear of a failure."""
+        try:
+            for exchange in self._exchanges:
+                exchange.check()
+            self.live()
+        except (ExchangeError, StoreError):
+            return True
+        return self._is_broken
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all documents."""
+        return int(self.stores[0].ask("stored"))
+
+    @property
+    def refused(self) -> int:
+        """Connections without the token."""
+        return int(self.stores[0].ask("strangers")["refused"])
+
+    def member(self, port: int, patience_s: float = _SOON_S) -> Store:
+        """A rank that finds the store elsewhere."""
+        with self._launched():
+            token = job_token()
+        return Store(lambda: [("127.0.0.1", port)], token, patience_s)
+
+    def close(self) -> None:
+        """The end."""
+        for heart in self._hearts:
+            heart.stop()
+
+
+def _is_store(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), _SOON_S) as one:
+        return one.recv(wire.HELLO_BYTES).startswith(wire.MAGIC)
+    return False
 
 
 def _about(number: int) -> dict[str, Any]:
@@ -262,32 +376,63 @@ def _meddlings() -> Iterator[tuple[str, Callable[[int, bytes], list[bytes]]]]:
     yield "changed greetings", lambda n, data: [data[:-1] + bytes([data[-1] ^ 1])] if n == 0 else [data]
 
 
-def heard(job: Job) -> list[bytes]:
-    """Returns what a worker has said, greeting first; it counts, so that nothing of it may count again."""
-    listener = Listener(job.board.port)
-    member = Board("127.0.0.1", listener.port, TOKEN, patience_s=_SOON_S)
+def heard(job: Job | Meeting) -> list[bytes]:
+    """Returns what a member has said, greeting first; it counts, so that nothing of it may count again."""
+    listener = Listener(job.port)
+    member = job.member(listener.port)
     for _ in range(3):
         member.count("counted")
     listener.close()
     return listener.heard
 
 
-def repeat_and_meddle(job: Job, stranger: Stranger, said: list[bytes]) -> None:
-    """Use what a worker has said, and change what one says."""
+def repeat_and_meddle(job: Job | Meeting, stranger: Stranger, said: list[bytes]) -> None:
+    """Use what a member has said, and change what one says."""
     for first in range(len(said)):
         stranger.send("replays", b"".join(said[first:]))
     for kind, meddle in _meddlings():
         stranger.attempts[kind] += 1
-        between = Listener(job.board.port, meddle)
-        member = Board("127.0.0.1", between.port, TOKEN, patience_s=0.0)
+        between = Listener(job.port, meddle)
+        member = job.member(between.port, 0.0)
         with contextlib.suppress(StoreError):
             for _ in range(3):
                 member.ask("has", "over", patience_s=0.3)
         between.close()
 
 
+def _attack(job: Job | Meeting, seed: int, scale: int, with_torch: bool) -> dict[str, Any]:
+    """Make all attempts on one job."""
+    stranger = Stranger(job.port, random.Random(seed))
+    job.live()
+    said = heard(job)
+    before, start = job.documents(), job.stored_bytes
+    stranger.every_operation()
+    stranger.junk(scale)
+    stranger.half_messages()
+    if with_torch:
+        stranger.torch_store()
+    changed = {key for key, text in job.documents().items() if before.get(key) != text}
+    job.live()
+    stranger.flood_of_connections(scale, job.live)
+    stranger.flood_of_bytes(scale << 18, job.live)
+    before = job.documents()
+    repeat_and_meddle(job, stranger, said)
+    time.sleep(0.1)
+    after = job.documents()
+    changed |= {key for key in before | after if before.get(key) != after.get(key)}
+    return {
+        "attempts": dict(stranger.attempts),
+        "ended": int(job.has_ended()),
+        "changed": len(changed),
+        "answered": stranger.answered,
+        "stored_bytes": job.stored_bytes - start,
+        "refused": job.refused,
+        "workers_missed": job.missed,
+    }
+
+
 def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> dict[str, Any]:
-    """Make all attempts.
+    """Make all attempts on both jobs; returns sums, and the figures of each.
 
     Args:
         seed: Of what is random.
@@ -295,37 +440,16 @@ def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> 
         folder: Empty.
         with_torch: Whether torch's own client tries as well; it writes much to the terminal.
     """
-    job = Job(folder)
-    stranger = Stranger(job.board.port, random.Random(seed))
-    job.live()
-    said = heard(job)
-    before, start = job.documents(), job.board.stored_bytes
-    stranger.every_operation()
-    stranger.junk(scale)
-    stranger.half_messages()
-    if with_torch:
-        stranger.torch_store()
-    job.live()
-    stranger.flood_of_connections(scale, job.live)
-    stranger.flood_of_bytes(scale << 18, job.live)
-    repeat_and_meddle(job, stranger, said)
-    job.live()
-    time.sleep(0.1)
-    after = job.documents()
-    changed = {key for key in before | after if before.get(key) != after.get(key)}
-    found = {
-        "machine": machine(),
-        "seed": seed,
-        "attempts": dict(stranger.attempts),
-        "ended": int(job.has_ended()),
-        "changed": len(changed),
-        "answered": stranger.answered,
-        "stored_bytes": job.board.stored_bytes - start,
-        "refused": job.board.strangers()["refused"],
-        "workers_missed": job.missed,
-        "most_strangers_at_once": server.MAX_STRANGERS,
-    }
-    job.close()
+    found: dict[str, Any] = {"machine": machine(), "seed": seed, "most_strangers_at_once": server.MAX_STRANGERS}
+    kinds: dict[str, Callable[[Path], Job | Meeting]] = {"controller": Job, "meeting": Meeting}
+    for kind, make in kinds.items():
+        job = make(folder)
+        try:
+            found[kind] = _attack(job, seed, scale, with_torch)
+        finally:
+            job.close()
+    for key in ("ended", "changed", "answered", "stored_bytes", "refused", "workers_missed"):
+        found[key] = sum(found[kind][key] for kind in kinds)
     return found
 
 

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from benchmarks.cases import Case, build_plan, common_flags, machine_flags, with_schedule
 from benchmarks.combination_cases import case_of, pair_row
 from benchmarks.dry_run_cases import dry_run_cases
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, save, write_report
 from benchmarks.models import case_for
 from benchmarks.parity import all_cases
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
@@ -267,8 +267,7 @@ def added(files: Iterable[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_iterations", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.cuda_iterations", __doc__)
     parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="plans by name; * stands for anything")
     parser.add_argument("--ranks", metavar="RANK", nargs="+", type=int, default=[], help="of every plan (default all)")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
@@ -289,7 +288,7 @@ def _options() -> argparse.Namespace:
 
 def report_of(runs: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
     """The whole report, of runs and of runs without a wait by name."""
-    report: dict[str, Any] = {"benchmark": "cuda_iterations", "machine": machine()}
+    report: dict[str, Any] = {"benchmark": "cuda_iterations"}
     report |= summary(list(runs.values()), list(without.values()))
     return report | {"cases": list(runs.values()), "without_a_wait": list(without.values())}
 
@@ -307,7 +306,6 @@ def main() -> int:
     options = _options()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
     (folder / "without").mkdir(parents=True, exist_ok=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     runs, without = added(options.add)
 
     def carry_out(chosen: Sequence[Iteration], where: Path, found: dict[str, Any]) -> None:
@@ -315,7 +313,7 @@ def main() -> int:
             found[entry["name"]] = _shown(entry)
             said = entry.get("error", f"{in_operations(entry) if 'host_waits' in entry else ''}")
             print(entry["name"], said, flush=True)
-            options.json.write_text(json.dumps(report_of(runs, without), indent=1) + "\n", encoding="utf-8")
+            save(options.json, report_of(runs, without))
 
     try:
         carry_out([iteration for iteration in options.chosen if iteration.name not in runs], folder, runs)
@@ -325,8 +323,7 @@ def main() -> int:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     report = report_of(runs, without)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: report[key] for key in report if key not in ("cases", "without_a_wait")}, indent=1))
+    write_report(options.json, report, unprinted=("cases", "without_a_wait"))
     return int(is_bad(report))
 
 

@@ -15,7 +15,6 @@ Ranks of an existing ``OUT`` that are not run again stay as they are, so that pa
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import shutil
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.dry_run_big import BigPlan, big_plans
 from benchmarks.dry_run_cases import dry_run_cases, flags_of
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, save, write_report
 from benchmarks.runner import Job, JobError, Runner
 from megatron_het.plan import save_plan
 from tools.planner.cli.dry_run import rank_flags, rank_kinds
@@ -149,7 +148,6 @@ def report_of(small: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]) 
         "plans": len(small),
         "big_plans": len({entry["name"] for entry in ran}),
         "failed": [entry["name"] for entry in [*small, *ranks] if "error" in entry],
-        "machine": machine(),
         "cases": list(small),
         "big": list(ranks),
     }
@@ -167,8 +165,7 @@ def _key(entry: dict[str, Any]) -> tuple[str, int]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dry_run", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures; ranks left out stay")
+    parser = command_line("benchmarks.dry_run", __doc__)
     parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
     parser.add_argument("--part", choices=("small", "big", "all"), default="all", help="which plans (default: all)")
     ranks = parser.add_mutually_exclusive_group()
@@ -184,7 +181,6 @@ def main() -> int:
     if not chosen and not big:
         parser.error(f"--only {options.only}: no such plan")
     entries = {part: kept(options.json, part) for part in ("cases", "big")}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     steps = [("cases", small_plans(chosen, folder, options.which))] if chosen else []
     steps += [("big", big_parts(big, folder, options.which))] if big else []
     try:
@@ -193,11 +189,11 @@ def main() -> int:
                 print(json.dumps(entry), flush=True)
                 entries[part][_key(entry)] = entry
                 report = report_of(*(list(found.values()) for found in entries.values()))
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                save(options.json, report)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({key: value for key, value in report.items() if key not in ("cases", "big")}, indent=1))
+    write_report(options.json, report, unprinted=("cases", "big"))
     differs = report["bytes_difference"] > BYTES_BAR or report["flops_difference"] > 0
     off = (report["planner_memory_error"] or 0) > MEMORY_BAR or (report["seconds_per_rank_kind"] or 0) > SECONDS_BAR
     return int(bool(report["failed"]) or differs or off)

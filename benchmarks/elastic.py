@@ -15,7 +15,6 @@ begins with a copy), ``loss_difference`` (largest relative one to an undisturbed
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Weights, common_flags
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, write_report
 from benchmarks.runner import REPOSITORY
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
@@ -340,8 +339,7 @@ def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = command_line("benchmarks.elastic", __doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=80, help="of each job (default 80)")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
@@ -361,8 +359,6 @@ def main() -> None:
         for kind in changes[0]
     }
     document = {
-        "machine": machine(),
-        "load_average": os.getloadavg()[0],
         "pause_ratio": {kind: restart_s / pauses[kind]["whole"] for kind in pauses},
         "pause_s": pauses,
         "restart_s": restart_s,
@@ -374,8 +370,7 @@ def main() -> None:
         ),
         "iterations_seen": [sorted(seen) == list(range(1, options.iterations + 1)) for seen in losses],
     }
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    write_report(options.json, document)
     if options.keep is None:
         shutil.rmtree(folder)
 

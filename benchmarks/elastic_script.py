@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 _WAIT_S = 60.0
@@ -20,8 +19,6 @@ def run() -> None:
     """The entry of every process: go through the steps of the script that HET_SCRIPT names."""
     import sys
 
-    import torch.distributed as dist
-
     from megatron_het import pretrain_gpt
     from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
     from megatron_het.elastic.copies import Copies
@@ -29,12 +26,12 @@ def run() -> None:
     from megatron_het.elastic.sessions import run_session
     from megatron_het.elastic.state import give
     from megatron_het.plan import load_plan
+    from megatron_het.store.job import job_store
 
     script = json.loads(Path(os.environ["HET_SCRIPT"]).read_text(encoding="utf-8"))
     process, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     flags, folder = sys.argv[1:], Path(os.environ["HET_SCRIPT"]).parent
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = dist.TCPStore(*address, size, is_master=process == 0, timeout=timedelta(seconds=_WAIT_S))
+    store = job_store(process, _WAIT_S)
     copies = Copies(every=0)
     datasets: Kept = {}
     vocabulary, holders = None, ()
@@ -63,9 +60,9 @@ def run() -> None:
             links = open_links(generation, process, store, _WAIT_S)
             give(links, copies.snapshots)
             links.close()
-    store.add("ended", 1)
+    store.count("ended")
     deadline_s = time.monotonic() + _WAIT_S
-    while process == 0 and store.add("ended", 0) < size and time.monotonic() < deadline_s:
+    while process == 0 and store.count("ended", 0) < size and time.monotonic() < deadline_s:
         time.sleep(0.05)  # the store is here
     sys.stdout.flush()
     sys.stderr.flush()

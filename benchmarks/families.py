@@ -92,4 +92,45 @@ LATER_FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "later-tokens-experts": (*EXPERT_FAMILIES["deepseek"], *words("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3")),
 }
-ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES
+_LATENT = words(
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --q-lora-rank 24 --qk-layernorm"
+)
+_HYBRID = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec megatron_het.hybrid_layers local_stack_spec"))
+_HYBRID_EXPERTS = words(
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+)
+# Hybrid models: one kind of layer for each symbol of a pattern.
+HYBRID_FAMILIES: dict[str, tuple[str, ...]] = {
+    "hybrid": _HYBRID,
+    "hybrid-norms": (*_HYBRID, "--qk-layernorm", "--add-qkv-bias"),
+    "hybrid-experts": (*_HYBRID, *_HYBRID_EXPERTS),
+    "hybrid-latent": (*_HYBRID, *_LATENT),
+    "hybrid-latent-experts": (*_HYBRID, *_LATENT, *_HYBRID_EXPERTS),
+    "hybrid-later": (*_HYBRID, *words("--mtp-loss-scaling-factor 0.3")),
+}
+_REPEATED = {
+    "hybrid": ("*-", ""),
+    "hybrid-norms": ("*-", ""),
+    "hybrid-experts": ("*E*-", ""),
+    "hybrid-latent": ("+-", ""),
+    "hybrid-latent-experts": ("+E+-", ""),
+    "hybrid-later": ("*-", "/*-"),
+}
+"""The layers that a pattern repeats, and those for multi-token prediction."""
+
+
+def has_latent_attention(family: str) -> bool:
+    """Whether queries of a hybrid family share no keys in groups, but latents."""
+    return _REPEATED.get(family, ("", ""))[0].startswith("+")
+
+
+def hybrid_pattern(family: str, layers: int) -> str:
+    """The pattern of a hybrid family with so many layers; empty for other families."""
+    if family not in HYBRID_FAMILIES:
+        return ""
+    unit, later = _REPEATED[family]
+    return (unit * layers)[:layers] + later
+
+
+ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES | HYBRID_FAMILIES

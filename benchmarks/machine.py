@@ -1,12 +1,16 @@
-"""What a result must say about where it was measured."""
+"""Parts that all benchmarks share: the command line, a folder for the runs, the report and where it was measured."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import json
 import os
 import platform
+import tempfile
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +43,59 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_report(path: Path, report: dict[str, Any], start_s: float) -> None:
-    """Write and print what was measured, with where and how long.
+def command_line(module: str, text: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a benchmark, with ``--json OUT``.
 
     Args:
-        path: The JSON file.
+        module: ``benchmarks.NAME``.
+        text: What it does: the module's docstring.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", required=True, type=Path, metavar="OUT", help="where to write the figures")
+    return parser
+
+
+@contextlib.contextmanager
+def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
+    """A folder for what the runs write, which is gone afterwards.
+
+    Args:
+        prefix: Of its name.
+        keep: A folder to use instead, which stays.
+    """
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def save(path: Path, report: Any) -> None:
+    """Write figures, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def write_report(
+    path: Path | None, report: dict[str, Any], start_s: float | None = None, unprinted: Collection[str] = ("cases",)
+) -> None:
+    """Write what was measured, with where and how long, and print it.
+
+    Args:
+        path: The JSON file; None to print only.
         report: The figures.
         start_s: ``time.monotonic()`` at the start.
+        unprinted: Keys that are only in the file.
     """
-    whole = report | {"elapsed_s": time.monotonic() - start_s, "machine": machine(), "load_average": os.getloadavg()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(whole, indent=1))
+    whole = report | {"machine": machine(), "load_average": os.getloadavg()}
+    if start_s is not None:
+        whole["elapsed_s"] = round(time.monotonic() - start_s, 1)
+    if path is not None:
+        save(path, whole)
+    print(json.dumps({key: value for key, value in whole.items() if key not in unprinted}, indent=1))
 
 
 def pin(*, rank: int, cores: list[int]) -> None:

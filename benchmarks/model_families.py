@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.runner import words
-from megatron_het.launch.megatron_args import LATENT_SPEC
+from megatron_het.families.gpt import LATENT_SPEC
 from megatron_het.plan import ModelShape
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"

@@ -14,7 +14,6 @@ that was trained twice (see :func:`measured`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -31,7 +30,7 @@ from benchmarks.combination_cases import PARAMETERS, Feature, case_of, features,
 from benchmarks.combinations import argument_problems
 from benchmarks.compare import failures
 from benchmarks.expert_cases import is_routed
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, write_report
 from benchmarks.model_families import MODELS, has_experts, printed, with_shape
 from benchmarks.pairwise import Row
 from benchmarks.parity import measure
@@ -261,10 +260,7 @@ def added(report: dict[str, Any], file: Path) -> None:
 
 def main() -> int:
     """Command line; exit code 1 where a plan failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser = command_line("benchmarks.models", __doc__)
     parser.add_argument("--only", nargs="*", choices=MODELS, default=list(MODELS), metavar="FAMILY", help="these")
     parser.add_argument("--plans", type=int, metavar="N", help="the first N plans of each family (default: all)")
     parser.add_argument("--seed", type=int, default=7, help="of which features a plan has (default %(default)s)")
@@ -277,8 +273,7 @@ def main() -> int:
     report = run(options.only, options.seed, folder, options.at_once, options.plans, options.device)
     for file in options.add:
         added(report, file)
-    report |= {"elapsed_s": round(time.monotonic() - start_s, 1), "machine": machine()}
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, report, start_s, unprinted=report)
     if options.markdown is not None:
         write_table(report, options.markdown)
     sys.stdout.write(table(report) + "\n" + json.dumps(report["failed"]) + "\n")

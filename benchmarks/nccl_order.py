@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.combinations import added
 from benchmarks.compare import compare
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
 from benchmarks.parity import all_cases, labs
 from benchmarks.runner import Finished, Job, JobError, Runner
@@ -126,7 +124,6 @@ def summary(entries: list[dict[str, Any]], caught: dict[str, bool], seed: int) -
     ran = [entry for entry in entries if "error" not in entry]
     return {
         "benchmark": "nccl_order",
-        "machine": machine(),
         "plans": len(entries),
         "nccl_share": sum(entry["transports"] == ["nccl"] for entry in ran) / max(len(entries), 1),
         "deadlocks": sum(entry.get("deadlock", False) for entry in entries),
@@ -141,8 +138,7 @@ def summary(entries: list[dict[str, Any]], caught: dict[str, bool], seed: int) -
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.nccl_order", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.nccl_order", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the plans (default: 0)")
     everything = (*SCHEDULES, WRONG_ORDERS)
     parser.add_argument("--schedules", default=",".join(everything), help="comma-separated (default: all); may be ''")
@@ -166,20 +162,15 @@ def main() -> int:
     caught: dict[str, bool] = {}
     for file in options.add:
         caught |= json.loads(file.read_text(encoding="utf-8"))["mistakes"]
-    folder = Path(tempfile.mkdtemp(prefix="nccl-order-"))
-    try:
+    with scratch("nccl-order-") as folder:
         for schedule in options.schedules:
             if schedule != WRONG_ORDERS:
                 found = measure(cases[schedule], folder / schedule, options.at_once)
                 entries |= {entry["name"]: entry for entry in found}
         if WRONG_ORDERS in options.schedules:
             caught |= caught_mistakes(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     report = summary(list(entries.values()), caught, options.seed)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
+    write_report(options.json, report)
     worst = report["max_relative_loss_difference"]
     is_off = bool(entries) and (worst is None or worst > BAR)
     return int(bool(report["failed"]) or is_off or not all(caught.values()))

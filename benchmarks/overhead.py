@@ -8,13 +8,12 @@ Megatron itself logs, without the first iterations; a pair's figure is the ratio
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_report
 from benchmarks.runner import Job, Runner, words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 
@@ -77,7 +76,6 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
         "stock_iteration_s": seconds["stock"],
         "plan_iteration_s": seconds["plan"],
         "iterations_per_run": iterations,
-        "machine": machine(),
     }
 
 
@@ -90,10 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(options.pairs, options.iterations, Path(scratch))
-    text = json.dumps(result, indent=2)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write_report(options.json, result)
 
 
 if __name__ == "__main__":

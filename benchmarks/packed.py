@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import write_report
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Job, Runner, words
 from benchmarks.slimpipe_bubble import fitted_costs, program_for
 from benchmarks.slimpipe_runs import Model, Setting, job
@@ -169,8 +167,7 @@ def _ratios(seconds: dict[str, float], tokens: int) -> dict[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packed", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.packed", __doc__)
     parser.add_argument("--tokens", type=int, default=6144, help="per sequence")
     parser.add_argument("--iterations", type=int, default=4, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=2, help="how often each side runs")
@@ -181,14 +178,11 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Command line."""
     options = _options()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="packed-"))
-    try:
-        with Runner() as runner:
-            bench = Bench(runner, folder, options)
-            costs = bench.costs()
-            found = {stages: compare(bench, stages, costs, options) for stages in options.stages}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    start_s = time.monotonic()
+    with scratch("packed-") as folder, Runner() as runner:
+        bench = Bench(runner, folder, options)
+        costs = bench.costs()
+        found = {stages: compare(bench, stages, costs, options) for stages in options.stages}
     first = found[options.stages[0]]
     report = {
         "speedup_over_equal_slices": first.get("measured", first["simulated"])["speedup_over_equal_slices"],

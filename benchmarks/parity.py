@@ -10,15 +10,10 @@ Top-level figures are those of fp32; bf16 stands apart.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
-import json
 import math
-import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -28,7 +23,9 @@ from typing import Any
 from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, random_case, with_schedule
 from benchmarks.compare import BAR, BOUNDS, compare, failures
 from benchmarks.expert_cases import is_routed, with_experts
+from benchmarks.hybrid_cases import with_hybrid
 from benchmarks.lab import Lab
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.optimizer_cases import optimizer_cases
 from benchmarks.packed_cases import with_attention, with_documents
 from benchmarks.pairwise import pairwise
@@ -49,6 +46,7 @@ MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
     "moe": with_experts,
     "packed": with_documents,
     "attention": with_attention,
+    "hybrid": with_hybrid,
 }
 """What the cases of a schedule train: from those of a dense model and a seed."""
 
@@ -220,8 +218,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.parity", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of pairwise choice and random plans")
     parser.add_argument("--quick", action="store_true", help="a small part of the cases")
     parser.add_argument(
@@ -234,7 +231,7 @@ def main() -> int:
         choices=sorted(MODELS),
         default="dense",
         help="dense (default); in fp32 alone: moe (layers of experts), packed (documents that do not see each other), "
-        "attention (sliding windows and softmax offsets)",
+        "attention (sliding windows and softmax offsets), hybrid (a kind of layer for every symbol of a pattern)",
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
@@ -257,12 +254,8 @@ def main() -> int:
     cases = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only)]
     if not cases:
         parser.error(f"--only {options.only}: no such case")
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="parity-"))
-    try:
+    with scratch("parity-", options.keep) as folder:
         entries = measure(cases, folder, options.at_once, options.device, has_te=has_te)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     by_precision = {p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16", "fp16")}
     is_cpu = options.device == "cpu"
     # On a CPU bf16 and fp16 are shown without a bar.
@@ -282,14 +275,9 @@ def main() -> int:
         **by_precision,
         "failed": failed,
         "impossible_pairs": impossible,
-        "elapsed_s": round(time.monotonic() - start_s, 1),
-        "cores": os.cpu_count(),
         "cases": entries,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shown = {key: value for key, value in report.items() if key not in ("cases", "impossible_pairs")}
-    print(json.dumps(shown, indent=1))
+    write_report(options.json, report, start_s, unprinted=("cases", "impossible_pairs"))
     return 0 if report["passed"] else 1
 
 

@@ -27,8 +27,7 @@ from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner
 from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
-from examples.llama.job import Job as Training
-from examples.llama.job import argument_groups
+from examples.llama.job import CPU_ARGUMENTS, training_arguments
 from megatron_het.plan import save_plan
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -190,9 +189,9 @@ def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) ->
     from megatron_het.plan import load_plan
 
     plan = load_plan(file)
-    training = Training(plan, file, devices, data, ITERATIONS, ITERATIONS, file.parent)
-    groups = argument_groups(training) | {"MODEL": model_arguments(plan, ModelOptions(experts=case.model.experts))}
-    words = [w for group in groups.values() for w in group]
+    words = model_arguments(plan, ModelOptions(experts=case.model.experts))
+    words += [*data.arguments, "--data-cache-path", str(Path(data.train_prefix).parent / "cache")]
+    words += [*training_arguments(ITERATIONS, ITERATIONS, False), *CPU_ARGUMENTS]
     words += [*plan_arguments(plan), "--make-vocab-size-divisible-by", "128"]
     words += ["--het-plan", str(file), "--het-report", str(file.parent / "ranks")]
     return Job(
@@ -210,7 +209,7 @@ def measure_round(case: Case, folder: Path) -> dict[str, Any]:
     cores = available_cores()[:PROCESSES]
     if len(cores) < PROCESSES:
         raise SystemExit(f"this machine offers {len(cores)} core(s); the runs need {PROCESSES}")
-    devices = [CpuDevice(f"core-{i}", "core", core, 1) for i, core in enumerate(cores)]
+    devices = [CpuDevice(f"core-{i}", "core", core) for i, core in enumerate(cores)]
     done = subprocess.run(
         [sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")],
         env=default_environment(),

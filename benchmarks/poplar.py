@@ -16,20 +16,16 @@ turns.  Keys, for all stages together and for each under ``stages``:
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from examples.llama.devices import PINNING_VARIABLE, available_cores, mixed_devices, pinning
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.auto_batch.plans import base_plan, with_zero
@@ -172,8 +168,7 @@ def measure_parity(folder: Path, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.poplar", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.poplar", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the plans whose parity is measured")
     parser.add_argument("--iterations", type=int, default=14, help="of each run (default: 14)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each plan, in turns (default: 3)")
@@ -182,10 +177,9 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=("speed", "limit", "parity"), help="a part of it")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="poplar-"))
     started_s = time.monotonic()
-    report: dict[str, Any] = {"bars": BARS, "machine": machine(), "load": os.getloadavg()}
-    try:
+    report: dict[str, Any] = {"bars": BARS}
+    with scratch("poplar-") as folder:
         if options.only in (None, "speed"):
             stages = []
             for zero in options.stages:
@@ -202,9 +196,6 @@ def main() -> int:
             found = measure_parity(folder, options.seed)
             report["parity"] = found["parity"] if not found["failed"] else float("inf")
             report["parity_plans"] = found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report["elapsed_s"] = round(time.monotonic() - started_s, 1)
     higher = ("speedup",)
     failed = [
         name
@@ -213,9 +204,7 @@ def main() -> int:
     ]
     failed += ["limit"] if "limit" in report and not report["limit"]["passed"] else []
     report["missed"], report["passed"] = failed, not failed
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "stages"}, indent=1))
+    write_report(options.json, report, started_s, unprinted=("stages",))
     return 0 if report["passed"] else 1
 
 

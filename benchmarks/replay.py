@@ -17,14 +17,11 @@ largest (at most 0.10).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +31,7 @@ from typing import Any
 
 from benchmarks.elastic import Changed, Lines, change_pool
 from benchmarks.faults import prepare
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, write_report
 from benchmarks.paced_nodes import PacedJob
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tools.planner.replay.policies import Costs, run_elastic
@@ -164,8 +161,7 @@ def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = command_line("benchmarks.replay", __doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[4, 5], help="of the traces (default 4 5: with five "
                         "changes each, joins, leaves and deaths among them)")  # fmt: skip
     parser.add_argument("--changes", type=int, default=5, help="in a trace (default 5)")
@@ -179,14 +175,8 @@ def main() -> None:
     prepare(folder)
     traces = {} if options.add is None else json.loads(options.add.read_text(encoding="utf-8"))["traces"]
     traces |= {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
-    document = {
-        "machine": machine(),
-        "load_average": os.getloadavg()[0],
-        "worst_error": max(abs(trace["error"]) for trace in traces.values()),
-        "traces": traces,
-    }
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    document = {"worst_error": max(abs(trace["error"]) for trace in traces.values()), "traces": traces}
+    write_report(options.json, document)
     if options.keep is None:
         shutil.rmtree(folder)
 

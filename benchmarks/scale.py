@@ -35,12 +35,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_report
 from benchmarks.scale_plans import ROLES, SEQUENCE, counted, edges_of, plan_of
 from benchmarks.scale_ranks import cpu_s, run_ranks, start_of
-from megatron_het.lowering.programs import build
+from megatron_het.lowering.programs import build, posted_for
 from megatron_het.lowering.ranks import BoundaryMap, lower
-from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import Placement, Plan
 
 WORLDS = (16, 32, 64, 128, 256, 1024)
@@ -195,15 +194,12 @@ def main() -> int:
     missed = verdict(list(found.values()))
     report = {
         "benchmark": "scale",
-        "machine": machine(),
         "nccl_connect_s": options.nccl_connect_s,
         **{key: {name: part[key] for name, part in found.items()} for key in (*_KEYS, "groups_above_peers", "growth")},
         "missed": missed,
         "families": found,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "families"}, indent=1))
+    write_report(options.json, report, unprinted=("families",))
     return 1 if missed else 0
 
 

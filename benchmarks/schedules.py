@@ -7,7 +7,6 @@ Growth is near linear when ``us_per_operation`` stays level.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import save
 from megatron_het.schedule import Costs, Graph, Link, Memory, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.validate import check
 
@@ -93,7 +93,7 @@ def main() -> int:
     target = next(row for row in rows if (row["devices"], row["slices"], row["chunks"], row["microbatches"]) == TARGET)
     print(f"target size: {target['cpu_s']:.2f} s (limit {LIMIT_S} s): {target['steps_cpu_s']}")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save(options.json, rows)
     return 0 if float(target["cpu_s"]) <= LIMIT_S else 1
 
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_runs import Setting, job
 from benchmarks.slimpipe_speed import MODEL
@@ -71,18 +69,13 @@ def passes_s(runner: Runner, slices: int, options: argparse.Namespace, folder: P
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slice_cost", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.slice_cost", __doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="per sequence")
     parser.add_argument("--slices", type=int, nargs=2, default=(8, 64), metavar=("FEW", "MANY"))
     parser.add_argument("--iterations", type=int, default=8, help="of each run")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="slice-cost-"))
-    try:
-        with Runner() as runner:
-            few, many = (passes_s(runner, n, options, folder / str(n)) for n in options.slices)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch("slice-cost-") as folder, Runner() as runner:
+        few, many = (passes_s(runner, n, options, folder / str(n)) for n in options.slices)
     further = (options.slices[1] - options.slices[0]) * _MICROBATCHES * MODEL.layers
     slope = {direction: (many[direction] - few[direction]) / further * 1e3 for direction in _DIRECTIONS}
     report = {
@@ -90,11 +83,8 @@ def main() -> int:
         **{f"{direction}_ms": value for direction, value in slope.items()},
         "iterations_s": {n: sum(found.values()) for n, found in zip(options.slices, (few, many), strict=True)},
         "tokens": options.tokens,
-        "machine": machine(),
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report)
     return 0
 
 

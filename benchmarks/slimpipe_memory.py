@@ -15,16 +15,12 @@ allocated in one iteration (saved tensors, logits, buffers, workspace) plus the 
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Runner, words
 from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.schedule.cost import Costs, Memory
@@ -131,21 +127,14 @@ class Bench:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_memory", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.slimpipe_memory", __doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="length of the sequences (default: 2048)")
     parser.add_argument("--quick", action="store_true", help="p=4, n=16 only, no longest sequence")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-memory-"))
-    try:
-        with Runner() as runner:
-            report = _report(Bench(runner, folder, options.tokens), options.quick)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report.update(tokens=options.tokens, elapsed_s=time.monotonic() - start_s, machine=machine())
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: v for k, v in report.items() if k != "cases"}, indent=1))
+    start_s = time.monotonic()
+    with scratch("slimpipe-memory-") as folder, Runner() as runner:
+        report = _report(Bench(runner, folder, options.tokens), options.quick)
+    write_report(options.json, report | {"tokens": options.tokens}, start_s)
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import fitted_costs
 from benchmarks.slimpipe_runs import Model, Setting, job
-from examples.llama.slowed import slow_down
+from examples.llama.pinned import slow_down
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.schedule.cost import Costs

@@ -13,14 +13,12 @@ SlimPipe and of the best one are compared with the simulator's; ``bubble_error``
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 from benchmarks import slimpipe_mixed
-from benchmarks.machine import write_report
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import bubble
 from benchmarks.slimpipe_runs import Model, Setting, run
@@ -40,8 +38,7 @@ def median_s(runner: Runner, setting: Setting, folder: Path, iterations: int) ->
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_speed", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.slimpipe_speed", __doc__)
     parser.add_argument(
         "--tokens", type=int, default=12288, help="per sequence; 6144 takes a quarter of the 15 minutes"
     )
@@ -76,12 +73,9 @@ def _settings(options: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _mixed(options: argparse.Namespace) -> int:
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-mixed-"))
-    try:
-        with Runner() as runner:
-            found = slimpipe_mixed.compare(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    start_s = time.monotonic()
+    with scratch("slimpipe-mixed-") as folder, Runner() as runner:
+        found = slimpipe_mixed.compare(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
     write_report(options.json, found, start_s)
     return 1 if found["met"] is False else 0
 
@@ -94,22 +88,19 @@ def main() -> int:
     settings = _settings(options)
     slim = [name for name in settings if name.startswith("slimpipe")]
     times: dict[str, list[float]] = {name: [] for name in settings}
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-speed-"))
-    try:
-        with Runner() as runner:
-            for index in range(options.rounds):
-                for name, setting in settings.items():
-                    times[name].append(median_s(runner, setting, folder / str(index), options.iterations))
-                    print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            best = min(slim, key=medians.__getitem__)
-            plain = min(slim, key=lambda name: settings[name].chunks)
-            bubbles = {
-                name: bubble(runner, settings[name], MODEL, folder / "bubble" / name, options.iterations + 1)
-                for name in dict.fromkeys((plain, best))
-            }
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    start_s = time.monotonic()
+    with scratch("slimpipe-speed-") as folder, Runner() as runner:
+        for index in range(options.rounds):
+            for name, setting in settings.items():
+                times[name].append(median_s(runner, setting, folder / str(index), options.iterations))
+                print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        best = min(slim, key=medians.__getitem__)
+        plain = min(slim, key=lambda name: settings[name].chunks)
+        bubbles = {
+            name: bubble(runner, settings[name], MODEL, folder / "bubble" / name, options.iterations + 1)
+            for name in dict.fromkeys((plain, best))
+        }
     n, v = settings[best].slices, settings[best].chunks
     interleaved = min(medians["interleaved-2"], medians["interleaved-4"])
     report = {

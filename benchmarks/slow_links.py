@@ -12,18 +12,13 @@ times, at most 0.1).
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import re
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Job, Runner
 from benchmarks.zero_bubble_speed import durations, flags
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
@@ -115,23 +110,17 @@ def measure(share: float, microbatches: int, rounds: int, iterations: int, folde
 
 def main() -> int:
     """Command line; exit code 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_links", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.slow_links", __doc__)
     parser.add_argument("--share", type=float, default=0.5, help="a transfer's time as a share of a stage's")
     parser.add_argument("--microbatches", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
     parser.add_argument("--iterations", type=int, default=8, help="of each run; the first 3 do not count")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slow-links-"))
-    try:
+    start_s = time.monotonic()
+    with scratch("slow-links-") as folder:
         report = measure(options.share, options.microbatches, options.rounds, options.iterations, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report |= {"elapsed_s": time.monotonic() - start_s, "machine": machine(), "load_average": os.getloadavg()}
     report["passed"] = report["prediction_error"] <= 0.1 and (options.share < 0.5 or report["speedup"] >= 1.25)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report, start_s)
     return 0 if report["passed"] else 1
 
 

@@ -9,20 +9,16 @@ gradients and weight gradients that the first split run measured itself.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
-import shutil
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import machine_flags
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Job, Runner, words
 from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate, simulate
 
@@ -115,21 +111,15 @@ def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> di
 
 def main() -> int:
     """Command line; exit code 1 where the simulator promises 1.08 and less than 1.05 is measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_bubble_speed", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path)
+    parser = command_line("benchmarks.zero_bubble_speed", __doc__)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
     parser.add_argument("--iterations", type=int, default=8, help="of each run; the first 3 do not count")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zero-bubble-speed-"))
-    try:
+    start_s = time.monotonic()
+    with scratch("zero-bubble-speed-") as folder:
         report = measure(options.microbatches, options.rounds, options.iterations, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report |= {"elapsed_s": time.monotonic() - start_s, "machine": machine(), "load_average": os.getloadavg()}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report, start_s)
     return 1 if report["simulated_speedup"] >= 1.08 and report["speedup_over_1f1b"] < 1.05 else 0
 
 

@@ -19,19 +19,16 @@ parameters of its stage.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import machine_flags
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, save, scratch, write_report
 from benchmarks.runner import Job, Runner, words
 from benchmarks.zorse_cases import with_shares
 from benchmarks.zorse_model import Layers, Prediction, share_of
@@ -266,17 +263,15 @@ def line(entry: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zorse_memory", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.zorse_memory", __doc__)
     parser.add_argument("--only", metavar="NAME", default="*", help="configurations by name; * stands for anything")
     parser.add_argument("--keep", type=Path, help="keep logs and reports in this folder")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="zorse-memory-"))
     chosen = [c for c in configurations() if fnmatch.fnmatchcase(c.name, options.only)]
     if not chosen:
         parser.error(f"--only {options.only}: no such configuration")
     entries = []
-    try:
+    with scratch("zorse-memory-", options.keep) as folder:
         folder.mkdir(parents=True, exist_ok=True)
         layers = Layers.profiled(plan_of(chosen[0]), PADDED_VOCABULARY, folder)
         with Runner() as runner:
@@ -285,18 +280,13 @@ def main() -> int:
                 entries.append(entry)
                 sys.stdout.write(line(entry))
                 sys.stdout.flush()
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     if len(chosen) < len(configurations()):
-        options.json.write_text(json.dumps({"configurations": entries}, indent=1) + "\n", encoding="utf-8")
+        save(options.json, {"configurations": entries})
         return 0
     figures = summary(entries)
     passed = figures["memory_saving"] >= 0.4 and figures["max_error_to_simulator"] <= 0.05
-    report = {**figures, "passed": passed, "machine": machine(), "configurations": entries}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({**figures, "passed": passed}, indent=1) + "\n")
+    report = {**figures, "passed": passed, "configurations": entries}
+    write_report(options.json, report, unprinted=("configurations",))
     return 0 if passed else 1
 
 

@@ -18,13 +18,11 @@ between them, bf16) it is 20,000 / T, so that 16 tokens here stand for 6,400 tok
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import machine_flags
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import Job, Runner, words
-from examples.llama.contention import simulate_shared
+from benchmarks.shared_cores import simulate_shared
 from megatron_het.lowering.programs import assemble, schedule_shape
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.routing import route
@@ -254,8 +252,7 @@ def ratio(times: Mapping[str, Sequence[float]], slower: str, faster: str) -> flo
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zorse_speed", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.zorse_speed", __doc__)
     parser.add_argument("--iterations", type=int, default=6, help="timed iterations per run")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
     parser.add_argument("--tokens", type=int, default=16, help="per microbatch, against ZeRO-3")
@@ -265,33 +262,20 @@ def main() -> int:
         parser.error(
             f"--iterations {options.iterations}: at least 2, because one of them counts memory and is left out"
         )
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zorse-speed-"))
+    start_s = time.monotonic()
     mixed: dict[str, Any] = {}
     zero3: dict[str, Any] = {}
-    try:
-        with Runner() as runner:
-            bench = Bench(runner, folder, options.iterations, options.rounds)
-            if options.only != "zero3":
-                mixed = bench.mixed_stage(tokens=256, total=12)
-            if options.only != "even":
-                zero3 = bench.zero3(options.tokens, total=24, ministages=4)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch("zorse-speed-") as folder, Runner() as runner:
+        bench = Bench(runner, folder, options.iterations, options.rounds)
+        if options.only != "zero3":
+            mixed = bench.mixed_stage(tokens=256, total=12)
+        if options.only != "even":
+            zero3 = bench.zero3(options.tokens, total=24, ministages=4)
     figures = {k: d[k] for d in (mixed, zero3) for k in d if k.startswith("speedup")}
     bars = {"speedup_over_even_split": BAR_EVEN, "speedup_over_zero3": BAR_ZERO3}
     passed = all(figure >= bars[name] for name, figure in figures.items())
-    report = {
-        **figures,
-        "passed": passed,
-        "bars": [BAR_EVEN, BAR_ZERO3],
-        "machine": machine(),
-        "mixed_stage": mixed,
-        "zero3": zero3,
-        "elapsed_s": round(time.monotonic() - start_s, 1),
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({**figures, "passed": passed}, indent=1) + "\n")
+    report = {**figures, "passed": passed, "bars": [BAR_EVEN, BAR_ZERO3], "mixed_stage": mixed, "zero3": zero3}
+    write_report(options.json, report, start_s, unprinted=("mixed_stage", "zero3"))
     return 0 if passed else 1
 
 

@@ -1,7 +1,8 @@
 """Drop-in training entry: ``torchrun ... -m megatron_het.pretrain_gpt <Megatron's flags> [--het-plan plan.json]``.
 
 megatron-core's wheel has no ``pretrain_gpt.py``; this module offers the same flags on top of the
-wheel alone.  Without ``--het-*`` flags it trains as stock Megatron does.
+wheel alone.  Without ``--het-*`` flags it trains as stock Megatron does.  With ``--hybrid-layer-pattern`` it trains a
+hybrid model, as ``pretrain_hybrid.py`` does.
 """
 
 from __future__ import annotations
@@ -346,17 +347,18 @@ def main(boundary: Any = None) -> None:
     """Parse the command line and train.
 
     Args:
-        boundary: What happens between iterations of a run with a plan (``runtime/boundary.py``).
+        boundary: What happens between iterations of a run with a plan (``runtime/training.py``).
     """
     from megatron_het import device as platform
+    from megatron_het.families import family_of
     from megatron_het.launch.start import install
-    from megatron_het.runtime.leaving import leaving_together
+    from megatron_het.runtime.session import leaving_together
 
     install(boundary=boundary)
     main_entry_s = time.time()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     set_startup_timestamps(program_start=_PROGRAM_START_S, main_entry=main_entry_s)
@@ -364,7 +366,7 @@ def main(boundary: Any = None) -> None:
     if boundary is None:  # else the process outlives this call by other means
         wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container = pretrain_cfg_container_from_args(args, family_of(args).model_config(args))
     with leaving_together(over_gloo=boundary is None and not platform.activate().is_cuda):
         wrapped_pretrain(
             container,

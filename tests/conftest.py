@@ -1,6 +1,7 @@
 """Property tests draw the same examples in every run; ``pytest --hypothesis-profile explore`` draws new and more."""
 
 import os
+import secrets
 
 from hypothesis import settings
 
@@ -10,3 +11,6 @@ settings.load_profile("fixed")
 
 # Dry runs of every plan that a test makes would take minutes.
 os.environ.setdefault("HET_PLAN_VERIFY", "0")
+
+# Ranks of test jobs share this in place of a file in the user's home.
+os.environ.setdefault("MEGATRON_HET_TOKEN", secrets.token_hex(16))

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
@@ -173,7 +173,6 @@ def main() -> int:
         return 0
     size = SMALL if options.small else Size(tokens=options.tokens, microbatches=options.microbatches)
     common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     report, errors = dict[str, Any](), dict[str, str]()
@@ -192,7 +191,7 @@ def main() -> int:
                 sys.stdout.write(f"round {turn} {name:28} {said}\n")
                 sys.stdout.flush()
                 report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                save(options.json, report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     shown = {key: report[key] for key in ("max_slowdown", "slowdowns", "passed", "not_run")}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import save
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import KERNELS, Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
@@ -132,7 +132,6 @@ def main() -> int:
     chosen = choose_kernel(setting)
     kernels = [chosen, *(k for k in KERNELS if k is not chosen and k.refuses(setting) is None)]
     entries: list[dict[str, Any]] = []
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
         for tokens in options.tokens:
             try:
@@ -141,7 +140,7 @@ def main() -> int:
                 entries.append({"kernel": kernel.name, "tokens": tokens, "error": str(error)})
                 print(f"{kernel.name:15} {tokens:7} tokens: {error}", flush=True)
             report = report_of(entries, kernels, on_cuda)
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            save(options.json, report)
     return int(any(e["kernel"] == kernels[0].name for e in report["failed"]))
 
 

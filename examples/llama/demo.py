@@ -1,15 +1,18 @@
 """The main job on one machine: ``python -m examples.llama.demo`` (or ``make demo``).
 
-Profiles the devices of a small, real mixed cluster (pinned processes), plans, trains a small Llama on
-real text through megatron.training, trains the even split beside it, and reports what was predicted
-and what was measured.
+Makes this machine a small mixed cluster of pinned processes, and goes the way of any cluster with the planner's own
+commands: profile, plan, emit, and the launch scripts.  The even split runs beside the plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,23 +22,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from examples.llama import job as jobs
-from examples.llama import page, planning, report
+from examples.llama import page, report
 from examples.llama.data import VOCAB_SIZE, DataFiles
-from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, describe, mixed_devices, pinning
+from examples.llama.devices import (
+    CpuDevice,
+    available_cores,
+    busy_cores,
+    cluster_document,
+    describe,
+    measured_link,
+    paced_devices,
+)
 from examples.llama.screen import Screen
-from megatron_het.plan import ModelShape, TrainingShape, save_plan
-from tools.planner.emit.command import emit
-from tools.planner.emit.nodes import NodeKind
-from tools.planner.emit.scripts import LaunchOptions
-from tools.planner.errors import PlannerError
-from tools.planner.inputs.profile_schema import Profile, ProfiledModel
-from tools.planner.page.html import write_page
-from tools.planner.profile.command import WORKER, default_environment, run_profile
-from tools.planner.profile.settings import ProfileSettings
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, load_plan, save_plan
+from tools.planner import __main__ as planner
+from tools.planner.profile.command import default_environment, free_port
 
 # Megatron pads the vocabulary to a multiple of 32 here (--make-vocab-size-divisible-by).
 _PADDED_VOCAB = -(-VOCAB_SIZE // 32) * 32
+_LR = "3e-3"
+_SHARED_GPU_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +52,12 @@ class Size:
     """Model and effort of a run of the demo.
 
     Attributes:
-        model: Shape of the Llama.
-        training: Batch; 12 microbatches can be split evenly over 1, 2, 3, 4 and 6 replicas.
+        model: Shape of the Llama; 6 layers divide evenly over 1, 2 and 3 stages.
+        training: Batch; 12 microbatches divide evenly over 1, 2, 3 and 4 replicas.
         iterations: Iterations of the training.
         short_iterations: Iterations of each run of the comparison.
         rounds: Runs of each plan in the comparison.
         window_s: Seconds per measured figure.
-        profiles: At most this many: one more where the machine has changed its speed since the last.
     """
 
     model: ModelShape
@@ -58,26 +66,23 @@ class Size:
     short_iterations: int
     rounds: int
     window_s: float
-    profiles: int
 
 
 FULL = Size(
-    ModelShape(9, 256, 8, 4, 256, ffn_hidden_size=704),
-    TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=60,
+    model=ModelShape(6, 256, 8, 4, 256, ffn_hidden_size=704),
+    training=TrainingShape(micro_batch_size=1, global_batch_size=12),
+    iterations=50,
     short_iterations=9,
     rounds=2,
-    window_s=0.6,
-    profiles=2,
+    window_s=0.5,
 )
 QUICK = Size(
-    ModelShape(6, 64, 4, 2, 64, ffn_hidden_size=128),
-    TrainingShape(micro_batch_size=1, global_batch_size=12),
+    model=ModelShape(6, 64, 4, 2, 64, ffn_hidden_size=128),
+    training=TrainingShape(micro_batch_size=1, global_batch_size=12),
     iterations=6,
     short_iterations=5,
     rounds=1,
     window_s=0.1,
-    profiles=1,
 )
 
 
@@ -87,11 +92,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.llama.demo", description="A mixed cluster trains a small Llama on this machine."
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder (default: runs/demo)")
-    parser.add_argument("--iterations", type=int, help="training iterations (default: 60)")
+    parser.add_argument("--iterations", type=int, help="training iterations (default: 50)")
     parser.add_argument("--rounds", type=int, help="short runs of each plan in the comparison (default: 2)")
     parser.add_argument("--max-cores", type=int, default=4, help="use at most this many cores (default: 4)")
     parser.add_argument("--source", type=Path, help="folder of .py files to train on (default: the standard library)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few iterations, to see that it works")
+    parser.add_argument(
+        "--readme", action="store_true", help="write the figures and the picture into README.md; not on a busy machine"
+    )
     options = parser.parse_args(argv)
     for name in ("iterations", "rounds", "max_cores"):
         value = getattr(options, name)
@@ -113,8 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     screen = Screen()
     try:
-        Demo(options, size, screen).run()
-    except (PlannerError, jobs.JobError, FileNotFoundError) as error:
+        result = Demo(options, size, screen).run()
+        if options.readme:
+            report.publish(result, options.out.resolve(), screen)
+    except (jobs.JobError, report.BusyError, FileNotFoundError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -123,17 +133,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_WITHIN, _FINALISTS = 0.06, 3  # candidates that are tried out: predicted distance from the best, how many
-_STALE = 0.12  # a profile whose predictions are all this far off, in one direction, is of another speed
-
-
-def is_stale(errors: Sequence[float]) -> bool:
-    """Whether predictions are wrong by the machine's speed, and not by their own errors.
+def even_splits(model: ModelShape, training: TrainingShape, kinds: Sequence[str]) -> list[Plan]:
+    """The plans that stock Megatron has for so many devices: equal stages, equal shares of the batch.
 
     Args:
-        errors: Measured over predicted time, less 1, of every candidate that was tried out.
+        model: Its layers are divided over the stages.
+        training: Its microbatches are divided over the replicas.
+        kinds: Of every rank's device.
     """
-    return min(errors) > _STALE or max(errors) < -_STALE
+    found = []
+    for count in range(1, len(kinds) + 1):
+        width = len(kinds) // count
+        if len(kinds) % count or model.num_layers % count or training.num_microbatches % width:
+            continue
+        stages = []
+        for s in range(count):
+            ranks = range(s * width, (s + 1) * width)
+            shares = [tuple(range(q, training.num_microbatches, width)) for q in range(width)]
+            replicas = (Replica((r,), share, kinds[r]) for r, share in zip(ranks, shares, strict=True))
+            stages.append(Stage((model.num_layers // count,), tuple(replicas)))
+        found.append(Plan(model=model, training=training, stages=tuple(stages), notes="an even split"))
+    return found
 
 
 class Demo:
@@ -146,32 +166,58 @@ class Demo:
     """
 
     def __init__(self, options: argparse.Namespace, size: Size, screen: Screen) -> None:
-        self.options, self.size, self.screen = options, size, screen
+        os.environ.setdefault("HET_PLAN_VERIFY", "0")  # 'emit' need not send the demo's own flags through Megatron
+        self.size, self.screen = size, screen
         self.out: Path = options.out.resolve()
-        self.started = time.monotonic()
+        self.source: Path | None = options.source
+        self.devices = paced_devices(available_cores(), options.max_cores)
+        self.gpus = jobs.gpus_here()
+        self.inputs = ["--cluster", str(self.out / "cluster.yaml"), "--model", str(self.out / "model.yaml")]
 
     def run(self) -> dict[str, Any]:
-        """Everything; returns the report."""
+        """Carry all steps out; returns the report."""
+        started = time.monotonic()
         self.out.mkdir(parents=True, exist_ok=True)
-        devices = mixed_devices(available_cores(), self.options.max_cores)
         self.screen.title("The cluster")
-        self.screen.line(describe(devices))
-        data = self._data()
-        trial, even, order = self._plan(devices, data)
-        even_order = planning.devices_in_rank_order(even.estimate, devices)
-        self._compare(trial, even, order, even_order, data)
-        training = self._train(trial, order, data)
-        result = report.build(trial, even, training, [d.name for d in order])
-        result["elapsed_s"] = time.monotonic() - self.started
-        self._finish(result, trial, order)
+        self.screen.line(describe(self.devices))
+        others = busy_cores()
+        if reason := report.busy_reason(others, len(available_cores())):
+            self.screen.line(f"Note: {reason}")
+        self.interpreter = jobs.write_interpreter(self.out)
+        self.data = self._data()
+        self._describe_model()
+        self._profile()
+        trial, even = self._plan(), self._even_split()
+        self._compare(trial, even)
+        order, training = self._train(trial)
+        result = report.build(trial, even, training, order)
+        result |= report.circumstances(result["runs"], others, len(available_cores()), self.devices)
+        result["elapsed_s"] = time.monotonic() - started
+        self._finish(result, trial)
         return result
 
+    def _planner(self, *words: str, is_shown: bool = True) -> dict[str, Any]:
+        """Run a command of the planner, as it would be typed; returns what ``--json`` prints.
+
+        Raises:
+            JobError: The command failed.
+        """
+        if is_shown:
+            shown = shlex.join(["python", "-m", "tools.planner", *words]).replace(f"{self.out}/", "")
+            self.screen.line(f"$ {shown if len(shown) < 400 else shown[:400] + ' ...'}")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            code = planner.main([*words, "--json"])
+        if code:
+            raise jobs.JobError(f"'{words[0]}' failed:\n{printed.getvalue()}")
+        return dict(json.loads(printed.getvalue()))
+
     def _data(self) -> DataFiles:
-        """Real text as Megatron datasets, made by a process of its own: it needs PyTorch, this one does not."""
+        """Real text as Megatron datasets."""
         self.screen.title("Data: the Python standard library, one token per byte")
         command = [sys.executable, "-W", "ignore", "-m", "examples.llama.data", "--out", str(self.out / "data")]
-        if self.options.source is not None:
-            command += ["--source", str(self.options.source)]
+        if self.source is not None:
+            command += ["--source", str(self.source)]
         done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise jobs.JobError(f"preparing the data failed:\n{done.stderr}")
@@ -182,212 +228,131 @@ class Demo:
         )
         return data
 
-    def _profile(self, devices: Sequence[CpuDevice]) -> Profile:
-        """Measure layers and links, all devices at the same time as in training."""
-        self.screen.title("Profile: real layers on every device, all busy at the same time")
-        model = self.size.model
-        settings = ProfileSettings(
-            model=ProfiledModel(
-                model.hidden_size,
-                model.ffn_hidden_size or 0,
-                model.num_attention_heads,
-                model.num_query_groups,
-                _PADDED_VOCAB,
-                model.seq_length,
-                "fp32",
-                name="demo",
-            ),
-            out=str(self.out / "profile.json"),
-            kinds=tuple(d.kind for d in devices),
-            devices_per_node=1,
-            micro_batch_sizes=(self.size.training.micro_batch_size,),
-            window_s=self.size.window_s,
-            windows=5,
-            link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
-            notes=describe(devices),
-        )
-        # Speeds of an earlier run may have been measured on a busier machine.
-        (self.out / "profile.json").unlink(missing_ok=True)
-        profile = run_profile(
-            settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER)
-        )
-        rows = []
-        for device in profile.devices:
-            for t in device.timings:
-                rows.append(
-                    [
-                        f"{device.kind} {t.layer}",
-                        f"{t.forward_s * 1e3:.2f}",
-                        f"{t.backward_s * 1e3:.2f}",
-                        f"{t.update_s * 1e3:.2f}",
-                        f"{t.activation_bytes / 2**20:.1f}",
-                    ]
-                )
-        self.screen.table(
-            "One microbatch",
-            ["device and layer", "forward, ms", "backward, ms", "update, ms", "activations, MiB"],
-            rows,
-        )
-        return profile
+    def _describe_model(self) -> None:
+        """Write the model file."""
+        model, training = self.size.model, self.size.training
+        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+        document = {"name": "demo", **{name: getattr(model, name) for name in names}}
+        document |= {"vocab_size": _PADDED_VOCAB, "seq_length": model.seq_length, "precision": "fp32"}
+        document |= {"global_batch_size": training.global_batch_size, "attention": "unfused", "recompute": ["none"]}
+        document |= {"micro_batch_sizes": [training.micro_batch_size]}
+        (self.out / "model.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
-    def _choose(self, devices: Sequence[CpuDevice], data: DataFiles) -> tuple[planning.Speeds, planning.Estimate]:
-        """The fastest plan, and the speeds that it was made from."""
-        layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
-        left = self.size.profiles
-        while True:
-            speeds = planning.Speeds(self._profile(devices), devices)
-            self.screen.title("Plan: layers per stage and microbatches per replica by measured speed")
-            ranked = planning.best(devices, speeds, layers, microbatches, _WITHIN)
-            finalists = planning.shortlist(ranked, devices, _WITHIN, _FINALISTS)
-            winner, errors = self._try_out(finalists, speeds, devices, data)
-            left -= 1
-            if not is_stale(errors) or not left:
-                return speeds, winner
-            least = min(errors, key=abs)
-            self.screen.line(
-                f"all candidates ran at least {abs(least):.0%} {'longer' if least > 0 else 'shorter'} than predicted: "
-                "the machine's speed has changed since the profile, so it is made again"
-            )
+    def _profile(self) -> None:
+        """Measure layers and links, on all devices at the same time as in training; then write the cluster file."""
+        self.screen.title("Profile: real layers on every device, and the links between them")
+        profile = self.out / "profile.json"
+        profile.unlink(missing_ok=True)  # speeds of an earlier run may be of a busier machine
+        world = {"WORLD_SIZE": str(len(self.devices)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        words = ["-m", "tools.planner", "profile", "--model", str(self.out / "model.yaml"), "--out", str(profile)]
+        words += ["--micro-batch-sizes", "1", "--window-s", f"{self.size.window_s:g}"]
+        commands = [[str(self.interpreter), *words, "--kind", device.kind] for device in self.devices]
+        self.screen.line("$ " + shlex.join(["python", *commands[0][1:]]).replace(f"{self.out}/", ""))
+        self.screen.line(f"  the same with --kind of its own on each of the {len(self.devices)} devices")
+        own = [{**world, "RANK": str(i), **e} for i, e in enumerate(self._environments(self.devices))]
+        jobs.start(commands, own, self.out / "logs-profile", timeout_s=600.0)
+        report.show_profile(json.loads(profile.read_text(encoding="utf-8")), self.screen)
+        rate, latency_s = measured_link(profile)
+        memory_bytes = _SHARED_GPU_BYTES if self.gpus else 1 << 30
+        document = cluster_document(self.devices, rate, latency_s, memory_bytes, is_cpu=not self.gpus)
+        (self.out / "cluster.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
-    def _plan(
-        self, devices: Sequence[CpuDevice], data: DataFiles
-    ) -> tuple[report.Trial, report.Trial, list[CpuDevice]]:
-        """Choose the plan, write it with its arguments and scripts, and make the even split beside it."""
-        speeds, winner = self._choose(devices, data)
-        layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
-        evens = [planning.estimate(c, speeds) for c in planning.even_splits(devices, layers, microbatches)]
-        trials = []
-        for name, chosen, note in (
-            ("plan.json", winner, "layers and microbatches by measured speed"),
-            ("plan-even.json", min(evens, key=lambda e: e.iteration_s), "the best even split"),
-        ):
-            plan = planning.to_plan(chosen, speeds, self.size.model, self.size.training, note)
-            save_plan(plan, self.out / name)
-            trials.append(report.Trial(plan, chosen))
-        trial, even = trials
-        order = planning.devices_in_rank_order(trial.estimate, devices)
-        for title, one in (("planned", trial), ("even split", even)):
-            self.screen.line(f"{title:>10}: {report.describe(one.plan)}, predicted {one.estimate.iteration_s:.3f} s")
-        self._emit(trial, order, data)
-        return trial, even, order
+    def _environments(self, devices: Sequence[CpuDevice]) -> list[dict[str, str]]:
+        return jobs.environments(devices, self.gpus)
 
-    def _try_out(
-        self,
-        finalists: Sequence[planning.Estimate],
-        speeds: planning.Speeds,
-        devices: Sequence[CpuDevice],
-        data: DataFiles,
-    ) -> tuple[planning.Estimate, list[float]]:
-        """The fastest of candidates that are predicted to be about equally fast, by a short run of each.
+    def _plan(self) -> report.Trial:
+        """Let the planner choose."""
+        self.screen.title("Plan: which device gets which layers and microbatches")
+        file, profile = self.out / "plan.json", str(self.out / "profile.json")
+        self._planner("plan", *self.inputs, "--profile", profile, "--out", str(file), "--no-verify", "--limit-s", "60")
+        return self._trial(file, "planned")
+
+    def _even_split(self) -> report.Trial:
+        """Choose the faster one of the even splits, by the planner's simulation."""
+        files = []
+        for i, plan in enumerate(even_splits(self.size.model, self.size.training, [d.kind for d in self.devices])):
+            files.append(self.out / f"plan-even-{i}.json")
+            save_plan(plan, files[-1])
+        trials = [self._trial(file, "even split") for file in files]
+        best = min(trials, key=lambda trial: trial.predicted_s)
+        save_plan(best.plan, self.out / "plan-even.json")
+        return best
+
+    def _trial(self, file: Path, name: str) -> report.Trial:
+        """Simulate a plan file with its own routing."""
+        words = ["simulate", str(file), *self.inputs, "--profile", str(self.out / "profile.json")]
+        found = self._planner(*words, "--trace", str(file.with_suffix(".trace.json")), is_shown=False)
+        plan = load_plan(file)
+        trial = report.Trial(plan, file, found["iteration_s"], found["bubble_fraction"])
+        self.screen.line(f"{name:>10}: {report.describe(plan)}, predicted {trial.predicted_s:.3f} s")
+        return trial
+
+    def _launch(
+        self, trial: report.Trial, folder: str, iterations: int, name: str, evaluate: bool = False
+    ) -> tuple[list[CpuDevice], list[dict[str, Any]]]:
+        """Emit a plan's launch files and start them.
 
         Returns:
-            The fastest, and of each the measured over the predicted time, less 1.
+            The device of every rank, and the ranks' reports.
         """
-        folder = self.out / "candidates"
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier profile
-        folder.mkdir()
-        count = max(4, self.size.short_iterations - 3)
-        measured = []
-        for i, one in enumerate(finalists):
-            plan = planning.to_plan(one, speeds, self.size.model, self.size.training, "a candidate")
-            save_plan(plan, folder / f"plan-{i}.json")
-            trial = report.Trial(plan, one)
-            order = planning.devices_in_rank_order(one, devices)
-            job = self._job(trial, f"candidates/plan-{i}.json", order, data, count, f"candidates/run-{i}")
-            with self.screen.training(f"candidate {i + 1}", count) as show:
-                trial.runs.append(jobs.run(job, show))
-            times = sorted(trial.iteration_times_s(-1))
-            measured.append(times[len(times) // 2])
-            self.screen.line(
-                f"candidate {i + 1}: {report.describe(plan)}, predicted {one.iteration_s:.3f} s, "
-                f"measured {measured[-1]:.3f} s"
-            )
-        errors = [seconds / one.iteration_s - 1 for seconds, one in zip(measured, finalists, strict=True)]
-        return finalists[measured.index(min(measured))], errors
+        run = self.out / folder
+        shutil.rmtree(run, ignore_errors=True)  # else the scripts would resume from its checkpoint
+        extra = [*self.data.arguments, "--data-cache-path", str(self.out / "data" / "cache")]
+        extra += [*jobs.machine_arguments(bool(self.gpus)), "--init-method-std", "0.02", "--seed", "1234"]
+        extra += ["--lr-warmup-fraction", "0.1", "--log-interval", "1", "--eval-interval", str(iterations)]
+        extra += ["--eval-iters", "4" if evaluate else "0"]
+        extra += ["--het-report", str(run / "ranks"), "--het-trace", str(run / "trace")]
+        words = ["emit", str(trial.file), *self.inputs, "--out", str(run), "--python", str(self.interpreter)]
+        words += ["--train-iters", str(iterations), "--lr", _LR, "--job-name", "het-demo", "--extra", shlex.join(extra)]
+        nodes = self._planner(*words, is_shown=evaluate)["nodes"]
+        left = list(self.devices)
+        by_node, by_rank = [], dict[int, CpuDevice]()
+        for node in nodes:
+            device = next(d for d in left if d.kind == node["kind"])
+            left.remove(device)
+            by_node.append(device)
+            by_rank |= dict.fromkeys(node["ranks"], device)
+        if evaluate:
+            self.screen.line(f"$ bash {folder}/torchrun-node-N.sh   for each of the {len(nodes)} nodes")
+        with self.screen.training(name, iterations) as show:
+            reports = jobs.train(run, self._environments(by_node), on_loss=show)
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        return [by_rank[rank] for rank in sorted(by_rank)], reports
 
-    def _emit(self, trial: report.Trial, order: Sequence[CpuDevice], data: DataFiles) -> None:
-        """args.sh and the Slurm and torchrun scripts of the same job."""
-        job = self._job(trial, "plan.json", order, data, self.size.iterations, "training", evaluate=True)
-        kinds = {d.kind: NodeKind(devices=1, constraint=d.kind) for d in order}
-        launch = LaunchOptions(
-            run_dir=str(self.out.resolve()),
-            job_name="het-demo",
-            time_limit="00:30:00",
-            python=sys.executable,
-            cpus_per_task=1,
-        )
-        header = ["Written by the demo for nodes that behave like this machine's devices, one rank per node."]
-        emitted = emit(trial.plan, self.out, kinds, jobs.argument_groups(job), launch, header)
-        self.screen.line("written: " + ", ".join(str(p) for p in emitted.files.values()))
-
-    def _job(
-        self,
-        trial: report.Trial,
-        plan_file: str,
-        order: Sequence[CpuDevice],
-        data: DataFiles,
-        iterations: int,
-        folder: str,
-        evaluate: bool = False,
-    ) -> jobs.Job:
-        return jobs.Job(
-            plan=trial.plan,
-            plan_file=self.out / plan_file,
-            devices=order,
-            data=data,
-            iterations=iterations,
-            decay_iterations=self.size.iterations,
-            folder=self.out / folder,
-            evaluate=evaluate,
-            trace=True,
-        )
-
-    def _compare(
-        self,
-        trial: report.Trial,
-        even: report.Trial,
-        order: Sequence[CpuDevice],
-        even_order: Sequence[CpuDevice],
-        data: DataFiles,
-    ) -> None:
-        """Short runs of both plans in turn, so that a drift of the machine hits both."""
+    def _compare(self, trial: report.Trial, even: report.Trial) -> None:
+        """Run both plans in turn, so that a drift of the machine hits both."""
         self.screen.title("The plan against the even split, in turn")
         count = self.size.short_iterations
         for turn in range(self.size.rounds):
-            for name, one, devices in (("plan", trial, order), ("even", even, even_order)):
-                folder = f"comparison/{name}-{turn}"
-                file = "plan.json" if name == "plan" else "plan-even.json"
-                job = self._job(one, file, devices, data, count, folder)
-                with self.screen.training(f"{name}, run {turn + 1}", count) as show:
-                    one.runs.append(jobs.run(job, show))
-                times = one.iteration_times_s(-1)
-                self.screen.line(f"{name}, run {turn + 1}: median iteration {sorted(times)[len(times) // 2]:.3f} s")
+            for name, one in (("plan", trial), ("even", even)):
+                label = f"{name}, run {turn + 1}"
+                one.runs.append(self._launch(one, f"comparison/{name}-{turn}", count, label)[1])
+                times = sorted(one.iteration_times_s(-1))
+                self.screen.line(f"{label}: median iteration {times[len(times) // 2]:.3f} s")
 
-    def _train(self, trial: report.Trial, order: Sequence[CpuDevice], data: DataFiles) -> list[dict[str, Any]]:
-        """The training itself."""
+    def _train(self, trial: report.Trial) -> tuple[list[str], list[dict[str, Any]]]:
+        """Train under the plan."""
         self.screen.title(f"Training: {self.size.iterations} iterations under the plan")
-        count = self.size.iterations
-        job = self._job(trial, "plan.json", order, data, count, "training", evaluate=True)
-        with self.screen.training("training", count) as show:
-            training = jobs.run(job, show)
+        order, training = self._launch(trial, "run", self.size.iterations, "training", evaluate=True)
         trial.runs.append(training)
-        return training
+        return [device.name for device in order], training
 
-    def _finish(self, result: dict[str, Any], trial: report.Trial, order: Sequence[CpuDevice]) -> None:
-        """report.json, the page, the pictures and the tables."""
-        traces = self.out / "training" / "trace"
+    def _finish(self, result: dict[str, Any], trial: report.Trial) -> None:
+        """Write report.json, the page and the pictures, and show the tables."""
+        traces = [self.out / "run" / "trace" / f"trace-rank-{r['rank']}.json" for r in result["per_rank"]]
         report.save(result, self.out / "report.json")
-        write_page(page.demo_page(result, trial, order, traces), self.out / "report.html")
+        words = [str(trial.file), *self.inputs, "--profile", str(self.out / "profile.json")]
+        page.write(words, result, traces, self.out / "report.html")
         written = [self.out / "report.json", self.out / "report.html"]
         try:
             from examples.llama import pictures
 
             pictures.loss_picture(result, self.out / "loss.png")
             written.append(self.out / "loss.png")
-            names = [r["device"] for r in result["per_rank"]]
-            timeline = self.out / "timeline.png"
-            if pictures.timeline_picture(trial.estimate, names, traces, timeline):
-                written.append(timeline)
+            names, predicted = [r["device"] for r in result["per_rank"]], trial.file.with_suffix(".trace.json")
+            if pictures.timeline_picture(names, predicted, traces, self.out / "timeline.png"):
+                written.append(self.out / "timeline.png")
         except ImportError:
             self.screen.line("no pictures: matplotlib is not installed (pip install 'megatron-het[planner]')")
         self.screen.title("Report")

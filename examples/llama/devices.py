@@ -1,15 +1,20 @@
-"""A real mixed cluster on one machine: processes with a core of their own, and processes that share one.
+"""A real mixed cluster on one machine: processes that are pinned to cores, some of them slower than others.
 
-The kernel is what makes the devices differ: a process pinned to a core of its own gets all of it,
-two processes pinned to the same core get half each while both are busy.
+The demo gives every process a core of its own, and lets half of them run only half of the time
+(``paced_devices``).  Where devices may share something, two processes share a core (``mixed_devices``): each gets
+half of it while both are busy.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 #: Read by ``examples.llama.pinned``: one core list per local rank, e.g. ``0;1;1``.
 PINNING_VARIABLE = "HET_DEMO_CORES"
@@ -23,15 +28,15 @@ class CpuDevice:
 
     Attributes:
         name: ``fast-0``, ``slow-1``, ...
-        kind: ``fast`` (a core of its own) or ``slow`` (shares its core).
-        core: The core it is pinned to.
-        sharers: How many processes are pinned to that core, itself included.
+        kind: ``fast`` or ``slow``.
+        core: The core that it is pinned to.
+        running: Share of the time that it is allowed to run; below 1 it is stopped again and again.
     """
 
     name: str
     kind: str
     core: int
-    sharers: int
+    running: float = 1.0
 
 
 def available_cores() -> list[int]:
@@ -78,10 +83,31 @@ def mixed_devices(cores: Sequence[int], max_cores: int = 4) -> list[CpuDevice]:
     if not used:
         raise ValueError("no core to run on")
     whole = (len(used) + 1) // 2 if len(used) > 1 else 0
-    devices = [CpuDevice(f"fast-{i}", "fast", core, 1) for i, core in enumerate(used[:whole])]
+    devices = [CpuDevice(f"fast-{i}", "fast", core) for i, core in enumerate(used[:whole])]
     shared = [core for core in used[whole:] for _ in range(2)]
-    devices += [CpuDevice(f"slow-{i}", "slow", core, 2) for i, core in enumerate(shared)]
+    devices += [CpuDevice(f"slow-{i}", "slow", core) for i, core in enumerate(shared)]
     return devices
+
+
+def paced_devices(cores: Sequence[int], max_cores: int = 4, running: float = 0.5) -> list[CpuDevice]:
+    """Devices with a core of their own each: the first half fast, the other half slow.
+
+    One core gives two slow devices that share it: nothing is to be gained there.
+
+    Args:
+        cores: Cores to use, in order of preference.
+        max_cores: Use at most this many of them: every process loads its own copy of PyTorch.
+        running: Share of the time that slow devices run.
+
+    Raises:
+        ValueError: No core given.
+    """
+    used = list(cores[:max_cores])
+    if len(used) < 2:
+        return mixed_devices(cores, max_cores)
+    whole = (len(used) + 1) // 2
+    devices = [CpuDevice(f"fast-{i}", "fast", core) for i, core in enumerate(used[:whole])]
+    return devices + [CpuDevice(f"slow-{i}", "slow", core, running) for i, core in enumerate(used[whole:])]
 
 
 def pinning(devices: Sequence[CpuDevice]) -> str:
@@ -92,13 +118,78 @@ def pinning(devices: Sequence[CpuDevice]) -> str:
 def describe(devices: Sequence[CpuDevice]) -> str:
     """One sentence for the reader."""
     fast = [d for d in devices if d.kind == "fast"]
-    slow_cores = sorted({d.core for d in devices if d.kind == "slow"})
+    slow = [d for d in devices if d.kind == "slow"]
+    cores = ", ".join(map(str, sorted({d.core for d in slow})))
     if not fast:
         return (
-            f"This machine offers one core ({slow_cores[0]}): {len(devices)} equal devices share it. "
+            f"This machine offers one core ({cores}): {len(devices)} equal devices share it. "
             "The even split is already the best one here, so expect a speedup of about 1."
         )
-    return (
-        f"{len(fast)} fast device(s) with a core of their own ({', '.join(str(d.core) for d in fast)}) and "
-        f"{len(devices) - len(fast)} slow ones, two to a core ({', '.join(map(str, slow_cores))})."
-    )
+    whole = f"{len(fast)} fast device(s) with a core of their own ({', '.join(str(d.core) for d in fast)})"
+    if slow[0].running < 1:
+        share = f"on core(s) {cores}, which run {slow[0].running:.0%} of the time"
+    else:
+        share = f"that share core(s) {cores}"
+    return f"{whole}, and {len(slow)} slow one(s) {share}."
+
+
+def cluster_document(
+    devices: Sequence[CpuDevice], bytes_per_s: float, latency_s: float, memory_bytes: int = 1 << 30, is_cpu: bool = True
+) -> dict[str, Any]:
+    """The cluster file of these devices: every process is a node with one device.
+
+    Args:
+        devices: The processes.
+        bytes_per_s, latency_s: Of the link between two of them.
+        memory_bytes: That one of them may use.
+        is_cpu: Whether they compute on the CPU.
+    """
+    kinds = sorted({d.kind for d in devices})
+    gpus = {
+        kind: {
+            "flops": {"fp32": 1e10},
+            "memory_bytes": memory_bytes,
+            "memory_bytes_per_s": 1e10,
+            "intra_node_bytes_per_s": bytes_per_s,
+            "reserved_bytes": 0,
+            "is_processor": is_cpu,
+            "transformer_engine": not is_cpu and importlib.util.find_spec("transformer_engine") is not None,
+            "source": "this machine",
+        }
+        for kind in kinds
+    }
+    nodes = [
+        {
+            "gpu": kind,
+            "count": sum(d.kind == kind for d in devices),
+            "gpus_per_node": 1,
+            "network_bytes_per_s": bytes_per_s,
+            "network_latency_s": latency_s,
+        }
+        for kind in kinds
+    ]
+    return {"name": "this machine", "nodes": nodes, "gpus": gpus}
+
+
+def measured_link(profile: Path) -> tuple[float, float]:
+    """The slowest link between two devices in a profile: bytes per second, and seconds of latency."""
+    found = [k for k in json.loads(profile.read_text(encoding="utf-8"))["links"] if k["operation"] == "p2p"]
+    rate = min((k["bytes_per_s"] for k in found), default=1e8)
+    return rate, max((k["latency_s"] for k in found), default=1e-3)
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores other programs use at this moment, what the hypervisor takes included; 0 where nobody says."""
+    before = _busy_ticks()
+    time.sleep(seconds)
+    return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def _busy_ticks() -> int:
+    """Ticks of all cores in which something ran, since the start of the machine."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0
+    user, nice, system, _, _, *others = map(int, words)
+    return user + nice + system + sum(others)

@@ -12,12 +12,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, describe, mixed_devices, pinning
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.devices import (
+    PINNING_VARIABLE,
+    CpuDevice,
+    available_cores,
+    cluster_document,
+    describe,
+    measured_link,
+    mixed_devices,
+    pinning,
+)
+from examples.llama.job import gpus_here
+from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
@@ -46,38 +55,11 @@ def plan_for(devices: Sequence[CpuDevice]) -> Plan:
     return Plan(MODEL, TRAINING, tuple(stages))
 
 
-def cluster_document(devices: Sequence[CpuDevice], profile: Profile | None, is_broken: bool) -> dict[str, Any]:
-    """A cluster file: every process is a node, with the link that the profile measured."""
-    found = [k for k in profile.links if k.operation == "p2p"] if profile else []
-    rate = min((k.bytes_per_s for k in found), default=_USUAL_RATE)
-    latency_s = max((k.latency_s for k in found), default=_USUAL_LATENCY_S)
-    kinds = sorted({d.kind for d in devices})
-    figures = {
-        "flops": {"fp32": 1e10},
-        "memory_bytes": 1 << 30,
-        "memory_bytes_per_s": 1e10,
-        "intra_node_bytes_per_s": rate,
-        "is_processor": True,
-        "source": "this machine",
-    }
-    nodes = [
-        {
-            "gpu": kind,
-            "count": sum(d.kind == kind for d in devices),
-            "gpus_per_node": 1,
-            "network_bytes_per_s": _BROKEN_RATE if is_broken else rate,
-            "network_latency_s": latency_s,
-        }
-        for kind in kinds
-    ]
-    return {"name": "this machine", "nodes": nodes, "gpus": dict.fromkeys(kinds, figures)}
-
-
 def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     """The flags of a training with the plan, as they would be in args.sh."""
     from megatron_het.device.flags import platform_flags
 
-    machine = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]
     words += [
         "--tokenizer-type",
@@ -119,7 +101,7 @@ def make_profile(devices: Sequence[CpuDevice], out: Path) -> Profile:
 def command_of(options: argparse.Namespace, out: Path, plan: Plan, has_profile: bool) -> list[str]:
     """torchrun, the pinning and the doctor."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.world_size)]
-    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.slowed"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.pinned"]
     words += ["megatron_het.doctor", "--cluster", str(out / "cluster.yaml"), "--limit-s", str(options.limit_s)]
     words += ["--checkpoints", str(out / "checkpoints"), "--json", str(out / "doctor.json")]
     words += ["--log-dir", str(out / "logs"), "--slow-ratio", str(options.slow_ratio), "--link-ratio", "3"]
@@ -160,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     save_plan(plan, out / "plan.json")
-    document = cluster_document(devices, profile, options.is_broken)
+    rate, latency_s = measured_link(out / "profile.json") if profile else (_USUAL_RATE, _USUAL_LATENCY_S)
+    document = cluster_document(devices, _BROKEN_RATE if options.is_broken else rate, latency_s, is_cpu=not gpus_here())
     (out / "cluster.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     environment = {**default_environment(), PINNING_VARIABLE: pinning(devices)}
     if options.is_broken:

@@ -103,14 +103,14 @@ class Cluster:
         self._out, self._processes = out, dict[str, subprocess.Popen[bytes]]()
         base = [sys.executable, "-m", "megatron_het.elastic", "--controller", f"127.0.0.1:{free_port()}"]
         base += ["--folder", str(out / "elastic")]
-        cores = sorted(available_cores())
+        cores, gpus = sorted(available_cores()), jobs.gpus_here()
         for i, (name, device) in enumerate(NODES):
             words = ["--node", name, "--device", device, "--workers", "1"]
             if i == 0:
                 words += ["--start-controller", "--nodes", "3", "--plans", *map(str, plans)]
             with (out / f"node-{name}.txt").open("wb") as log:
-                process = subprocess.Popen([*base, *words, "--", *flags], env=default_environment(), stdout=log,
-                                           stderr=log)  # fmt: skip
+                own = {**default_environment(), **jobs.gpu_environment(i, len(NODES), gpus)}
+                process = subprocess.Popen([*base, *words, "--", *flags], env=own, stdout=log, stderr=log)
             if len(cores) > 1:
                 os.sched_setaffinity(process.pid, {cores[0] if device == "alone" else cores[1]})
             self._processes[name] = process
@@ -138,7 +138,7 @@ class Cluster:
         return [Step(when, number, loss) for when, number, loss in sorted(found)]
 
     def history(self) -> list[dict[str, Any]]:
-        """Of the controller."""
+        """Returns the history that the controller has written."""
         with contextlib.suppress(OSError, ValueError):
             return list(json.loads((self._out / "elastic" / "state.json").read_text())["history"])
         return []
@@ -195,7 +195,7 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
         *common_arguments(plans[0]),
         *[*data.arguments, "--data-cache-path", str(out / "data" / "cache")],
         *jobs.training_arguments(size.iterations, size.iterations, False),
-        *jobs.CPU_ARGUMENTS,
+        *jobs.machine_arguments(jobs.gpus_here() > 0),
     ]
     screen.title(f"Training: {size.iterations} iterations on three nodes")
     with Cluster(out, flags, files) as cluster, screen.training("training", size.iterations) as show:

@@ -1,22 +1,19 @@
-"""Run one training job of the demo: ``torchrun`` over gloo, ranks pinned, progress from its log."""
+"""Run what ``emit`` wrote on this machine: one launch script per device, as if each were a node."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.llama.data import DataFiles
-from examples.llama.devices import PINNING_VARIABLE, CpuDevice, pinning
-from megatron_het.plan import Plan
-from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from examples.llama.devices import PINNING_VARIABLE, CpuDevice
+from examples.llama.pinned import SLOWED_VARIABLE
 from tools.planner.profile.command import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
@@ -42,37 +39,32 @@ _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?lm loss: ([0-9.E+-]+)"
 
 _ERROR = re.compile(r"^(\[rank\d+\]: )?([\w.]*(Error|Exception)\b|[Ee]rror):? ")
 
+_POLL_S = 0.2
+
+_INTERPRETER = """\
+#!/bin/bash
+# The interpreter of one of the demo's nodes: its ranks keep to a core, and are slowed where the node is a slow one.
+export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}}
+[[ "$2" == torch.distributed.run ]] && exec {python} "$@"
+exec {python} -m examples.llama.pinned "${{@:2}}"
+"""
+
 
 class JobError(RuntimeError):
     """A training job failed; the message ends with the end of its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One launch.
+def machine_arguments(is_cuda: bool) -> list[str]:
+    """The flags of Megatron that this machine asks for.
 
-    Attributes:
-        plan: What runs.
-        plan_file: Where it is stored.
-        devices: Device of every rank.
-        data: The data set.
-        iterations: Training iterations.
-        decay_iterations: Length of the learning-rate schedule, so that short runs do the same work.
-        folder: For the log and the ranks' reports.
-        evaluate: Evaluate on the validation split at the end.
-        timeout_s: The job is ended after this time.
+    Args:
+        is_cuda: Whether the ranks compute on GPUs.
     """
+    if not is_cuda:
+        return list(CPU_ARGUMENTS)
+    from megatron_het.device.flags import platform_flags
 
-    plan: Plan
-    plan_file: Path
-    devices: Sequence[CpuDevice]
-    data: DataFiles
-    iterations: int
-    decay_iterations: int
-    folder: Path
-    evaluate: bool = False
-    trace: bool = False
-    timeout_s: float = 1800.0
+    return [word for flag in platform_flags(is_cuda=True) for word in flag.words]
 
 
 def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -> list[str]:
@@ -110,59 +102,142 @@ def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -
     ]
 
 
-def argument_groups(job: Job) -> dict[str, list[str]]:
-    """Megatron's flags by purpose, without the plan's own."""
-    return {
-        "MODEL": model_arguments(job.plan, ModelOptions()),
-        "DATA": [*job.data.arguments, "--data-cache-path", str(Path(job.data.train_prefix).parent / "cache")],
-        "TRAINING": training_arguments(job.iterations, job.decay_iterations, job.evaluate),
-        "PLATFORM": list(CPU_ARGUMENTS),
-    }
+def write_interpreter(folder: Path) -> Path:
+    """Write the program that stands for ``python`` on the nodes of the demo."""
+    path = folder / "python"
+    repository, python = shlex.quote(str(Path(__file__).resolve().parents[2])), shlex.quote(sys.executable)
+    path.write_text(_INTERPRETER.format(repository=repository, python=python), encoding="utf-8")
+    path.chmod(0o755)
+    return path
 
 
-def run(job: Job, on_loss: Callable[[int, int, float], None] | None = None) -> list[dict[str, Any]]:
-    """Train and return the ranks' reports, by rank.
+def gpus_here() -> int:
+    """Returns how many GPUs this machine has."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_environment(node: int, nodes: int, gpus: int) -> dict[str, str]:
+    """The GPU of a node that this machine stands for; nothing without GPUs.
 
     Args:
-        job: What to run.
+        node: Its number.
+        nodes: How many there are.
+        gpus: Of this machine.  Nodes that share one need a host name of their own each, or NCCL refuses them.
+    """
+    if not gpus:
+        return {}
+    found = {"CUDA_VISIBLE_DEVICES": str(node % gpus)}
+    if gpus < nodes:
+        found |= {"NCCL_HOSTID": f"demo-{node}", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
+        found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return found
+
+
+def environments(devices: Sequence[CpuDevice], gpus: int = 0) -> list[dict[str, str]]:
+    """The environment of every device's processes: its core, its speed, its GPU.
+
+    Args:
+        devices: In the order of their nodes.
+        gpus: Of this machine.
+    """
+    found = []
+    for node, device in enumerate(devices):
+        own = {PINNING_VARIABLE: str(device.core)}
+        if device.running < 1:
+            own[SLOWED_VARIABLE] = f"0:{device.running:g}"
+        own |= gpu_environment(node, len(devices), gpus)
+        found.append(own)
+    return found
+
+
+def train(
+    run: Path,
+    environment: Sequence[Mapping[str, str]],
+    timeout_s: float = 1800.0,
+    on_loss: Callable[[int, int, float], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Start the launch script of every node, and wait for all of them.
+
+    Args:
+        run: The folder that ``emit`` wrote.
+        environment: Of every node, as :func:`environments` gives it.
+        timeout_s: The job is ended after this time.
         on_loss: Called with (iteration, of how many, loss).
+
+    Returns:
+        The ranks' reports, by rank; ``--het-report`` wrote them.
 
     Raises:
         JobError: The job failed or took longer than its limit.
     """
-    job.folder.mkdir(parents=True, exist_ok=True)
-    report = job.folder / "ranks"
-    for old in report.glob("rank-*.json"):
-        old.unlink()
-    words = [w for group in argument_groups(job).values() for w in group]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(job.plan.world_size),
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        "-m",
-        "examples.llama.pinned",
-        "megatron_het.pretrain_gpt",
-        *words,
-        *plan_arguments(job.plan),
-        "--het-plan",
-        str(job.plan_file),
-        "--het-report",
-        str(report),
-    ]
-    if job.trace:
-        command += ["--het-trace", str(job.folder / "trace")]
-    environment = {**default_environment(), PINNING_VARIABLE: pinning(job.devices)}
-    log = job.folder / "train.log"
-    code = _follow(command, environment, log, job.timeout_s, on_loss)
-    if code:
-        raise JobError(f"training ended with exit code {code}; from {log}:\n{excerpt(log)}")
-    return read_reports(report, job.plan.world_size)
+    scripts = [["bash", str(run / f"torchrun-node-{node}.sh")] for node in range(len(environment))]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    start(scripts, [{**meeting, **own} for own in environment], run / "logs", timeout_s, on_loss)
+    return read_reports(run / "ranks", len(environment))
+
+
+def start(
+    commands: Sequence[Sequence[str]],
+    environment: Sequence[Mapping[str, str]],
+    logs: Path,
+    timeout_s: float,
+    on_loss: Callable[[int, int, float], None] | None = None,
+) -> None:
+    """Run commands side by side, their output in files of a folder; when one fails, all end.
+
+    Raises:
+        JobError: One of them failed, or they took longer than their limit.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    files = [logs / f"node-{node}.log" for node in range(len(commands))]
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline_s, shown = time.monotonic() + timeout_s, 0
+    try:
+        for command, own, file in zip(commands, environment, files, strict=True):
+            with file.open("wb") as log:
+                whole = {**default_environment(), **own}
+                processes.append(subprocess.Popen(command, env=whole, stdout=log, stderr=subprocess.STDOUT))
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break
+            if time.monotonic() > deadline_s:
+                raise JobError(f"the job did not end within {timeout_s:g} s; its logs are in {logs}")
+            if on_loss is not None:
+                shown = _show(files, shown, on_loss)
+            time.sleep(_POLL_S)
+        if failed := [node for node, process in enumerate(processes) if process.poll()]:
+            log_file = files[failed[0]]
+            code = processes[failed[0]].returncode
+            raise JobError(f"node {failed[0]} ended with exit code {code}; from {log_file}:\n{excerpt(log_file)}")
+        if on_loss is not None:
+            _show(files, shown, on_loss)
+    finally:
+        _end(processes)
+
+
+def _show(files: Sequence[Path], shown: int, on_loss: Callable[[int, int, float], None]) -> int:
+    """Tell of iterations after ``shown``; the last rank logs them, and it may be on any node."""
+    for file in files:
+        for match in _ITERATION.finditer(file.read_text(encoding="utf-8", errors="replace")):
+            if int(match[1]) > shown:
+                shown = int(match[1])
+                on_loss(shown, int(match[2]), float(match[3]))
+    return shown
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs; torchrun ends its workers when it is told to."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def excerpt(log: Path) -> str:
@@ -188,43 +263,3 @@ def read_reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
             raise JobError(f"rank {rank} left no report {path}")
         reports.append(json.loads(path.read_text(encoding="utf-8")))
     return reports
-
-
-def _follow(
-    command: Sequence[str],
-    environment: dict[str, str],
-    log: Path,
-    timeout_s: float,
-    on_loss: Callable[[int, int, float], None] | None,
-) -> int:
-    """Run a command, copy its output to a log, report iterations; its exit code."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    timer = threading.Timer(timeout_s, process.terminate)
-    timer.start()
-    try:
-        assert process.stdout is not None
-        with log.open("w", encoding="utf-8") as file:
-            file.write(" ".join(command) + "\n")
-            for line in process.stdout:
-                file.write(line)
-                match = _ITERATION.search(line)
-                if match and on_loss is not None:
-                    on_loss(int(match[1]), int(match[2]), float(match[3]))
-        return process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.llama.planning import Estimate
-from megatron_het.schedule import Kind
-
 _PREDICTED, _MEASURED, _EVEN = "#9ecae1", "#2171b5", "#bdbdbd"
 _FORWARD, _BACKWARD = "#4c9f70", "#d98c3f"
 
@@ -71,33 +68,27 @@ def _memory(axes: Any, report: dict[str, Any]) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper center")
 
 
-def timeline_picture(estimate: Estimate, devices: Sequence[str], traces: Path, path: Path) -> bool:
-    """Predicted above measured: which rank ran what, when.  False when there are no traces.
+def timeline_picture(devices: Sequence[str], predicted: Path, measured: Sequence[Path], path: Path) -> bool:
+    """Predicted above measured: which rank ran what, when.  False when there are no traces of the run.
+
+    Args:
+        devices: Name of every rank's device.
+        predicted: The trace of the planner's simulation; its processes are the ranks in order.
+        measured: The trace of every rank.
+        path: The picture.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     plt = _pyplot()
-    ranks = len(estimate.program.ops)
-    files = [traces / f"trace-rank-{rank}.json" for rank in range(ranks)]
-    if not all(f.is_file() for f in files):
+    if not all(file.is_file() for file in measured):
         return False
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(13, 1.3 + 0.9 * ranks), sharex=True)
-    timeline = estimate.timeline
-    node = 0
-    for rank, ops in enumerate(estimate.program.ops):
-        for op in ops:
-            start, end = timeline.start_s[node], timeline.end_s[node]
-            _bar(upper, rank, start, end, op.kind == Kind.FORWARD, op.microbatch)
-            node += 1
-    for rank, file in enumerate(files):
-        for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"]:
-            label = str(event.get("name", ""))
-            if event.get("ph") == "X" and event.get("tid") == 0 and label.startswith(("F ", "B ")):
-                start = event["ts"] / 1e6
-                microbatch = int(label.split()[2])
-                _bar(lower, rank, start, start + event["dur"] / 1e6, label.startswith("F "), microbatch)
-    for axes, title in ((upper, "predicted"), (lower, "measured")):
+    ranks = len(devices)
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(13, 1.5 + 1.1 * ranks), sharex=True)
+    for rank in range(ranks):
+        _passes(upper, rank, [event for event in _events(predicted) if event["pid"] == rank])
+        _passes(lower, rank, _events(measured[rank]))
+    for axes, title in ((upper, "predicted by the planner"), (lower, "measured")):
         axes.set_yticks(range(ranks), [f"rank {r}\n{devices[r]}" for r in range(ranks)])
         axes.set_ylim(ranks - 0.5, -0.5)
         axes.set_title(title, loc="left", fontsize=10)
@@ -107,6 +98,22 @@ def timeline_picture(estimate: Estimate, devices: Sequence[str], traces: Path, p
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
+
+
+def _events(trace: Path) -> list[dict[str, Any]]:
+    """The computations of a Chrome trace."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event.get("ph") == "X" and event.get("tid") == 0]
+
+
+def _passes(axes: Any, rank: int, events: Sequence[dict[str, Any]]) -> None:
+    """The forward and backward passes of a rank."""
+    for event in events:
+        kind = event["args"]["kind"]
+        if kind in ("FORWARD", "BACKWARD"):
+            start_s = event["ts"] / 1e6
+            microbatch = event["args"]["microbatch"]
+            _bar(axes, rank, start_s, start_s + event["dur"] / 1e6, kind == "FORWARD", microbatch)
 
 
 def _bar(axes: Any, rank: int, start_s: float, end_s: float, forward: bool, microbatch: int) -> None:

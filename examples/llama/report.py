@@ -1,16 +1,20 @@
-"""What the demo found: predicted against measured, as JSON, tables and pictures."""
+"""The report of the demo: predicted against measured, as JSON, tables, and in README.md."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
+import re
+import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.llama.planning import Estimate
+from examples.llama.devices import CpuDevice
 from examples.llama.screen import Screen
 from megatron_het.plan import Placement, Plan, plan_hash
 
@@ -18,21 +22,32 @@ from megatron_het.plan import Placement, Plan, plan_hash
 #: one is slowed by metering memory.
 WARM_UP = 2
 
+#: A machine of which others take this share, or on which equal iterations differ by that share, is busy.
+_BUSY_SHARE, _BUSY_SPREAD = 0.1, 0.15
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "docs" / "images" / "demo-timeline.png"
+_BLOCK = re.compile(r"(<!-- demo: [^>]*-->\n).*?(\n<!-- end of demo -->)", re.DOTALL)
+
 _MEMORY = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
 
 
 @dataclass(slots=True)
 class Trial:
-    """One plan, how it was predicted, and the reports of all runs of it.
+    """One plan, what the planner predicts of it, and the reports of all runs of it.
 
     Attributes:
         plan: The plan.
-        estimate: Its simulation.
+        file: Where it is stored.
+        predicted_s: Simulated time of an iteration.
+        predicted_bubble: Idle time over compute in the simulation.
         runs: The rank reports of each run.
     """
 
     plan: Plan
-    estimate: Estimate
+    file: Path
+    predicted_s: float
+    predicted_bubble: float
     runs: list[list[dict[str, Any]]] = field(default_factory=list)
 
     def iteration_times_s(self, run: int) -> list[float]:
@@ -83,22 +98,22 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
         training: The rank reports of the long training.
         devices: Name of every rank's device.
     """
-    predicted = trial.plan.predicted
-    assert predicted is not None
     losses = losses_of(training)
     validation: list[Any] = next((r["validation"] for r in reversed(training) if r.get("validation")), [])
     measured_s, even_s = trial.iteration_s, even.iteration_s
     return {
         "plan_hash": plan_hash(trial.plan),
+        "num_layers": trial.plan.model.num_layers,
+        "tokens_per_iteration": trial.plan.training.global_batch_size * trial.plan.model.seq_length,
         "losses": losses,
         "validation_loss": statistics.fmean(v for _, v in validation) if validation else None,
-        "predicted_iteration_s": predicted.iteration_s,
+        "predicted_iteration_s": trial.predicted_s,
         "measured_iteration_s": measured_s,
-        "prediction_error": predicted.iteration_s / measured_s - 1,
+        "prediction_error": trial.predicted_s / measured_s - 1,
         "even_split_iteration_s": even_s,
-        "even_split_predicted_iteration_s": even.estimate.iteration_s,
+        "even_split_predicted_iteration_s": even.predicted_s,
         "speedup_over_even_split": _paired_speedup(trial, even),
-        "predicted_bubble_fraction": predicted.bubble_fraction,
+        "predicted_bubble_fraction": trial.predicted_bubble,
         "measured_bubble_fraction": trial.bubble_fraction,
         "plan": describe(trial.plan),
         "even_split": describe(even.plan),
@@ -110,6 +125,51 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
         },
         "per_rank": _per_rank(trial, training, devices),
     }
+
+
+def busy_reason(others: float, cores: int) -> str:
+    """Why figures of this machine are not to be trusted; empty where it is idle.
+
+    Args:
+        others: Cores that other programs use.
+        cores: Cores that the demo may use.
+    """
+    if others <= _BUSY_SHARE * cores:
+        return ""
+    return f"other programs use {others:.1f} of {cores} cores: times of this run are not to be trusted"
+
+
+def circumstances(
+    runs: dict[str, list[list[float]]], others: float, cores: int, devices: Sequence[CpuDevice]
+) -> dict[str, Any]:
+    """When and where the figures were measured, and why they are not to be trusted, if they are not.
+
+    Args:
+        runs: Times of the iterations of both plans, by run.
+        others: Cores that other programs used at the start.
+        cores: Cores that the demo may use.
+        devices: The demo's processes.
+    """
+    spreads = [_spread(times) for name in ("plan_iteration_s", "even_split_iteration_s") for times in runs[name]]
+    doubts = [text for text in (busy_reason(others, cores),) if text]
+    if max(spreads) > _BUSY_SPREAD:
+        doubts.append(
+            f"equal iterations of one run differ by {max(spreads):.0%}: the machine was busy, or changed its speed"
+        )
+    names = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    found = [line.split(":", 1)[1].strip() for line in names.splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": found[0] if found else platform.machine(),
+        "cores": len({d.core for d in devices}),
+        "doubts": doubts,
+    }
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Distance between the quartiles, as a share of the median."""
+    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return (high - low) / middle
 
 
 def losses_of(reports: list[dict[str, Any]]) -> list[Any]:
@@ -173,6 +233,23 @@ def save(report: dict[str, Any], path: Path) -> None:
     os.replace(scratch, path)
 
 
+def show_profile(profile: dict[str, Any], screen: Screen) -> None:
+    """The table of measured layers."""
+    rows = [
+        [
+            f"{device['kind']} {t['layer']}",
+            f"{t['forward_s'] * 1e3:.2f}",
+            f"{t['backward_s'] * 1e3:.2f}",
+            f"{t['update_s'] * 1e3:.2f}",
+            f"{t['activation_bytes'] / 2**20:.1f}",
+        ]
+        for device in profile["devices"]
+        for t in device["timings"]
+    ]
+    head = ["device and layer", "forward, ms", "backward, ms", "update, ms", "kept, MiB"]
+    screen.table("One microbatch", head, rows)
+
+
 def show(report: dict[str, Any], screen: Screen) -> None:
     """The tables at the end of the demo."""
     rows = [
@@ -195,10 +272,10 @@ def show(report: dict[str, Any], screen: Screen) -> None:
             "stage",
             "layers",
             "micro-\nbatches",
-            "busy s\npredict.",
-            "busy s\nmeasured",
-            "MiB\npredict.",
-            "MiB\nmeasured",
+            "busy s,\npred.",
+            "busy s,\nmeas.",
+            "MiB,\npred.",
+            "MiB,\nmeas.",
         ],
         rows,
     )
@@ -221,3 +298,47 @@ def show(report: dict[str, Any], screen: Screen) -> None:
         if report["validation_loss"] is not None:
             end += f", validation loss {report['validation_loss']:.3f}"
         screen.line(end + " (nats per byte)")
+    for doubt in report["doubts"]:
+        screen.line(f"Note: {doubt}. Run the demo again on an idle machine.")
+
+
+class BusyError(RuntimeError):
+    """The figures of a run are not to be published."""
+
+
+def published(result: dict[str, Any]) -> str:
+    """Returns what README.md says of a run.
+
+    Args:
+        result: The contents of ``report.json``.
+    """
+    stages = len({r["stage"] for r in result["per_rank"]})
+    shape = "in one stage" if stages == 1 else f"in {stages} stages"
+    picture = "![One iteration, as the planner predicted it and as it ran](docs/images/demo-timeline.png)"
+    return (
+        f"{picture}\n\n"
+        f"`make demo` draws this picture on {result['cores']} processor cores; the slow ones run half of the time.\n"
+        f"{len(result['per_rank'])} processes train {result['num_layers']} layers {shape}. The planner predicted "
+        f"{result['predicted_iteration_s']:.2f} s per iteration, and the run\n"
+        f"took {result['measured_iteration_s']:.2f} s. The even split of the same job took "
+        f"{result['even_split_iteration_s']:.2f} s. By runs in turn the plan is\n"
+        f"{result['speedup_over_even_split']:.2f} times as fast. Measured on {result['date']}, {result['processor']}."
+    )
+
+
+def publish(result: dict[str, Any], out: Path, screen: Screen) -> None:
+    """Put a run's figures and its picture where README.md shows them.
+
+    Raises:
+        BusyError: The machine was busy, or there is no picture.
+    """
+    if result["doubts"]:
+        raise BusyError(f"README.md stays as it is: {'; '.join(result['doubts'])}")
+    if not (out / "timeline.png").is_file():
+        raise BusyError("README.md stays as it is: the run left no timeline.png (is matplotlib installed?)")
+    text, found = _BLOCK.subn(lambda m: m[1] + published(result) + m[2], README.read_text(encoding="utf-8"))
+    if found != 1:
+        raise BusyError("README.md stays as it is: it has no place for the demo's figures")
+    README.write_text(text, encoding="utf-8")
+    shutil.copyfile(out / "timeline.png", PICTURE)
+    screen.line(f"renewed: {README.name}, {PICTURE.relative_to(REPOSITORY)}")

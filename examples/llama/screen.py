@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: rich tables and progress bars, plain lines where rich is missing."""
+"""Output of the demo while it runs: rich tables and progress bars, plain lines where rich is missing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-two_kinds_run}
-planner=${HET_PLAN:-python -m tools.planner}
+planner=${PLANNER:-python -m tools.planner}
 inputs="--cluster $here/cluster.yaml --model $here/model.yaml"
 mkdir -p "$out"
 

@@ -27,6 +27,7 @@ from megatron_het.attention.places import Sharing, SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.rotary import Rotation, Rotations
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.families import family_of_model
 from megatron_het.plan.parts import Blocks, part_tokens
 from megatron_het.schedule.cutting import Bounds, Starts
 
@@ -224,7 +225,7 @@ def replace_core_attention(
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
     Args:
-        model: A GPTModel, not wrapped.
+        model: A chunk, not wrapped.
         slots: Chunks of keys and values per layer.
         device: What the model will compute on; its weights may not be there yet.
         kernels: Names of the attention kernels to choose from; nothing for all.
@@ -238,7 +239,7 @@ def replace_core_attention(
     """
     chunk: Any = model
     placed = []
-    for number, layer in enumerate(attention_layers(chunk)):
+    for layer, runs in family_of_model(chunk).attention_layers(chunk):
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
@@ -257,28 +258,10 @@ def replace_core_attention(
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
             rotates=not _is_without_positions(attention),
-            runs=1 if number < len(chunk.decoder.layers) else later_runs(chunk),
+            runs=runs,
         )
         placed.append(attention.core_attention)
     return placed
-
-
-def blocks_of(model: Any) -> list[Any]:
-    """Returns what of a GPTModel has transformer layers: the decoder, and what predicts later tokens where it does."""
-    later = getattr(model, "mtp", None)
-    return [model.decoder] if later is None else [model.decoder, later]
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """The transformer layers of a GPTModel: its own, then those for multi-token prediction."""
-    decoder, *others = blocks_of(model)
-    return [*decoder.layers, *(layer.mtp_model_layer for later in others for layer in later.layers)]
-
-
-def later_runs(model: Any) -> int:
-    """How often a layer for multi-token prediction runs in a pass."""
-    config = model.config
-    return int(config.mtp_num_layers) if config.mtp_use_repeated_layer else 1
 
 
 def head_width(attention: Any) -> int:
@@ -323,11 +306,11 @@ class CurrentSlice:
         self.params: SliceParams | None = None
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Hook into model chunks (GPTModel, not wrapped)."""
+        """Hook into model chunks, not wrapped."""
         for model in models:
             model.register_forward_pre_hook(self._add_params, with_kwargs=True)
             cut = functools.partial(_cut_positions, Rotations.of(model))
-            for block in blocks_of(model):
+            for block in family_of_model(model).blocks(model):
                 block.register_forward_pre_hook(cut, with_kwargs=True)
 
     def _add_params(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_het.attention.blocks import take_blocks
+from megatron_het.families import family_of_model
 from megatron_het.plan.parts import Blocks
 
 
@@ -80,12 +81,11 @@ class Rotations:
 
     @classmethod
     def of(cls, model: Any) -> Rotations | None:
-        """Those of a GPTModel whose core attention is slice attention; None where its layers rotate themselves."""
-        config = model.config
-        if config.apply_rope_fusion or config.multi_latent_attention or not len(model.decoder.layers):
+        """Those of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
+        config, layers = model.config, family_of_model(model).attention_layers(model)
+        if config.apply_rope_fusion or config.multi_latent_attention or not layers:
             return None
-        attention = model.decoder.layers[0].self_attention
-        return cls(config, float(attention._yarn_concentration_factor))
+        return cls(config, float(layers[0].layer.self_attention._yarn_concentration_factor))
 
     def part(self, table: torch.Tensor, blocks: Blocks) -> Rotation | None:
         """The rotation of the tokens of a slice.

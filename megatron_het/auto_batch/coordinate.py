@@ -25,6 +25,7 @@ from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import FileError, read_json, write_json
+from megatron_het.store import StoreError
 
 # How much memory this rank's device has for training, and what it is called.
 
@@ -133,7 +134,7 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
         exchange = Exchange(rank, world_size, _TIMEOUT_S)
         made = _Maker(base, rest, folder / "auto_batch", rank, world_size, exchange, least_zero)
         return made.plan()
-    except (ExchangeError, FileError, MeasuringError, OSError, ValueError, _Problem) as error:
+    except (ExchangeError, FileError, MeasuringError, OSError, StoreError, ValueError, _Problem) as error:
         end_all(exchange, "--het-auto-batch", rank, error)
 
 
@@ -258,7 +259,7 @@ class _Maker:
             "plan": str(file),
             "words": [*self._words, *extra_words(plan, self._words)],
             "limit_bytes": self._limit.limit_bytes,
-            "store": self._exchange.store(f"links/{zero}") if zero > 1 else None,
+            "store": self._exchange.meeting(f"links/{zero}") if zero > 1 else None,
         }
         self._say(
             f"measuring at ZeRO-{zero}: a training starts on every rank, then passes grow for {_SEARCH_S:g} s and "

@@ -16,7 +16,7 @@ def measure_links(request: Mapping[str, Any], backend: str, device: Any) -> dict
     """Seconds of a gather and a reduction over all ranks at two sizes.  Collective over the measuring processes.
 
     Args:
-        request: ``rank``, ``world_size`` and ``store`` (address, port, prefix, timeout_s).
+        request: ``rank``, ``world_size`` and ``store`` (prefix, timeout_s).
         backend: Of ``torch.distributed``.
         device: What the collectives move.
 
@@ -26,10 +26,12 @@ def measure_links(request: Mapping[str, Any], backend: str, device: Any) -> dict
     import torch
     import torch.distributed as dist
 
+    from megatron_het.store.job import peer_store
+    from megatron_het.store.torch_store import TorchStore
+
     place, world_size = request["store"], request["world_size"]
     timeout = timedelta(seconds=place["timeout_s"])
-    tcp = dist.TCPStore(place["address"], place["port"], None, False, timeout, wait_for_workers=False)
-    store = dist.PrefixStore(place["prefix"], tcp)
+    store = TorchStore(peer_store(place["timeout_s"]), place["timeout_s"], name=place["prefix"])
     dist.init_process_group(backend, store=store, rank=request["rank"], world_size=world_size, timeout=timeout)
     found: dict[str, list[float]] = {"gather": [], "reduce": []}
     for size in SIZES_BYTES:

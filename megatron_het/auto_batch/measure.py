@@ -46,14 +46,15 @@ def train(args: Any) -> None:
     """``pretrain`` on samples of the right shapes."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_het import pretrain_gpt
+    from megatron_het.families import family_of
 
     now_s = time.time()
     set_startup_timestamps(program_start=now_s, main_entry=now_s)
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, family_of(args).model_config(args)),
         samples_provider(args),
         ModelType.encoder_or_decoder,
         pretrain_gpt.forward_step,

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_het.store.job import IDENTITY
+
 _MODULE = "megatron_het.auto_batch.measure"
 _TAIL = 30
 _POLL_S = 0.1
@@ -39,7 +41,7 @@ class MeasuringProcess:
         request_file.write_text(json.dumps(request), encoding="utf-8")
         commands, self._sink = os.pipe()
         self._source, answers = os.pipe()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") or k in IDENTITY}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(request_file), str(commands), str(answers)],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,18 @@ class Axis:
     def size(self) -> int:
         """Number of positions."""
         return self.length
+
+    @contextlib.contextmanager
+    def known_to_torch(self) -> Iterator[None]:
+        """Let ``torch.distributed.get_rank`` say this rank's position for as long as the block lasts.
+
+        Megatron's hybrid models ask it, and not the group.
+        """
+        import torch.distributed as dist
+
+        ranks: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+        ranks[self] = {dist.get_rank(): self.position}
+        try:
+            yield
+        finally:
+            del ranks[self]

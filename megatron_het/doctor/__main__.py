@@ -18,10 +18,11 @@ from megatron_het.doctor.check import Names, Seat, kind_of
 from megatron_het.doctor.coordinator import Coordinator, exit_code, table, to_json
 from megatron_het.doctor.expectations import from_json
 from megatron_het.doctor.options import Inputs, checks_of, parse, patience, read_inputs
-from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, connect, hear, is_ending, tell
+from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, connect, hear, is_ending
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import shown, write_json
+from megatron_het.store import Documents
 
 _ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
 
@@ -59,11 +60,11 @@ class _Rank:
         inputs = self._read() if self._rank == 0 else None
         store = connect(self._rank, self._arrive_s)
         if isinstance(inputs, str):
-            tell(store, Keys.BRIEF, {"error": inputs})
+            store.put(Keys.BRIEF, {"error": inputs})
             time.sleep(1.0)  # the store goes with this process
             return 2
         heart = Heart(store, self._rank)
-        tell(store, Keys.here(self._rank), {"host": socket.gethostname()})
+        store.put(Keys.here(self._rank), {"host": socket.gethostname()})
         try:
             if inputs is not None:
                 return self._lead(store, inputs)
@@ -79,7 +80,7 @@ class _Rank:
             sys.stderr.write(f"error: {error}\n")
             return str(error)
 
-    def _follow(self, store: Any) -> int:
+    def _follow(self, store: Documents) -> int:
         brief = hear(store, Keys.BRIEF, self._arrive_s + self._options.limit_s)
         if "error" in brief:
             return 2
@@ -88,9 +89,7 @@ class _Rank:
         inputs = Inputs(plan, from_json(brief["expectations"]), brief["transport"])
         return self._take_part(store, inputs, tuple(brief["hosts"]))
 
-    def _take_part(self, store: Any, inputs: Inputs, hosts: tuple[str, ...]) -> int:
-        import torch.distributed as dist
-
+    def _take_part(self, store: Documents, inputs: Inputs, hosts: tuple[str, ...]) -> int:
         checks = checks_of(self._options, inputs.plan, inputs.expectations)
         with _folder(self._options.log_dir, self._rank) as folder:
 
@@ -102,18 +101,17 @@ class _Rank:
                     inputs.plan,
                     self._options.flags,
                     inputs.expectations,
-                    dist.PrefixStore(f"check/{index}", store),
+                    store.under(f"check/{index}"),
                     folder,
                     inputs.transport,
                 )
 
             return Participant(store, seat, checks, self._rank).run(self._options.limit_s)
 
-    def _lead(self, store: Any, inputs: Inputs) -> int:
+    def _lead(self, store: Documents, inputs: Inputs) -> int:
         """Rank 0: the coordinator on a thread, this rank's own part on the main thread."""
-        own = store.clone()
         checks = checks_of(self._options, inputs.plan, inputs.expectations)
-        coordinator = Coordinator(own, checks, self._world_size, self._options.limit_s, is_ending)
+        coordinator = Coordinator(store, checks, self._world_size, self._options.limit_s, is_ending)
         here = coordinator.meet(self._arrive_s)
         hosts = tuple(here.get(rank, {}).get("host", "") for rank in range(self._world_size))
         placement = Placement(inputs.plan)
@@ -124,7 +122,7 @@ class _Rank:
             "transport": inputs.transport,
             "hosts": hosts,
         }
-        tell(store, Keys.BRIEF, brief)
+        store.put(Keys.BRIEF, brief)
         thread = threading.Thread(target=self._coordinate, args=(coordinator, names), name="coordinator", daemon=True)
         thread.start()
         code = self._take_part(store, inputs, hosts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_het.doctor.expectations import Expectations
 from megatron_het.plan import Placement, Plan
+from megatron_het.store import Documents
 
 # Figures in words.
 
@@ -84,7 +85,7 @@ class Seat:
         plan: What is going to run.
         flags: The training's flags, with ``--het-*``; None when they were not given.
         expectations: What cluster file and profile promise.
-        store: Of ``torch.distributed``, for this check alone.
+        store: Part of the job's, for this check alone.
         folder: A folder of this rank, for logs.
         transport: ``--het-transport``.
     """
@@ -95,7 +96,7 @@ class Seat:
     plan: Plan
     flags: tuple[str, ...] | None
     expectations: Expectations
-    store: Any
+    store: Documents
     folder: Path
     transport: str = "auto"
 

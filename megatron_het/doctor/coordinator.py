@@ -6,15 +6,18 @@ after that and say so, the others go on with the ranks that are left.
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_het.doctor.check import Check, Finding, Names, Status
-from megatron_het.doctor.participant import POLL_S, Keys, hear, tell
+from megatron_het.doctor.participant import POLL_S, Keys
 from megatron_het.safe_io import one_line
+from megatron_het.store import Documents
+from megatron_het.store.job import strangers
 
 # The doctor's table, verdict and JSON.
 
@@ -74,16 +77,15 @@ _LEAST_S = 5.0  # with less time left no check is begun
 class Pulse:
     """Which ranks have shown no sign of life for how long."""
 
-    def __init__(self, store: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Documents, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._seen: dict[int, tuple[int | None, float]] = {}
 
     def silent(self, ranks: Sequence[int], seconds: float) -> list[int]:
         """Those whose heart has not beaten for so long; the first call only listens."""
         now, found = self._clock(), []
-        for rank in ranks:
-            key = Keys.beat(rank)
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        beats = self._store.read(*map(Keys.beat, ranks))
+        for rank, beat in zip(ranks, beats, strict=True):
             before = self._seen.get(rank)
             if before is None or before[0] != beat:
                 self._seen[rank] = (beat, now)
@@ -96,7 +98,7 @@ class Coordinator:
     """The order of events.
 
     Args:
-        store: Of the meeting; a connection of its own.
+        store: Of the meeting.
         checks: All checks.
         world_size: Number of ranks.
         limit_s: Bound on everything; checks that would exceed it are not run.
@@ -105,7 +107,7 @@ class Coordinator:
 
     def __init__(
         self,
-        store: Any,
+        store: Documents,
         checks: Sequence[Check],
         world_size: int,
         limit_s: float,
@@ -125,13 +127,19 @@ class Coordinator:
         found: dict[int, Any] = {}
         missing = set(range(self._world_size))
         while missing and time.monotonic() < deadline_s and not self._is_ending():
-            for rank in [r for r in missing if self._store.check([Keys.here(r)])]:
-                found[rank] = hear(self._store, Keys.here(rank), 1.0)
-                missing.discard(rank)
+            found |= self._there(missing, Keys.here)
+            missing -= found.keys()
             time.sleep(POLL_S)
+        hint = strangers(self._store) if missing else ""
         for rank in sorted(missing):
-            self.lost[rank] = f"did not start within {arrive_s:.0f} s"
+            self.lost[rank] = f"did not start within {arrive_s:.0f} s{hint}"
         return found
+
+    def _there(self, ranks: Iterable[int], key: Callable[[int], str]) -> dict[int, Any]:
+        """What some ranks have said, as far as they have."""
+        asked = sorted(ranks)
+        said = self._store.read(*map(key, asked))
+        return {rank: document for rank, document in zip(asked, said, strict=True) if document is not None}
 
     def run(self, names: Names) -> list[Finding]:
         """All checks; who is lost is among the findings."""
@@ -143,7 +151,7 @@ class Coordinator:
             reason = self._obstacle(check, names)
             ranks = [] if reason else [rank for rank in range(self._world_size) if rank not in self.lost]
             limit_s = max(_LEAST_S, min(check.limit_s, self._deadline_s - time.monotonic()))
-            tell(self._store, Keys.go(index), {"ranks": ranks, "limit_s": limit_s})
+            self._store.put(Keys.go(index), {"ranks": ranks, "limit_s": limit_s})
             if reason:
                 self.findings.append(Finding(check.name, Status.NOT_RUN, "all ranks", reason))
                 continue
@@ -167,11 +175,11 @@ class Coordinator:
         answers: dict[int, dict[str, Any]] = {}
         missing, next_pulse_s = set(ranks), time.monotonic()
         while missing and time.monotonic() < deadline_s:
-            for rank in [r for r in missing if self._store.check([Keys.answer(index, r)])]:
-                answers[rank] = hear(self._store, Keys.answer(index, rank), 1.0)
+            for rank, answer in self._there(missing, functools.partial(Keys.answer, index)).items():
+                answers[rank] = answer
                 missing.discard(rank)
-                if answers[rank].get("lost"):
-                    self.lost[rank] = answers[rank]["error"]
+                if answer.get("lost"):
+                    self.lost[rank] = answer["error"]
             if time.monotonic() >= next_pulse_s:
                 next_pulse_s = time.monotonic() + 1.0
                 silence_s = _SILENT_AT_END_S if self._is_ending() else _SILENT_S
@@ -207,10 +215,10 @@ class Coordinator:
 
     def close(self, code: int) -> None:
         """Tell the verdict, and keep the store until everybody has read it."""
-        tell(self._store, Keys.VERDICT, code)
+        self._store.put(Keys.VERDICT, code)
         deadline_s = time.monotonic() + 3.0
         others = [Keys.bye(rank) for rank in range(1, self._world_size) if rank not in self.lost]
-        while others and time.monotonic() < deadline_s and not self._store.check(others):
+        while others and time.monotonic() < deadline_s and not self._store.has(*others):
             time.sleep(POLL_S)
 
 

@@ -402,8 +402,7 @@ class _Barrier:
 
     def __call__(self) -> None:
         self._turn += 1
-        key, deadline_s = f"barrier/{self._turn}", time.monotonic() + _BARRIER_S
-        if self._store.add(key, 1) >= self._size:
-            self._store.set(f"{key}/open", "1")
-        while not self._store.check([f"{key}/open"]) and time.monotonic() < deadline_s:
-            time.sleep(0.005)
+        key = f"barrier/{self._turn}"
+        if self._store.count(key) >= self._size:
+            self._store.put(f"{key}/open", True)
+        self._store.wait([f"{key}/open"], [], _BARRIER_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
+from megatron_het.store import Documents
 
 _BLOCK = 4 << 20
 _WINDOW_S, _MOST_BYTES = 2.0, 256 << 20
@@ -42,10 +43,10 @@ class Disk(Check):
         mark = folder / f".het-doctor-{seat.expectations.plan_hash or 'mark'}-{os.environ.get('MASTER_PORT', '')}"
         if seat.rank == 0:
             mark.write_text("doctor", encoding="ascii")
-            seat.store.set("mark", "there")
+            seat.store.put("mark", True)
         written, seconds = _write(folder / f".het-doctor-rank-{seat.rank}")
         seen = _is_seen(mark, seat.store)
-        seat.store.add("looked", 1)
+        seat.store.count("looked")
         if seat.rank == 0:
             _wait_for_all(seat)
             mark.unlink(missing_ok=True)
@@ -101,11 +102,11 @@ def _write(path: Path) -> tuple[int, float]:
     return written, seconds
 
 
-def _is_seen(mark: Path, store: Any) -> bool:
+def _is_seen(mark: Path, store: Documents) -> bool:
     """Whether rank 0's file appears here; network file systems show it late."""
     deadline_s = time.monotonic() + _SEEN_S
     while time.monotonic() < deadline_s:
-        if store.check(["mark"]):
+        if store.has("mark"):
             os.listdir(mark.parent)  # refreshes what NFS remembers of the folder
             if mark.exists():
                 return True
@@ -115,5 +116,5 @@ def _is_seen(mark: Path, store: Any) -> bool:
 
 def _wait_for_all(seat: Seat) -> None:
     deadline_s = time.monotonic() + _SEEN_S
-    while seat.store.add("looked", 0) < len(seat.hosts) and time.monotonic() < deadline_s:
+    while seat.store.count("looked", 0) < len(seat.hosts) and time.monotonic() < deadline_s:
         time.sleep(0.1)

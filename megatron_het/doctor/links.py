@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, duration, rate
 from megatron_het.doctor.expectations import Expectations
-from megatron_het.lowering.programs import build
+from megatron_het.lowering.programs import build, choose_transport
 from megatron_het.lowering.ranks import boundary_map, edges
-from megatron_het.lowering.transports import choose_transport
 from megatron_het.plan import Placement, Plan
+from megatron_het.store import Documents
 
 _CONNECT_S = 8.0
 _PINGS = 12
@@ -158,16 +158,17 @@ def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[li
 class _Gate:
     """Ranks begin rounds together; the last one to come decides whether there is time for another."""
 
-    def __init__(self, store: Any, size: int, deadline_s: float) -> None:
+    def __init__(self, store: Documents, size: int, deadline_s: float) -> None:
         self._store, self._size, self._deadline_s = store, size, deadline_s
 
     def next(self, number: int) -> bool:
         """Wait for the end of a round; whether there is a next one."""
         key = f"round/{number}"
-        if self._store.add(key, 1) == self._size:
-            self._store.set(f"{key}/next", "yes" if time.monotonic() < self._deadline_s else "no")
-        self._store.wait([f"{key}/next"], timedelta(seconds=3 * _CONNECT_S))
-        return bool(self._store.get(f"{key}/next") == b"yes")
+        if self._store.count(key) == self._size:
+            self._store.put(f"{key}/next", time.monotonic() < self._deadline_s)
+        if self._store.wait([f"{key}/next"], [], 3 * _CONNECT_S) != "there":
+            raise RuntimeError(f"not all ranks have ended round {number} within {3 * _CONNECT_S:g} s")
+        return bool(self._store.get(f"{key}/next"))
 
 
 def _measure_pair(seat: Seat, pair: tuple[int, int], transport: str, platform: Any) -> dict[str, Any]:
@@ -189,10 +190,13 @@ class _End:
     def __init__(self, seat: Seat, pair: tuple[int, int], transport: str, platform: Any) -> None:
         import torch.distributed as dist
 
+        from megatron_het.store.torch_store import TorchStore
+
         self._first = seat.rank == pair[0]
         self._me, self._peer = (0, 1) if self._first else (1, 0)
         self._staged, self._platform = transport == "staged", platform
-        store = dist.PrefixStore(f"pair/{pair[0]}-{pair[1]}", seat.store)
+        store = TorchStore(seat.store, _CONNECT_S, name=f"pair/{pair[0]}-{pair[1]}")
+        self._store = store  # the group holds its part in C++ only
         timeout = timedelta(seconds=_CONNECT_S)
         self._group: Any
         if transport == "nccl":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
-from megatron_het.doctor.participant import hear, tell
+from megatron_het.doctor.participant import hear
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
@@ -293,19 +293,19 @@ def _in_words(values: Sequence[float]) -> str:
 
 def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
     """The flags that any rank's machine asks for: what one node lacks, no node can use in a common run."""
-    tell(seat.store, f"flags/{seat.rank}", mine)
+    seat.store.put(f"flags/{seat.rank}", mine)
     if seat.rank == 0:
         found: dict[str, list[str]] = {}
         for rank in range(len(seat.hosts)):
             found.update({words[0]: words for words in hear(seat.store, f"flags/{rank}", 30.0)})
-        tell(seat.store, "flags", [word for words in found.values() for word in words])
+        seat.store.put("flags", [word for words in found.values() for word in words])
     return list(hear(seat.store, "flags", 40.0))
 
 
 def _port(seat: Seat) -> int:
     """A port on the host of rank 0, where the tiny training meets."""
     if seat.rank == 0:
-        tell(seat.store, "port", _free_port())
+        seat.store.put("port", _free_port())
     return int(hear(seat.store, "port", 20.0))
 
 

@@ -18,8 +18,8 @@ USUAL_LIMIT_S = 120.0
 CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Options, with the training's flags (those after ``--``) as ``flags``; None when there are none."""
+def parser_of() -> argparse.ArgumentParser:
+    """Returns the parser of the doctor's own options."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_het.doctor",
         description="Checks the allocated nodes before a long job. Start it once per rank, as the training: "
@@ -56,7 +56,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--skip", action="append", default=[], choices=CHECKS, help="leave a check out; may be repeated"
     )
+    return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Options, with the training's flags (those after ``--``) as ``flags``; None when there are none."""
     own, flags = _split(words)
+    parser = parser_of()
     options = parser.parse_args(own)
     options.flags = flags
     if options.profile and not options.cluster:

@@ -7,7 +7,6 @@ takes no further part then, and ends when the verdict is there.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -15,49 +14,37 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from megatron_het.doctor.check import Check, Seat
+from megatron_het.store import Documents, StoreError
+from megatron_het.store.job import job_store
 
 # The store that the ranks meet at, and the keys under which they speak.
 
 
 BEAT_S = 1.0
 _LAST_WORDS_S = 12.0  # for rank 0 to find out who has died, and to say so
-POLL_S = 0.05
+POLL_S, _LISTEN_S = 0.05, 0.5
 
 
 class MeetingError(RuntimeError):
     """The store cannot be reached, or nothing came in time."""
 
 
-def connect(rank: int, timeout_s: float) -> Any:
-    """The store at ``MASTER_ADDR:MASTER_PORT``; rank 0 opens it unless torchrun keeps one.
+def connect(rank: int, timeout_s: float) -> Documents:
+    """The job's store, which rank 0 starts.
 
     It does not wait for other ranks: whoever is missing is named later.
 
     Raises:
         MeetingError: It cannot be opened or reached in time.
     """
-    import torch.distributed as dist
-
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            None,
-            is_master=rank == 0 and not kept_by_launcher,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise MeetingError(f"the store at {address}:{port} cannot be reached: {error}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"het-doctor/{attempt}", store)
+        return job_store(rank, timeout_s).under("doctor")
+    except StoreError as error:
+        raise MeetingError(str(error)) from error
 
 
 def is_ending() -> bool:
@@ -96,12 +83,7 @@ class Keys:
         return f"bye/{rank}"
 
 
-def tell(store: Any, key: str, value: Any) -> None:
-    """Put a JSON value into the store."""
-    store.set(key, json.dumps(value))
-
-
-def hear(store: Any, key: str, timeout_s: float) -> Any:
+def hear(store: Documents, key: str, timeout_s: float) -> Any:
     """The JSON value of a key.
 
     Raises:
@@ -109,24 +91,21 @@ def hear(store: Any, key: str, timeout_s: float) -> Any:
     """
     deadline_s = time.monotonic() + timeout_s
     try:
-        while not store.check([key]):
+        while store.wait([key], [], min(_LISTEN_S, max(0.0, deadline_s - time.monotonic()))) != "there":
             if is_ending():
                 deadline_s = min(deadline_s, time.monotonic() + _LAST_WORDS_S)  # from the first look on
-            if time.monotonic() > deadline_s:
+            if time.monotonic() >= deadline_s:
                 raise MeetingError(f"nothing heard for {timeout_s:.0f} s: rank 0 hangs or is cut off")
-            time.sleep(POLL_S)
-        return json.loads(store.get(key))
-    except RuntimeError as error:
-        if isinstance(error, MeetingError):
-            raise
+        return store.get(key)
+    except StoreError as error:
         raise MeetingError(f"the store does not answer: rank 0 has probably stopped ({error})") from error
 
 
 class Heart:
     """A thread that shows that this process lives, whatever its main thread waits for."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._key, self._stopped = store.clone(), Keys.beat(rank), threading.Event()
+    def __init__(self, store: Documents, rank: int) -> None:
+        self._store, self._key, self._stopped = store, Keys.beat(rank), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
 
@@ -137,10 +116,10 @@ class Heart:
 
     def _beat(self) -> None:
         count = 0
-        with contextlib.suppress(RuntimeError):  # the store has gone: so has rank 0
+        with contextlib.suppress(StoreError):  # it has gone: so has rank 0
             while not self._stopped.wait(BEAT_S if count else 0.0):
                 count += 1
-                self._store.set(self._key, str(count))
+                self._store.put(self._key, count)
 
 
 SLACK_S = 30.0
@@ -160,14 +139,13 @@ class Participant:
 
     def __init__(
         self,
-        store: Any,
+        store: Documents,
         seat: Callable[[int], Seat],
         checks: Sequence[Check],
         rank: int,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self._store, self._seat, self._checks, self._rank = store, seat, checks, rank
-        self._watch_store = store.clone()
         self._leave = leave
         self._main = 0
 
@@ -189,13 +167,13 @@ class Participant:
                     return self._verdict(left_s)  # taken for lost
                 continue
             answer = self._measure(index, check, go["limit_s"])
-            if not self._store.check([Keys.answer(index, self._rank)]):  # the watchdog may have been first
-                tell(self._store, Keys.answer(index, self._rank), answer)
+            if not self._store.has(Keys.answer(index, self._rank)):  # the watchdog may have been first
+                self._store.put(Keys.answer(index, self._rank), answer)
         return self._verdict(SLACK_S)
 
     def _verdict(self, timeout_s: float) -> int:
         code = int(hear(self._store, Keys.VERDICT, timeout_s))
-        self._store.set(Keys.bye(self._rank), "bye")
+        self._store.put(Keys.bye(self._rank), True)
         return code
 
     def _measure(self, index: int, check: Check, limit_s: float) -> dict[str, Any]:
@@ -219,9 +197,9 @@ class Participant:
         place = _place(frame) if frame is not None else "an unknown place"
         text = f"slow or stuck: not done after {limit_s:.0f} s, in {place}"
         with contextlib.suppress(MeetingError, RuntimeError):
-            tell(self._watch_store, Keys.answer(index, self._rank), {"error": text, "lost": True})
-            hear(self._watch_store, Keys.VERDICT, 10 * SLACK_S)
-            self._watch_store.set(Keys.bye(self._rank), "bye")
+            self._store.put(Keys.answer(index, self._rank), {"error": text, "lost": True})
+            hear(self._store, Keys.VERDICT, 10 * SLACK_S)
+            self._store.put(Keys.bye(self._rank), True)
             time.sleep(2.0)  # a main thread that came back leaves by itself
         self._leave(1)
 

@@ -24,6 +24,7 @@ from megatron_het.dry_run.device_streams import device_streams
 from megatron_het.dry_run.experts import balance_experts, check_experts
 from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
+from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.launch import start as hooks
@@ -31,8 +32,8 @@ from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.report.run_report import optimizer_tensors
 from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.data import MESSAGE_BYTES, Reports
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
-from megatron_het.runtime.losses import MESSAGE_BYTES, Reports
 from megatron_het.runtime.session import HetSession
 
 # A session that is watched by a tracker.
@@ -264,11 +265,11 @@ def _train(args: Any) -> None:
     """``pretrain``, which ends by the exit interval."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     now_s = time.time()
     set_startup_timestamps(program_start=now_s, main_entry=now_s)
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container = pretrain_cfg_container_from_args(args, family_of(args).model_config(args))
     try:
         pretrain(
             container,

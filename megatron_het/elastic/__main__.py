@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.alike import signature_of
-from megatron_het.elastic.board import Board, address
+from megatron_het.elastic.board import Board
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, check_target, count, forget_reader, read_text, shown, write_text
+from megatron_het.safe_io import FileError, count, forget_reader, shown, write_text
+from megatron_het.store.job import address, token_of_file
 
-_TOKEN_BYTES = 16
-_LONGEST_TOKEN = 1024
 _LONGEST_S = 86400.0
 _LONGEST_NAME = 200
 _HERE = "127.0.0.1:29400"
@@ -68,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _connection(parser)
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
-    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it")
+    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it; "
+                        "of a node with several kinds, these with numbers, like 'A100-40*4,V100-16*4'")  # fmt: skip
     parser.add_argument("--workers", type=count(0, 4096), default=0, help="workers of this node (default: its GPUs, "
                         "or 1)")  # fmt: skip
     parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="how often a device gets "
@@ -303,19 +300,10 @@ def _check_options(options: Any) -> None:
 
 
 def _token(file: Path, *, create: bool) -> str:
-    if create and not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        check_target(file)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable by its owner only
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
-        os.replace(name, file)  # who waits for the file finds all of it
-    token = read_text(file).strip()
-    if len(token) > _LONGEST_TOKEN or not token.isprintable():
-        raise UsageError(f"{file} holds no token of at most {_LONGEST_TOKEN} letters; let the controller write one")
-    if len(token) < _TOKEN_BYTES:
-        raise UsageError(f"the token in {file} is shorter than {_TOKEN_BYTES} characters; let the controller write one")
-    return token
+    try:
+        return token_of_file(file, create=create)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _planner(options: Any) -> Planner:

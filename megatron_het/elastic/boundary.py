@@ -16,10 +16,12 @@ from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
-from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.features.watch.runtime import RankWatch
-from megatron_het.runtime.boundary import Boundary
+from megatron_het.runtime.training import Boundary
+from megatron_het.store import Documents
+from megatron_het.store.job import use_store
+from megatron_het.store.torch_store import TorchStore
 
 # Datasets outlive sessions: their indexes are not built again when a plan changes.
 
@@ -90,7 +92,7 @@ class ElasticBoundary(Boundary):
         self,
         generation: Generation,
         process: int,
-        store: Any,
+        store: Documents,
         timeout_s: float,
         copies: Copies,
         leaves_at: LeavesAt,
@@ -99,6 +101,7 @@ class ElasticBoundary(Boundary):
     ) -> None:
         self.generation, self.process, self._timeout_s = generation, process, timeout_s
         self._job_store = store
+        use_store(store.under(str(generation.number)))
         self.store = meeting_of(generation, "world", store, timeout_s)
         self._copies, self._leaves_at = copies, leaves_at
         self.padded_vocab_size = padded_vocab_size
@@ -219,15 +222,15 @@ class ElasticBoundary(Boundary):
             self._copies.open(self.generation, rank, links)
 
 
-def open_links(generation: Generation, process: int, store: Any, timeout_s: float) -> Links:
+def open_links(generation: Generation, process: int, store: Documents, timeout_s: float) -> Links:
     """The connections over which the state of a generation moves.  Collective over its movers."""
     movers = generation.movers
     return Links(meeting_of(generation, "movers", store, timeout_s), movers.index(process), len(movers), timeout_s)
 
 
-def meeting_of(generation: Generation, what_for: str, store: Any, timeout_s: float) -> MeetingStore:
+def meeting_of(generation: Generation, what_for: str, store: Documents, timeout_s: float) -> TorchStore:
     """Where the processes of a generation meet, in the job's store."""
-    return MeetingStore(store, f"{generation.number}/{what_for}", generation.lost_key, timeout_s)
+    return TorchStore(store, timeout_s, name=f"{generation.number}/{what_for}", lost=generation.lost_key)
 
 
 def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:

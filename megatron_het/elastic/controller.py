@@ -97,7 +97,7 @@ class Controller:
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
         self._recover()
-        board.open()
+        board.start()
 
     def run(self) -> None:
         """Until the job is over.
@@ -536,7 +536,7 @@ class Controller:
             "under_way": self._wanted[0] if self._wanted else "a session failed" if self._failed_since else "",
             "leaving": sorted(self._leaving),
             "corrected": self._lessons.corrected,
-            "strangers": self._board.strangers(),
+            "strangers": self._board.strangers.to_json(),
             "unwritten": self._file.failure,
             "history": self.history,
         }

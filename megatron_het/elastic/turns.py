@@ -13,15 +13,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from megatron_het.elastic.boundary import ElasticBoundary, Kept, Leave
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import end_session, with_own_folders
 from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan
-from megatron_het.runtime.boundary import Boundary
+from megatron_het.runtime.training import Boundary
+from megatron_het.store import Documents
+from megatron_het.store.job import job_store
+from megatron_het.store.torch_store import TorchStore
 
 _TIMEOUT_S = 600.0
 """Bound on every wait of a change: ranks build models and datasets between two of them."""
@@ -53,7 +54,7 @@ class TurnBoundary(ElasticBoundary):
         plan: Plan,
         plans: tuple[Plan, ...],
         rank: int,
-        store: Any,
+        store: Documents,
         copies: Copies,
         padded_vocab_size: int | None,
         datasets: Kept,
@@ -61,7 +62,7 @@ class TurnBoundary(ElasticBoundary):
         everybody = tuple(range(plan.world_size))
         generation = Generation(turn, plan, everybody, everybody, loads=turn > 0)
         super().__init__(generation, rank, store, _TIMEOUT_S, copies, self._is_over, padded_vocab_size, datasets)
-        self.store = dist.PrefixStore(f"turn-{turn}", store)
+        self.store = TorchStore(store, _TIMEOUT_S, name=f"turn-{turn}")
         self.plans = plans
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
@@ -102,8 +103,8 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     for plan in plans:
         for name, value in environment_of(plan).items():
             os.environ.setdefault(name, value)  # before anything asks for a device
-    store, *_ = next(dist.rendezvous("env://"))
     rank, words = int(os.environ["RANK"]), _without_plans(argv[1:])
+    store = job_store(rank, _TIMEOUT_S)
     by_size = {plan.training.global_batch_size: i for i, plan in enumerate(plans)}
     datasets: Kept = {}
     copies, vocabulary, which, turn = Copies(0), None, 0, 0

@@ -26,7 +26,6 @@ from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Severing
-from megatron_het.elastic.meeting import BoardStore
 from megatron_het.elastic.sessions import Outcome, run_session
 from megatron_het.elastic.state import give
 from megatron_het.plan import Plan
@@ -186,7 +185,6 @@ class Worker:
     def __init__(self, setting: Setting, flags: list[str], entry: Callable[[ElasticBoundary], None]) -> None:
         self._setting, self._flags, self._entry = setting, flags, entry
         self._board = setting.board()
-        self._store = BoardStore(self._board)
         self._copies = Copies(setting.copy_every)
         self._severing = Severing(setting.host, setting.port)
         self._datasets: Kept = {}
@@ -264,7 +262,7 @@ class Worker:
                     self._tell_ended(boundary, outcome)
             elif process in generation.movers:
                 with suppress(RuntimeError):  # the next generation tries again, with what is still held here
-                    links = open_links(generation, process, self._store, self._setting.timeout_s)
+                    links = open_links(generation, process, self._board, self._setting.timeout_s)
                     give(links, self._copies.snapshots)
                     links.close()
         finally:
@@ -294,7 +292,7 @@ class Worker:
         boundary = ElasticBoundary(
             generation,
             setting.process,
-            self._store,
+            self._board,
             setting.timeout_s,
             self._copies,
             news.leaves_at,

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint import asynchronous
+from megatron_het.families import family_of
+from megatron_het.families.hybrid import check_boundaries
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
-
-LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
-"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
+from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ _REFUSED = (
     Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
-    Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
+    Refusal("hybrid_override_pattern", "it is an old name of --hybrid-layer-pattern; give that one"),
+    Refusal("mtp_hybrid_override_pattern", "write these layers into --hybrid-layer-pattern, after /"),
     Refusal(
         "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
     ),
@@ -130,6 +131,8 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         )
     for refusal in _REFUSED:
         refusal.check(args, "--het-plan")
+    check_boundaries(plan, args)
+    family_of(args).complete(args)
     _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)
@@ -178,7 +181,8 @@ def check_device_kind(plan: Plan, rank: int, name: str) -> None:
             f"rank {rank}",
             name,
             f"the plan has {kinds[rank]} there, not {others[0]}: processes are on other nodes than planned",
-            "With Slurm every kind needs a gres type, constraint or partition of its own",
+            "With Slurm every kind needs a gres type, constraint or partition of its own; in nodes "
+            "with several, the cluster file lists 'gpus' in the order of nvidia-smi",
         )
 
 
@@ -195,6 +199,15 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         if len({replica.cut for replica in stage.replicas}) > 1:
             for refusal in _REFUSED_WHERE_MIXED:
                 refusal.check(args, f"replicas of different TP or EP, as stage {number} has")
+            found = next((symbol for symbol in WHOLE_SEQUENCES if symbol in plan.model.pattern), None)
+            if found is not None:
+                raise PlanError(
+                    "model.pattern",
+                    plan.model.pattern,
+                    f"stage {number} has replicas of different TP or EP, and the parameters of layers {found} "
+                    f"({KINDS[found]}) are cut into parts that the exchange between them does not know",
+                    "Give all replicas of a stage one TP size",
+                )
 
 
 def _check_model(plan: Plan, args: Any) -> None:
@@ -207,6 +220,7 @@ def _check_model(plan: Plan, args: Any) -> None:
         "seq_length": args.seq_length,
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
         "mtp_num_layers": getattr(args, "mtp_num_layers", None) or 0,
+        "pattern": family_of(args).pattern(args),
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
         found["ffn_hidden_size"] = args.ffn_hidden_size
@@ -221,7 +235,6 @@ def _check_model(plan: Plan, args: Any) -> None:
                 f"the plan is for another model; the arguments say {value!r}",
                 "Make a plan for this model, or correct the arguments",
             )
-
     length = getattr(args, "decoder_seq_length", None)
     if length not in (None, plan.model.seq_length):
         raise PlanError(
@@ -352,7 +365,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:
-        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+        family_of(args).write_layout(plan, args)
     args.micro_batch_size = plan.training.reading_unit
     args.global_batch_size = plan.training.global_batch_size
     args.sequence_parallel = plan.training.sequence_parallel
@@ -366,9 +379,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
-    is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
-    if getattr(args, "multi_latent_attention", False) and args.spec is None and is_ours:
-        args.spec = list(LATENT_SPEC)
+    spec = family_of(args).default_spec(args)
+    if args.spec is None and spec is not None:
+        args.spec = list(spec)
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:
@@ -400,13 +413,13 @@ def apply_after_validation(plan: Plan, args: Any) -> None:
     Validation refuses several chunks in a pipeline of one stage, because its own interleaved
     schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of
     parameter gathers off where there is one chunk, because its own schedule has none
-    (``runtime/late_gathers.py``).
+    (``runtime/executor.py``).
     """
     if getattr(args, "overlap_param_gather", False):
         args.align_param_gather = True
     chunks = plan.most_chunks
     if len(plan.stages) == 1 and chunks > 1:
-        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+        family_of(args).write_layout(plan, args)
         args.virtual_pipeline_model_parallel_size = chunks
 
 
@@ -417,16 +430,3 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
     if plan.training.recompute == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
-
-
-def pipeline_layout(plan: Plan) -> str:
-    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
-
-    Layers for multi-token prediction come last: ``tmL``.  Nothing stands where a stage has fewer chunks than others.
-    """
-    parts = [""] * (plan.most_chunks * len(plan.stages))
-    for (stage, chunk), number in Placement(plan).numbers.items():
-        parts[number] = "t" * plan.stages[stage].layers[chunk]
-    parts[0] = "E" + parts[0]
-    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
-    return "|".join(parts)

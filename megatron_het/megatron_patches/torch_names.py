@@ -43,6 +43,12 @@ TORCH_NAMES = (
         "the store on which ranks tell who has stopped; torch.distributed shows it nowhere else",
     ),
     TorchName(
+        "torch.distributed.distributed_c10d._world",
+        None,
+        "its pg_group_ranks is where get_rank looks up a group; the pipeline of a plan, which hybrid models ask for "
+        "while they are built, is no group that torch has created",
+    ),
+    TorchName(
         "torch.distributed.checkpoint.filesystem._StorageWriterTransforms",
         ("extensions",),
         "gives the stream for each object of a checkpoint; wrapped, because a write that fails makes the process crash "

@@ -11,7 +11,9 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_het.plan.errors import PlanError
+from megatron_het.plan.patterns import CHUNK, LATER, later_layers, layers_of, problem_of, without_chunks
 from megatron_het.plan.schema import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.schedule.paths import path_of, placement_of
 
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _UNEVEN_FLAGS = (
@@ -45,7 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute-granularity")
+    parser.add_argument("--hybrid-layer-pattern")
     return parser
+
+
+def _read_pattern(flags: argparse.Namespace) -> None:
+    """A hybrid model's pattern says how many layers there are, whatever other flags do."""
+    problem = problem_of(flags.hybrid_layer_pattern)
+    if problem:
+        raise PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem)
+    flags.num_layers = len(layers_of(flags.hybrid_layer_pattern))
+    flags.mtp_num_layers = len(later_layers(flags.hybrid_layer_pattern))
 
 
 def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpec) -> tuple[Plan, list[str]]:
@@ -66,22 +78,24 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         if any(word.split("=")[0] == flag for word in words):
             raise PlanError(flag, "given", "layers are divided evenly without a plan", "Write a plan")
     flags, _ = _parser().parse_known_args(list(words))
+    if flags.hybrid_layer_pattern is not None:
+        _read_pattern(flags)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(flags, name) is None:
             raise PlanError("--" + name.replace("_", "-"), None, "required with --het-schedule")
-    stages = _stages(flags, world_size)
+    stages = _stages(flags, world_size, schedule.name)
     heads = flags.num_attention_heads
     groups = (flags.num_query_groups or 1) if flags.group_query_attention else heads
     model = ModelShape(
-        flags.num_layers,
-        flags.hidden_size,
-        heads,
-        groups,
-        flags.seq_length,
-        flags.ffn_hidden_size,
-        None,
-        not flags.untie_embeddings_and_output_weights,
-        flags.mtp_num_layers or 0,
+        num_layers=flags.num_layers,
+        hidden_size=flags.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        seq_length=flags.seq_length,
+        ffn_hidden_size=flags.ffn_hidden_size,
+        tied_embeddings=not flags.untie_embeddings_and_output_weights,
+        mtp_num_layers=flags.mtp_num_layers or 0,
+        pattern=without_chunks(flags.hybrid_layer_pattern or ""),
     )
     recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")
     training = TrainingShape(
@@ -112,7 +126,7 @@ def _replica_size(flags: argparse.Namespace) -> int:
     return flags.tensor_model_parallel_size * flags.context_parallel_size
 
 
-def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
+def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[Stage, ...]:
     size, pp = _replica_size(flags), flags.pipeline_model_parallel_size
     if world_size % (size * pp):
         tp, cp = flags.tensor_model_parallel_size, flags.context_parallel_size
@@ -120,13 +134,13 @@ def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
         raise PlanError("WORLD_SIZE", world_size, f"is not a multiple of {named} parallel size")
     replicas = world_size // (size * pp)
     microbatches = _global_batch_size(flags, world_size) // flags.micro_batch_size
-    layers = _layers(flags, pp)
+    layers = _piped_layers(flags, pp, schedule) or [_layers(flags, pp)] * pp
     stages = []
     for s in range(pp):
         first = s * replicas * size
         stages.append(
             Stage(
-                layers,
+                layers[s],
                 tuple(
                     Replica(
                         tuple(range(first + q * size, first + (q + 1) * size)),
@@ -139,6 +153,23 @@ def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
             )
         )
     return tuple(stages)
+
+
+def _piped_layers(flags: argparse.Namespace, pp: int, schedule: str) -> list[tuple[int, ...]]:
+    """Layers of each chunk of every stage, where a pattern says where they begin; empty otherwise."""
+    chunks = (flags.hybrid_layer_pattern or "").split(LATER)[0].split(CHUNK)
+    if len(chunks) == 1:
+        return []
+    if len(chunks) % pp:
+        raise PlanError(
+            "--hybrid-layer-pattern",
+            flags.hybrid_layer_pattern,
+            f"its {len(chunks)} chunks do not divide over {pp} stages",
+            f"Give a multiple of {pp} chunks, or leave {CHUNK} out",
+        )
+    path = path_of([len(chunks) // pp] * pp, placement_of(schedule))
+    sizes = {place: len(chunk) for place, chunk in zip(path, chunks, strict=True)}
+    return [tuple(sizes[s, c] for c in range(len(chunks) // pp)) for s in range(pp)]
 
 
 def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:

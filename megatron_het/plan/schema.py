@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_het.plan.costs import PlannedCosts
 from megatron_het.plan.errors import PlanError
+from megatron_het.plan.patterns import WITH_ATTENTION, layers_of
 from megatron_het.schedule.paths import Place, path_of, placement_of
 
 PLAN_FORMAT = "megatron_het.plan"
@@ -42,6 +43,8 @@ class ModelShape:
     """Layers for multi-token prediction, which come with the last chunk; ``num_layers`` does not count them."""
     head_size: int | None = field(default=None, metadata={"omit_default": True})
     """Width of a head where it is not ``hidden_size / num_attention_heads``; compared with the run's when given."""
+    pattern: str = field(default="", metadata={"omit_default": True})
+    """The kinds of a hybrid model's layers, as ``plan/patterns.py`` reads them; empty for layers of one kind."""
 
     @property
     def embeds_twice(self) -> bool:
@@ -263,6 +266,18 @@ class Plan:
     def path(self) -> tuple[Place, ...]:
         """(stage, chunk) in the order in which a microbatch visits them; the schedule's name decides."""
         return path_of([len(stage.layers) for stage in self.stages], placement_of(self.schedule.name))
+
+    @property
+    def attention_layers(self) -> tuple[tuple[int, ...], ...]:
+        """How many layers of every chunk, stage by stage, have keys and values."""
+        if not self.model.pattern:
+            return tuple(stage.layers for stage in self.stages)
+        layers, found, first = layers_of(self.model.pattern), [[0] * len(stage.layers) for stage in self.stages], 0
+        for stage, chunk in self.path:
+            count = self.stages[stage].layers[chunk]
+            found[stage][chunk] = sum(layers[first : first + count].count(kind) for kind in WITH_ATTENTION)
+            first += count
+        return tuple(map(tuple, found))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, with format and version first."""

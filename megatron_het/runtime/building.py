@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
@@ -23,11 +22,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
 
 from megatron_het.distributed import Axis, at_chunk
-
-BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
-"""The value of a model configuration's ``builder`` that selects the builder of several chunks."""
 
 
 class PositionedLayout(PipelineParallelLayerLayout):
@@ -67,81 +64,74 @@ class PositionedLayout(PipelineParallelLayerLayout):
 
 
 def know_positions(transformer: Any, positions: tuple[int, ...]) -> None:
-    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ."""
-    if len(set(positions)) > 1:
-        layout = transformer.pipeline_model_parallel_layout
+    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ.
+
+    A hybrid model has no layout: the chunk's position is known where it is built.
+    """
+    layout = transformer.pipeline_model_parallel_layout
+    if layout is not None and len(set(positions)) > 1:
         transformer.pipeline_model_parallel_layout = PositionedLayout(layout, positions)
 
 
-class ChunkedGPTModelBuilder(GPTModelBuilder):
+class ChunkedBuilder:
     """Builds all chunks of the only stage of a pipeline, or of a stage that has several positions.
+
+    It comes before one of Megatron's builders among the bases of a class.
 
     Attributes:
         wraps_with_upstream: Whether upstream wraps them with DDP; else ``_wrap`` does.
     """
 
     wraps_with_upstream = True
+    _model_config: Any
+    build_model: Callable[..., Any]
 
     def build_distributed_models(
         self,
         pg_collection: ProcessGroupCollection,
         ddp_config: DistributedDataParallelConfig | None = None,
-        overlap_param_gather_with_optimizer_step: bool = False,
-        use_megatron_fsdp: bool = False,
-        use_torch_fsdp2: bool = False,
-        wrap_with_ddp: bool = True,
+        *,
         data_parallel_random_init: bool = True,
         mixed_precision_wrapper: Callable[[Any, Any], Any] | None = Float16Module,
         model_type: ModelType = ModelType.encoder_or_decoder,
-    ) -> list[GPTModel]:
-        """As upstream's; the chunks that upstream cannot build are built one after the other."""
+        **options: Any,
+    ) -> list[Any]:
+        """As upstream's; the chunks that upstream cannot build are built one after the other.
+
+        Its other options, of which every release has its own, are for what comes after building.
+        """
+        options |= {
+            "ddp_config": ddp_config,
+            "data_parallel_random_init": data_parallel_random_init,
+            "mixed_precision_wrapper": mixed_precision_wrapper,
+        }
         config = self._model_config
         chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
         if not self._builds(pg_collection.pp, chunks):
-            return super().build_distributed_models(
-                pg_collection,
-                ddp_config,
-                overlap_param_gather_with_optimizer_step,
-                use_megatron_fsdp,
-                use_torch_fsdp2,
-                wrap_with_ddp,
-                data_parallel_random_init,
-                mixed_precision_wrapper,
-                model_type,
+            return super().build_distributed_models(  # type: ignore[misc]
+                pg_collection, model_type=model_type, **options
             )
         built = self._build_chunks(pg_collection, chunks, model_type)
-        finish = functools.partial(
-            self._finish,
-            pg_collection=pg_collection,
-            ddp_config=ddp_config,
-            wrap_with_ddp=wrap_with_ddp,
-            overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
-            use_megatron_fsdp=use_megatron_fsdp,
-            use_torch_fsdp2=use_torch_fsdp2,
-            data_parallel_random_init=data_parallel_random_init,
-            mixed_precision_wrapper=mixed_precision_wrapper,
-        )
+        finish = functools.partial(self._finish, pg_collection=pg_collection, **options)
         return self._finish_all(built, finish)
 
     def _builds(self, pipeline: Axis, chunks: int) -> bool:
         """Whether the chunks are built here, and not by upstream."""
         return chunks > 1 and (pipeline.size() == 1 or bool(pipeline.by_chunk))
 
-    def _finish_all(
-        self, chunks: Iterator[GPTModel], finish: Callable[[list[GPTModel]], list[GPTModel]]
-    ) -> list[GPTModel]:
+    def _finish_all(self, chunks: Iterator[Any], finish: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Finish the chunks, all at once."""
         return finish(list(chunks))
 
     def _finish(
         self,
-        models: list[GPTModel],
+        models: list[Any],
         *,
         pg_collection: ProcessGroupCollection,
         ddp_config: DistributedDataParallelConfig | None,
-        wrap_with_ddp: bool,
+        wrap_with_ddp: bool = True,
         **options: Any,
-    ) -> list[GPTModel]:
+    ) -> list[Any]:
         """Returns what comes between building chunks and handing them over: hooks, devices, wrappers."""
         config = self._model_config
         models = compose_hooks(config.pre_wrap_hooks)(models)
@@ -159,14 +149,12 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         return compose_hooks(config.post_wrap_hooks)(models)
 
     def _wrap(
-        self, models: list[GPTModel], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
-    ) -> list[GPTModel]:
+        self, models: list[Any], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
+    ) -> list[Any]:
         """Wrap chunks with DDP, where upstream does not."""
         raise NotImplementedError
 
-    def _build_chunks(
-        self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType
-    ) -> Iterator[GPTModel]:
+    def _build_chunks(self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType) -> Iterator[Any]:
         """The chunks of this rank, each one built when it is asked for.
 
         Args:
@@ -193,3 +181,21 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
                 )
             model.model_type = model_type
             yield model
+
+
+class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
+    """The same of a GPTModel."""
+
+
+class PlacedHybridModelBuilder(HybridModelBuilder):
+    """Builds hybrid models, which look up their part of the pattern by the rank that torch says."""
+
+    def build_model(self, pg_collection: ProcessGroupCollection, *positional: Any, **keywords: Any) -> Any:
+        """See Megatron."""
+        axis: Axis = pg_collection.pp
+        with axis.known_to_torch():
+            return super().build_model(pg_collection, *positional, **keywords)
+
+
+class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
+    """The same of a HybridModel."""

@@ -29,7 +29,7 @@ def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:
     """In how many layers of a chunk attention is exchanged, from its first: as many as the smallest chunk has.
 
     Args:
-        layers: Of every chunk, by stage.
+        layers: With attention, of every chunk, by stage.
     """
     return min(count for row in layers for count in row)
 
@@ -283,7 +283,7 @@ def _offers(
     loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in busy}
     floors = {d: 0 if diagonal or d not in passes else units for d in loads}
     if costs is not None:
-        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units)
+        times = costs.times(program.shape, passes, exchanged_layers(program.shape.attention_layers), units)
         agreed = level({d: loads[d] - floors[d] for d in loads}, times)
     else:
         agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
@@ -316,7 +316,7 @@ def _limited_offers(
         times = {d: (own[d] + rest[d], 1.0) for d in busy}
     else:
         seen_by = {d: (before[d] / units, own[d] / units, tokens[d]) for d in passes}
-        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units, seen_by)
+        times = costs.times(program.shape, passes, exchanged_layers(program.shape.attention_layers), units, seen_by)
     counts = {d: len(work[d]) for d in busy}
     return _Offers({d: before[d] + own[d] for d in busy}, level(counts, times, work), first, work)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES
-from megatron_het.schedule.columns import Role, Value
-from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind
+from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind, Role, Value
 from megatron_het.schedule.paths import PLACEMENTS, Place, path_of
 
 
@@ -90,6 +89,7 @@ class Shape:
         slices: slices per sequence.
         placement: ``"loop"`` or ``"v"``; see :func:`~megatron_het.schedule.paths.path_of`.
         sizes: sequences of every microbatch where they differ; costs and memory are those of the largest.
+        attention: how many of the layers of every chunk have attention; empty where all have.
 
     Raises:
         ValueError: naming the field, its value and what it should be.
@@ -101,6 +101,7 @@ class Shape:
     slices: int = 1
     placement: str = "loop"
     sizes: tuple[int, ...] = ()
+    attention: tuple[tuple[int, ...], ...] = ()
     path: tuple[Place, ...] = field(init=False, repr=False, compare=False)
     """(stage, chunk) in the order in which a microbatch visits them."""
     positions: dict[Place, int] = field(init=False, repr=False, compare=False)
@@ -126,6 +127,11 @@ class Shape:
                 shares[start + replica].append(microbatch)
         put(self, "shares", tuple(map(tuple, shares)))
         put(self, "devices", tuple(Device(s, r) for s, n in enumerate(self.replicas) for r in range(n)))
+
+    @property
+    def attention_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers with attention of every chunk, by stage."""
+        return self.attention or self.layers
 
     def _check(self) -> None:
         stages = len(self.layers)

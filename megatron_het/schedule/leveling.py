@@ -77,7 +77,7 @@ class PassCosts:
             fixed: float = 0
             if device in passes:
                 op = passes[device]
-                layers = shape.layers[shape.devices[device].stage][op.chunk]
+                layers = shape.attention_layers[shape.devices[device].stage][op.chunk]
                 before, own, tokens = (op.slice, _DIAGONAL_HALVES / 2, 1) if work is None else work[device]
                 halves = 2 * (layers - exchanged) * before + 2 * own * layers
                 fixed = units * (2 * self.rest[device][op.chunk] * tokens + halves * attention)

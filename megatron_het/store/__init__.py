@@ -4,8 +4,19 @@
 whatever decides something is kept here.  Standard library only; nothing is ever unpickled.
 """
 
-from megatron_het.store.client import StoreClient
+from megatron_het.store.client import Address, Store
+from megatron_het.store.documents import Documents
 from megatron_het.store.server import StoreServer, Strangers
 from megatron_het.store.wire import StoreError, TokenError, client_tls, server_tls
 
-__all__ = ["StoreClient", "StoreError", "StoreServer", "Strangers", "TokenError", "client_tls", "server_tls"]
+__all__ = [
+    "Address",
+    "Documents",
+    "Store",
+    "StoreError",
+    "StoreServer",
+    "Strangers",
+    "TokenError",
+    "client_tls",
+    "server_tls",
+]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_het.store.documents import Documents
 from megatron_het.store.wire import (
     HEAD_BYTES,
     HELLO_BYTES,
@@ -33,14 +34,15 @@ _CONNECT_S = 2.0
 Address = tuple[str, int]
 
 
-class StoreClient:
-    """Asks a store.  Any thread may; each has a connection of its own.
+class Store(Documents):
+    """A store in another process.  Any thread may ask; each has a connection of its own.
 
     Args:
         addresses: Says where the store may be now, the likeliest place first; asked before every connection.
         token: Of the job.
         patience_s: How long a request is tried again before :class:`StoreError`.
         tls: With the authority of the server's certificate, where connections are encrypted.
+        others_nearby: Whether stores of other jobs may be at these addresses, so that a refusal there says little.
     """
 
     def __init__(
@@ -49,18 +51,16 @@ class StoreClient:
         token: str,
         patience_s: float,
         tls: ssl.SSLContext | None = None,
+        *,
+        others_nearby: bool = False,
     ) -> None:
         self._addresses, self._token, self._patience_s, self._tls = addresses, token.encode(), patience_s, tls
+        self._waits_for_its_own = others_nearby
         self._local = threading.local()
         self._has_met = False
 
-    def ask(self, request: Sequence[Any], *, patience_s: float | None = None, tries_again: bool = True) -> Any:
-        """Answer of the store.
-
-        Args:
-            request: Name of an operation, and its arguments.
-            patience_s: In place of the client's own.
-            tries_again: Whether a lost connection is made again in that time.
+    def ask(self, *request: Any, patience_s: float | None = None, tries_again: bool = True) -> Any:
+        """See :meth:`Documents.ask`.
 
         Raises:
             TokenError: The store has never taken this token.
@@ -68,16 +68,18 @@ class StoreClient:
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         bound_s = float(request[3]) if request[0] == "wait" else 0.0
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s + bound_s
         while True:
             left_s = max(_SHORTEST_S, deadline_s - time.monotonic())
+            error: Exception
             try:
                 return self._connected(left_s).ask(request, min(ANSWER_S, left_s) + bound_s)
             except TokenError:
                 self._local.connection = None
-                if not self._has_met:
+                is_over = not tries_again or time.monotonic() >= deadline_s
+                if not self._has_met and (is_over or not self._waits_for_its_own):
                     raise
-                error: Exception = StoreError("somebody else listens there")
+                error = StoreError("somebody else listens there")
             except (OSError, EOFError) as failure:
                 self._local.connection, error = None, failure
             if not tries_again or time.monotonic() >= deadline_s:

@@ -13,10 +13,10 @@ import socket
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_het.store.documents import Documents
 from megatron_het.store.wire import HEAD_BYTES, NONCE_BYTES, PROOF_BYTES, REFUSED, Channel, Handshake, StoreError, hello
 
 MAX_STRANGERS = 64
@@ -46,11 +46,11 @@ class Strangers:
         return asdict(self)
 
 
-class StoreServer:
-    """Documents by key, for connections that know a token.
+class StoreServer(Documents):
+    """Documents by key, for this process and for connections that know a token.
 
     Args:
-        host: Address to listen on; no other interface is.
+        host: Address to listen on, and no other interface; empty for all of them.
         port: To listen on; 0 for a free one.
         token: Of the job.
         tls: With the server's certificate, where connections are encrypted.
@@ -61,7 +61,9 @@ class StoreServer:
 
     def __init__(self, host: str, port: int, token: str, tls: ssl.SSLContext | None = None) -> None:
         self._token, self._tls = token.encode(), tls
-        self._listening = socket.create_server((host, port), backlog=_BACKLOG)
+        everywhere = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
         self._listening.setblocking(False)
         self.host, self.port = host, int(self._listening.getsockname()[1])
         self.strangers = Strangers()
@@ -95,12 +97,14 @@ class StoreServer:
         with self._lock:
             return [key for key in self._documents if key.startswith(prefix)]
 
-    def ask(self, request: Sequence[Any]) -> Any:
-        """Answer a request that does not wait; any thread may call.
+    def ask(self, *request: Any, patience_s: float | None = None, tries_again: bool = True) -> Any:
+        """Returns the answer of this process; any thread may ask.
 
         Raises:
             StoreError: The request makes no sense, or there is no room.
         """
+        if request[:1] == ("wait",):
+            return asyncio.run_coroutine_threadsafe(self._answer(list(request)), self._loop).result()
         try:
             operation, *arguments = request
             act = _OPERATIONS[operation]
@@ -150,6 +154,12 @@ class StoreServer:
             self._bytes -= len(key) + len(self._documents.pop(key))
         return bool(found), None
 
+    def _strangers(self) -> tuple[dict[str, Any], None]:
+        return self.strangers.to_json(), None
+
+    def _stored(self) -> tuple[int, None]:
+        return self._bytes, None
+
     def _write(self, key: str, value: str) -> None:
         if not isinstance(key, str) or not isinstance(value, str) or not 0 < len(key) <= MAX_KEY_BYTES:
             raise ValueError("a key is a text of at most 1 KiB, and a document is a text")
@@ -179,7 +189,7 @@ class StoreServer:
             except OSError:  # no descriptor is free, or the other end has gone already
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            task = self._loop.create_task(self._meet(connection, str(address[0])))
+            task = self._loop.create_task(self._meet(connection, str(address[0]).removeprefix("::ffff:")))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             self._unproved[task] = None
@@ -248,7 +258,7 @@ class StoreServer:
     async def _answer(self, request: Any) -> Any:
         if isinstance(request, list) and len(request) == 4 and request[0] == "wait":
             return await self._wait(*request[1:])
-        return self.ask(request)
+        return self.ask(*request) if isinstance(request, list) else self.ask(request)
 
     async def _wait(self, keys: Any, unless: Any, timeout_s: Any) -> str:
         """Until all keys are there, one of some others is, or the time is over."""
@@ -297,4 +307,6 @@ _OPERATIONS: dict[str, Any] = {
     "push": StoreServer._push,
     "swap": StoreServer._swap,
     "drop": StoreServer._drop,
+    "strangers": StoreServer._strangers,
+    "stored": StoreServer._stored,
 }

@@ -3,53 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from megatron_het.store import Documents, StoreError
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.report.timeline import Past, Record
 
 
-# How samples reach the rank that compares them: over the store that the ranks met at.
+# How samples reach the rank that compares them: over the job's store.
 #
 # Nobody waits.  A rank overwrites its own few places in turn, so that the store does not grow, and the reader takes
 # an iteration when everybody has written it.
 
 
+_GREETING_S, _GLANCE_S = 10.0, 0.25
+_AWAY = 20
+"""After a question without an answer nothing is asked for so many times as long as that took: 5 % are lost at most."""
 PLACES = 8
 """Iterations that are kept of every rank."""
 
 
 class Board:
-    """Places in a store.
+    """Places in the job's store.
+
+    An answer comes soon, or a sample is dropped and nothing is asked for a while: training waits for no watch.
 
     Args:
-        store: Of ``torch.distributed``: ``set``, ``get``, ``check``.
+        store: Of the job.
         prefix: Of all keys.
     """
 
-    def __init__(self, store: Any, prefix: str = "het/watch") -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, store: Documents, prefix: str = "het/watch") -> None:
+        self._store = store.under(prefix)
+        self._away_until_s = 0.0
+
+    def greet(self, rank: int, text: str) -> None:
+        """Write what a rank says about itself, once.
+
+        Raises:
+            StoreError: Nobody answers.
+        """
+        self._store.write(f"hello/{rank}/0", text, patience_s=_GREETING_S)
 
     def post(self, name: str, rank: int, text: str, place: int = 0) -> None:
         """Write what a rank says under a name; what was there is gone."""
-        self._store.set(self._key(name, rank, place), text)
+        self._soon(lambda: self._store.write(f"{name}/{rank}/{place}", text, patience_s=_GLANCE_S, tries_again=False))
 
-    def read(self, name: str, ranks: list[int], place: int = 0) -> list[bytes] | None:
+    def read(self, name: str, ranks: list[int], place: int = 0) -> list[str] | None:
         """Returns what all of the ranks have said under a name; None if somebody has said nothing yet."""
-        keys = [self._key(name, rank, place) for rank in ranks]
-        if not keys:
-            return []
-        if not self._store.check(keys):
+        keys = [f"{name}/{rank}/{place}" for rank in ranks]
+        found = self._soon(lambda: self._store.texts(*keys, patience_s=_GLANCE_S, tries_again=False))
+        if found is None or any(text is None for text in found):
             return None
-        many = getattr(self._store, "multi_get", None)
-        if many is None or len(keys) == 1:
-            return [self._store.get(key) for key in keys]
-        return list(many(keys))
+        return [text for text in found if text is not None]
 
-    def _key(self, name: str, rank: int, place: int) -> str:
-        return f"{self._prefix}/{name}/{rank}/{place}"
+    def _soon(self, ask: Callable[[], Any]) -> Any:
+        """The answer; None where it does not come soon."""
+        start_s = time.monotonic()
+        if start_s < self._away_until_s:
+            return None
+        try:
+            return ask()
+        except StoreError:
+            now_s = time.monotonic()
+            self._away_until_s = now_s + _AWAY * (now_s - start_s)
+            return None
 
 
 MOST_TRANSFERS = 16

@@ -11,8 +11,6 @@ import signal
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 import megatron_het.runtime.channels  # noqa: F401  # once, and not in every rank after the fork
 from megatron_het.device import activate
 from megatron_het.doctor import stress
@@ -21,8 +19,9 @@ from megatron_het.doctor.expectations import Expectations
 from megatron_het.doctor.links import Links
 from megatron_het.doctor.stress import Stress
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.store import Store, StoreServer
 
-WORLD = 4
+WORLD, TOKEN = 4, "0123456789abcdef"
 _LIMIT_S = 120
 HOSTS = ("a", "a", "b", "b")
 PLAN = Plan(
@@ -37,25 +36,25 @@ PLAN = Plan(
 
 
 def run(rank: int, port: int, folder: Path, spoil: bool) -> None:
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+    store = Store(lambda: [("127.0.0.1", port)], TOKEN, 30.0)
     if spoil and rank == 3:
         original = stress.mark_of
         stress.mark_of = lambda op, direction: original(op, direction) + (op.kind.name == "BACKWARD")
     answers = {}
     for check in (Links(), Stress(seconds=0.5)):
-        seat = Seat(rank, rank, HOSTS, PLAN, None, Expectations(), dist.PrefixStore(check.name, store), folder, "auto")
+        seat = Seat(rank, rank, HOSTS, PLAN, None, Expectations(), store.under(check.name), folder, "auto")
         try:
             answers[check.name] = {"data": check.measure(seat)}
         except RuntimeError as error:
             answers[check.name] = {"error": str(error)}
     (folder / f"{rank}.json").write_text(json.dumps(answers))
-    store.add("done", 1)
+    store.count("done")
 
 
 def main() -> None:
     folder, spoil = Path(sys.argv[1]), "spoil" in sys.argv
     activate()  # imports for seconds, with others waiting for the rank
-    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    server = StoreServer("127.0.0.1", 0, TOKEN)
     children = []
     for rank in range(WORLD):
         child = os.fork()
@@ -68,6 +67,7 @@ def main() -> None:
             finally:
                 os._exit(code)
         children.append(child)
+    server.start()
     for child in children:
         os.waitpid(child, 0)
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples.llama.slowed import slow_down
+from examples.llama.pinned import slow_down
 
 
 def slow_one(*, rank: int, slow: int) -> None:

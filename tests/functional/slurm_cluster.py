@@ -60,6 +60,7 @@ SchedulerType=sched/backfill
 # Only the backfill scheduler starts heterogeneous jobs; by default it looks every 30 s.
 SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,bf_hetjob_immediate,bf_hetjob_prio=min,sched_min_interval=0
 SlurmdParameters=config_overrides
+Licenses=tool:4
 ReturnToService=2
 KillWait={kill_wait}
 CompleteWait=0
@@ -179,6 +180,10 @@ class SlurmCluster:
     def control(self, *words: str) -> str:
         """What ``scontrol`` says."""
         return self._run("scontrol", *words).stdout
+
+    def cancel(self, job_id: str) -> None:
+        """End a job."""
+        self._run("scancel", job_id)
 
     def take_down(self, index: int) -> None:
         """A node fails: its slurmd, its steps and all that they have started are killed, and Slurm is told."""

@@ -57,9 +57,10 @@ def write_run(out: Path) -> Path:
         time_limit="00:20:00",
         python=sys.executable,
         save_interval=SAVE_INTERVAL,
+        iterations=ITERATIONS,
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
     )
-    more = ElasticOptions(ITERATIONS, (("plan of two", PLANS[1]),))
+    more = ElasticOptions((("plan of two", PLANS[1]),))
     return emit(PLANS[0], out, KINDS, groups, launch, elastic=more).files["elastic.sbatch"]
 
 

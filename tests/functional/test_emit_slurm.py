@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.llama.data import prepare
 from examples.llama.doctor import MISSING_FLAG
 from examples.llama.job import CPU_ARGUMENTS
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.doctor.expectations import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tests.functional.selected import tiers
 from tools.planner.emit.command import Emitted, emit
+from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.emit.nodes import NodeKind
-from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.emit.scripts import Container, LaunchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_cluster
@@ -71,6 +76,7 @@ def write_run(
     doctor: bool = False,
     bytes_per_s: float = 1e6,
     platform: Sequence[str] = CPU_ARGUMENTS,
+    **launch: Any,
 ) -> Emitted:
     plan = uneven_plan()
     out.mkdir(exist_ok=True)
@@ -101,16 +107,16 @@ def write_run(
         ],
         "PLATFORM": list(platform),
     }
-    launch = LaunchOptions(
+    settings = {"time_limit": "00:20:00", "save_interval": iterations, "iterations": iterations, **launch}
+    options = LaunchOptions(
         run_dir=str(out),
         job_name="het-test",
-        time_limit="00:20:00",
         python=sys.executable,
-        save_interval=iterations,
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
         doctor=doctor,
+        **settings,
     )
-    return emit(plan, out, KINDS, groups, launch, expected=promised(plan, bytes_per_s))
+    return emit(plan, out, KINDS, groups, options, expected=promised(plan, bytes_per_s))
 
 
 def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]
@@ -171,7 +177,7 @@ def test_a_failing_rank_fails_the_job(
 # The doctor's rank 2 is stopped again and again.
 SLOWING = f"""#!/bin/bash
 [[ "$RANK" == 2 ]] && export {SLOWED_VARIABLE}="$LOCAL_RANK"
-exec {sys.executable} -m examples.llama.slowed "${{@:2}}"
+exec {sys.executable} -m examples.llama.pinned "${{@:2}}"
 """
 
 
@@ -228,6 +234,62 @@ def test_the_doctor_comes_first_and_a_fault_ends_the_job(
     job = cluster.run(emitted.files[script], {"PYTHON": str(python), "NOTES": str(notes), **setting}, 120.0)
     assert job.state.startswith(state), job
     assert {file.name: file.read_text().split() for file in notes.iterdir()} == dict.fromkeys("0123", ran)
+
+
+def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+    cluster.control(
+        "create",
+        "reservation",
+        "ReservationName=lab",
+        "StartTime=now",
+        "Duration=60",
+        "Nodes=ALL",
+        f"Users={getpass.getuser()}",
+    )
+    asked = {"qos": "normal", "reservation": "lab", "licenses": "tool:2", "mem": "500M"}
+    kinds = {name: replace(kind, **asked, cpus=4) for name, kind in KINDS.items()}
+    whole = {name: replace(kind, devices=1 if name == "small" else 2) for name, kind in KINDS.items()}
+    for i, (chosen, launch) in enumerate(
+        [(kinds, {"container": Container("/image.sif", "apptainer")}), (whole, {"modules": ("cuda",)}), (whole, {})]
+    ):
+        out = tmp_path / str(i)
+        options = LaunchOptions(run_dir=str(out), time_limit="00:10:00", **launch)
+        files = emit(uneven_plan(), out, chosen, {}, options, elastic=ElasticOptions()).files
+        for name in ("train.sbatch", "train-plain.sbatch", "elastic.sbatch"):
+            assert "to start at" in cluster.test_only(files[name]), name
+    wrong = {name: replace(kind, licenses="tool:5") for name, kind in kinds.items()}
+    script = emit(uneven_plan(), tmp_path / "wrong", wrong, {}, LaunchOptions(run_dir=str(tmp_path))).files
+    with pytest.raises(AssertionError, match="license"):
+        cluster.test_only(script["train-plain.sbatch"])
+    cluster.control("delete", "ReservationName=lab")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["train.sbatch", "train-plain.sbatch"])
+def test_a_job_whose_time_is_over_saves_and_goes_on(
+    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], script: str, tmp_path: Path
+) -> None:
+    """Slurm tells a job up to a minute early, and its shortest time is a minute."""
+    out = tmp_path / "run"
+    launch = {"time_limit": "00:02:00", "notice_s": 45, "save_interval": 100_000}
+    file = write_run(out, data_arguments, iterations=100_000, **launch).files[script]
+    job = cluster.submit(file, {})
+    log = out / "logs" / f"het-test-{job}.out"
+    deadline_s = time.monotonic() + TIMEOUT_S
+    first: list[int] = []
+    while True:  # until the second start trains
+        assert time.monotonic() < deadline_s, log.read_text()[-5000:]
+        parts = log.read_text().split("; the job is queued again") if log.exists() else [""]
+        first = [int(n) for n in re.findall(r"iteration +(\d+)/", parts[0])]
+        later = [int(n) for n in re.findall(r"iteration +(\d+)/", parts[1])] if len(parts) > 1 else []
+        if later:
+            break
+        time.sleep(0.5)
+    cluster.cancel(job)
+    assert first and later[0] == first[-1] + 1
+    assert f"stopped after iteration {first[-1]} of 100000" in log.read_text()
+    saved = (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+    assert int(saved) == first[-1]
 
 
 # An interpreter that saves and trains on for ever when it starts anew, and ends when it resumes.

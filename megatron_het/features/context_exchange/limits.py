@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_het.attention.reach import Reach, Span
-from megatron_het.features.context_exchange.helped import Reached
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.helper import Reached
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.boundary import Side
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
@@ -21,7 +21,7 @@ class Limits:
         placement: The plan's lookup tables.
         side: How the replica of a world rank divides a slice.
         units: Which tokens slices and their exchange units are.
-        windows: By layer of the model, how many earlier tokens a query sees; None for all.
+        windows: By layer of the model with attention, how many earlier tokens a query sees; None for all.
         starts: Where the documents of each sequence of a microbatch begin; None if documents do not matter.
     """
 
@@ -73,10 +73,10 @@ class Limits:
 
 
 def first_layers(placement: Placement) -> Mapping[tuple[int, int], int]:
-    """Index of the first layer of every (stage, chunk) in the model."""
+    """Index of the first layer of every (stage, chunk) among those of the model that have attention."""
     found: dict[tuple[int, int], int] = {}
     layers = 0
     for stage, chunk in placement.path:
         found[stage, chunk] = layers
-        layers += placement.plan.stages[stage].layers[chunk]
+        layers += placement.plan.attention_layers[stage][chunk]
     return found

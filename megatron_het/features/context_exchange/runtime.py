@@ -11,14 +11,14 @@ import torch
 
 from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernel_choice import kernels_of_backend
+from megatron_het.families import family_of
 from megatron_het.features.context_exchange.exchange import ContextExchange
 from megatron_het.features.context_exchange.limits import Limits
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.features.slices.spec import cutting_of
-from megatron_het.lowering.programs import program_of
+from megatron_het.lowering.programs import posted_for, program_of
 from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
-from megatron_het.lowering.transports import posted_for
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -152,10 +152,10 @@ class LimitedPrograms:
 
 
 def windows_of(args: Any) -> list[int | None]:
-    """How many earlier tokens a query sees in each layer; None for all."""
+    """How many earlier tokens a query sees in each layer with attention; None for all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    size, numbers = getattr(args, "window_size", None), range(1, args.num_layers + 1)
+    size, numbers = getattr(args, "window_size", None), family_of(args).attention_numbers(args)
     if not size:
         return [None for _ in numbers]
     return [size[0] if is_layer_window_attention(size, args.window_attn_skip_freq, n) else None for n in numbers]
@@ -175,7 +175,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         context.lowered,
         units,
         context.rank,
-        exchanged_layers([stage.layers for stage in plan.stages]),
+        exchanged_layers(plan.attention_layers),
         keys_channels,
         context.new_channels("queries and results", pairs, _PENDING_SENDS),
         context.timeline,

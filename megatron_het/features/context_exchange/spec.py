@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,60 @@ from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.slices.spec import DEFAULT_UNITS, EXCHANGE, SLICED_SCHEDULES, UNITS, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
-from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.cutting import Bounds, Parts
 from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.leveling import PassCosts
+
+# Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
+
+
+class Units:
+    """Every slice has as many exchange units; those of a longer one have more tokens.
+
+    Slices have multiples of what the ranks that share them divide into units of whole tokens
+    (``features/slices/spec.py: token_unit``), so that nothing here is rounded.
+
+    Args:
+        units: Of a slice.
+        parts: What each world rank holds of a slice of nominal length, in tokens.
+        nominal: That length.
+        bounds: Where the slices of a microbatch begin, and its end.
+    """
+
+    def __init__(self, units: int, parts: Mapping[int, int], nominal: int, bounds: Callable[[int], Bounds]) -> None:
+        self.units = units
+        self._parts, self._nominal, self._bounds = parts, nominal, bounds
+
+    def slice(self, microbatch: int, index: int) -> tuple[int, int]:
+        """Tokens ``[first, end)`` of the sequence that a slice has."""
+        first, end = self._bounds(microbatch)[index : index + 2]
+        return first, end
+
+    def slice_tokens(self, microbatch: int, index: int) -> int:
+        """Tokens of a slice on all ranks that share it."""
+        first, end = self.slice(microbatch, index)
+        return end - first
+
+    def first(self, rank: int, microbatch: int, unit: int) -> int:
+        """The first token of a unit, as a world rank counts the tokens that it holds; the end of the unit before.
+
+        Args:
+            rank: Who has the keys and values.
+            microbatch: Of which sequence.
+            unit: From the start of the sequence.
+        """
+        index, within = divmod(unit, self.units)
+        bounds, part = self._bounds(microbatch), self._parts[rank]
+        first = bounds[index] * part // self._nominal
+        if not within:
+            return first
+        return first + (bounds[index + 1] - bounds[index]) * part // self._nominal * within // self.units
+
+    def tokens(self, rank: int, microbatch: int, start: int, stop: int) -> int:
+        """How many tokens units ``[start, stop)`` of a rank have."""
+        return self.first(rank, microbatch, stop) - self.first(rank, microbatch, start)
+
 
 _SWITCH = "--het-context-exchange"
 _TRUE_OR_FALSE = "must be true or false"
@@ -172,13 +222,14 @@ class ContextExchange(Feature):
                 f"says nothing without {other}: the exchange weighs both against each other",
                 f"Give {other} as well",
             )
-        if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
+        if exchanged_layers(plan.attention_layers) == 0:
+            lacks, layer = ("attention", "a layer of attention") if plan.model.pattern else ("layers", "a layer")
             raise PlanError(
                 _SWITCH,
                 True,
-                "a chunk has no layers: devices attend for each other layer by layer, in as many layers as the "
+                f"a chunk has no {lacks}: devices attend for each other layer by layer, in as many layers as the "
                 "smallest chunk has",
-                "Give every chunk a layer, or leave it out",
+                f"Give every chunk {layer}, or leave it out",
             )
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
@@ -190,8 +241,8 @@ class ContextExchange(Feature):
 
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
         """Attention apart from the rest of a layer, and what travels for it."""
-        layers = [program.shape.layers[device.stage] for device in program.devices]
-        exchanged = exchanged_layers(program.shape.layers)
+        layers = [program.shape.attention_layers[device.stage] for device in program.devices]
+        exchanged = exchanged_layers(program.shape.attention_layers)
 
         def per_chunk(of_layer: Sequence[float]) -> PerChunk:
             return tuple(tuple(n * value for n in row) for row, value in zip(layers, of_layer, strict=True))

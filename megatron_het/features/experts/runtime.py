@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
-from megatron_het.lowering.experts import expert_name
-from megatron_het.lowering.ranks import RankOp
+from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 
@@ -34,13 +33,14 @@ class Experts(RuntimeFeature):
     Args:
         cut: How this rank's replica cuts weights.
         passes: Which pass runs, and into how many a microbatch is divided.
+        layers: That the log has a place for.
         whole: Whether balancing losses have to be put together from several passes or ranks.
     """
 
-    def __init__(self, cut: Cut, passes: Passes, *, whole: bool) -> None:
+    def __init__(self, cut: Cut, passes: Passes, layers: int, *, whole: bool) -> None:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        self._cut, self._passes, self._whole = cut, passes, whole
+        self._cut, self._passes, self._layers, self._whole = cut, passes, layers, whole
         self._routers: list[BalancedRouter] = []
         self._tracker: Any = get_moe_metrics_tracker()
         setattr(self._tracker, _SYNC, self._sync)
@@ -90,6 +90,9 @@ class Experts(RuntimeFeature):
             entry = self._tracker.metrics.get(name)
             if entry is None:
                 continue
+            if entry.values.numel() < self._layers:
+                # A hybrid model's log is as long as its number of experts' layers on a rank without one.
+                entry.values = entry.values.new_zeros(self._layers)
             values: torch.Tensor = entry.values
             if entry.avg_group is not None:  # a mean over the tokens of every pass and rank, not a share of a sum
                 values /= self._passes.parts
@@ -127,4 +130,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     sizes = {"tp": replica.tp, "cp": replica.cp}
     groups = [context.groups[role] for role, size in sizes.items() if size > 1]
     whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing_of(context.args)
-    return Experts(replica.cut, Passes(slices, groups), whole=whole)
+    layers = context.args.num_layers + (context.args.mtp_num_layers or 0)
+    return Experts(replica.cut, Passes(slices, groups), layers, whole=whole)

@@ -84,7 +84,7 @@ class MultiTokenPrediction(Feature):
                 f"Megatron's layers of {flag} know {' and '.join(_POSITIONS)} only, in one process too",
                 f"Use one of them, or leave out {flag}",
             )
-        if args.multi_latent_attention and args.transformer_impl == "local":
+        if args.multi_latent_attention and args.transformer_impl == "local" and not plan.model.pattern:
             raise PlanError(
                 flag,
                 options.layers,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
-from megatron_het.features.base import Feature, Option, Refusal, option
+from megatron_het.families import family_of
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.parts import least_tokens
+from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
 from megatron_het.schedule.cutting import Cutting
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
@@ -108,6 +109,7 @@ class Slices(Feature):
         """Refuse numbers of slices that leave stages without work, and lengths that ranks cannot share."""
         if is_sliced(plan):
             _check_number(plan)
+        _check_kinds(plan)
         length, unit = plan.model.seq_length, cutting_of(plan).unit
         if length % unit or length // unit < options.slices:
             raise PlanError(
@@ -199,7 +201,9 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
         cutting,
         keys_per_token=0.0 if options.lengths == EQUAL else options.keys_per_token or keys_per_token(args),
         window_tokens=limits[0] if limits else None,
-        window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if limits else 0.0,
+        window_share=_window_share(family_of(args).attention_numbers(args), args.window_attn_skip_freq)
+        if limits
+        else 0.0,
     )
 
 
@@ -212,6 +216,8 @@ def has_even_slices(plan: Plan) -> bool:
 def keys_per_token(args: Any) -> float:
     """How many keys a query attends to with as many multiplications as the rest of its layer needs.
 
+    In a hybrid model, the layers between one with attention and the next count as the rest of it.
+
     Args:
         args: Megatron's arguments.
     """
@@ -219,21 +225,23 @@ def keys_per_token(args: Any) -> float:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     rest = 2 * hidden * (width + args.kv_channels * groups)
     matrices = 3 if args.swiglu else 2
-    if getattr(args, "num_experts", None):
+    per_attention = family_of(args).rest_per_attention(args)
+    if per_attention.experts:
         chosen = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-        rest += matrices * hidden * (chosen + (args.moe_shared_expert_intermediate_size or 0))
-    else:
-        rest += matrices * hidden * args.ffn_hidden_size
+        experts = matrices * hidden * (chosen + (args.moe_shared_expert_intermediate_size or 0))
+        rest += per_attention.experts * experts
+    if per_attention.dense:
+        rest += per_attention.dense * matrices * hidden * args.ffn_hidden_size
     return float(rest / (2 * width))
 
 
-def _window_share(layers: int, skip: int | list[int] | None) -> float:
-    """Share of the layers with a sliding window, as ``--window-attn-skip-freq`` says."""
-    if skip is None:
+def _window_share(numbers: Sequence[int], skip: int | list[int] | None) -> float:
+    """Share of the layers of these numbers with a sliding window, as ``--window-attn-skip-freq`` says."""
+    if skip is None or not numbers:
         return 1.0
     if isinstance(skip, int):
-        return sum(number % skip != 0 for number in range(1, layers + 1)) / layers
-    return sum(map(bool, skip)) / len(skip)
+        return sum(number % skip != 0 for number in numbers) / len(numbers)
+    return sum(bool(skip[number - 1]) for number in numbers) / len(numbers)
 
 
 def slice_tokens(plan: Plan) -> int:
@@ -249,6 +257,19 @@ def not_sliced(plan: Plan, given: Option) -> PlanError:
         f"schedule {plan.schedule.name} does not cut sequences",
         f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
     )
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Refuse layers that hand on along a sequence what its parts do not."""
+    found = next((symbol for symbol in plan.model.pattern if symbol in WHOLE_SEQUENCES), None)
+    if found is not None:
+        raise PlanError(
+            "model.pattern",
+            plan.model.pattern,
+            f"layers {found} ({KINDS[found]}) need whole sequences, and passes run parts of them: every part but the "
+            "first would begin without what the layer knows of those before it",
+            "Use a schedule without slices, and no context parallelism",
+        )
 
 
 def _check_number(plan: Plan) -> None:

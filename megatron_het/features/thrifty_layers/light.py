@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch.nn.functional import linear
 
-from megatron_het.attention.core import blocks_of
+from megatron_het.families import family_of_model
 
 
 def _is_changed(module: Any) -> bool:
@@ -63,7 +63,7 @@ def lighten_linear_layers(models: Iterable[torch.nn.Module]) -> int:
     """
     count = 0
     for model in models:
-        for module in (module for block in blocks_of(model) for module in block.modules()):
+        for module in (module for block in family_of_model(model).blocks(model) for module in block.modules()):
             light = _LIGHT.get(type(module))
             if light is not None and _is_alone(module):
                 module.__class__ = light

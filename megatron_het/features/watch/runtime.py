@@ -14,20 +14,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_het.lowering.costs import costs_of
+from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import plan_hash
-from megatron_het.report.timeline import TIMED, Past, event
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import TIMED, Past, TransferLog, event
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
-from megatron_het.schedule.durations import durations
+from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
+from megatron_het.store import StoreError
+from megatron_het.store.job import job_store
 from megatron_het.watch.monitor import Settings
 from megatron_het.watch.reader import Reader
 from megatron_het.watch.samples import PLACES, Board, Hello, events_of, sample_of
 
+_MEETING_S = 30.0
 TIMELINE_EVERY = 10
 """Iterations between two whole timelines, for the trace."""
 
@@ -55,7 +55,7 @@ class RankWatch(RuntimeFeature):
         timeline.keeps_last = timeline.device_events = True
         on_device = timeline.on_cuda and context.transport == "nccl"
         timeline.transfers = self._channels.log = TransferLog(event if on_device else time.perf_counter)
-        self._safely(lambda: board.post("hello", self._rank, hello.encode()))
+        self._safely(lambda: board.greet(self._rank, hello.encode()))
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`: the iteration before this one is told."""
@@ -132,7 +132,11 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     host = socket.gethostname()
     on_device = context.timeline.on_cuda and context.transport == "nccl"
     clock = f"{host} {context.rank}" if on_device else f"{host} {_boot()}"
-    board = Board(dist.distributed_c10d._get_default_store(), f"het/watch/{plan_hash(context.plan)}")
+    try:
+        board = Board(job_store(context.rank, _MEETING_S), f"het/watch/{plan_hash(context.plan)}")
+    except StoreError as error:
+        print(f"het: rank {context.rank}: the watch is off: {error}", flush=True)  # noqa: T201 - the run's log
+        return RuntimeFeature()
     hello = Hello(context.rank, device, host, clock, predicted_s)
     reader = None
     if context.rank == context.placement.world_size - 1:

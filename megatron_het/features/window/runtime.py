@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
+from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
-from megatron_het.features.window.building import WINDOW_BUILDER
-from megatron_het.features.window.classes import StageSums
 from megatron_het.features.window.shards import set_shares
+from megatron_het.features.window.state import StageSums
 from megatron_het.features.window.window import ParameterWindow
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.plan.shares import rank_shares
+from megatron_het.plan.placement import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind, executed_by
 
@@ -43,7 +43,7 @@ class WindowFeature(RuntimeFeature):
         model_config.transformer.finalize_model_grads_func = self.window.finalize
         model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self._shares))
         model_config.post_wrap_hooks.append(self.window.adopt)
-        model_config.builder = WINDOW_BUILDER
+        model_config.builder = family_of_config(model_config).window_builder
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`; before training all parameters are whole."""

@@ -70,7 +70,8 @@ def _alone(shape: Shape, devices: Sequence[int], microbatches: Sequence[int]) ->
     new = [{replica: i for i, replica in enumerate(row)} for row in by_stage]
     route = tuple(tuple(names[row[m]] for m in microbatches) for names, row in zip(new, shape.route))
     sizes = tuple(shape.sizes[m] for m in microbatches) if shape.sizes else ()
-    return Shape(shape.layers, route, tuple(map(len, by_stage)), shape.slices, shape.placement, sizes)
+    replicas = tuple(map(len, by_stage))
+    return Shape(shape.layers, route, replicas, shape.slices, shape.placement, sizes, shape.attention)
 
 
 def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: Callable[..., Orders]) -> Orders:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_het.auto_batch import exchange as exchanges
 from megatron_het.auto_batch import process as processes
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.auto_batch.links import SIZES_BYTES, pass_seconds
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
+from megatron_het.store import StoreServer
 
 REQUEST = {"rank": 0, "zero": 1}
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
-    store = dist.HashStore()
-    monkeypatch.setattr(exchanges, "_connect", lambda *_: store)
-    return [Exchange(rank, 2, 1.0) for rank in range(2)]
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
+    store = StoreServer("127.0.0.1", 0, "0123456789abcdef")
+    store.start()
+    monkeypatch.setattr(exchanges, "job_store", lambda *_: store)
+    yield [Exchange(rank, 2, 1.0) for rank in range(2)]
+    store.close()
 
 
 def test_ranks_get_all_values_and_rank_0_decides(two: list[Exchange]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_het.doctor import coordinator as coordinating
 from megatron_het.doctor.__main__ import _Rank
 from megatron_het.doctor.check import Check, Names, Status
 from megatron_het.doctor.coordinator import Coordinator, exit_code, table, verdict
-from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, hear, tell
+from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, hear
+from megatron_het.store import StoreServer
 
 WORLD = 3
 NAMES = Names(("a", "a", "b"))
@@ -39,7 +40,10 @@ class Scripted(Check):
 
 @pytest.fixture
 def store():
-    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    server = StoreServer("127.0.0.1", 0, "0123456789abcdef")
+    server.start()
+    yield server
+    server.close()
 
 
 class Run:
@@ -52,8 +56,8 @@ class Run:
         for rank in range(WORLD):
             if rank in absent:
                 continue
-            own = store.clone()
-            tell(own, Keys.here(rank), {"host": NAMES.hosts[rank]})
+            own = store
+            own.put(Keys.here(rank), {"host": NAMES.hosts[rank]})
             hearts.append(Heart(own, rank))
             if dies == rank:
                 hearts.pop().stop()
@@ -61,7 +65,7 @@ class Run:
             thread = threading.Thread(target=self.take_part, args=(own, checks, rank, limit_s), daemon=True)
             thread.start()
             threads.append(thread)
-        leader = Coordinator(store.clone(), checks, WORLD, limit_s)
+        leader = Coordinator(store, checks, WORLD, limit_s)
         self.here = leader.meet(1.0)
         self.findings = leader.run(NAMES)
         leader.close(exit_code(self.findings))
@@ -106,16 +110,21 @@ def test_a_judgement_that_fails_hides_no_other(store):
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(store):
-    own = store.clone()
+    own = store
 
     def hang():
-        hear(own, Keys.answer(0, 2), 60.0)  # until the watchdog has spoken
+        while not own.has(Keys.answer(0, 2)):  # until the watchdog has spoken
+            time.sleep(0.01)
         return {"rank": 2}
 
     checks = [Scripted("one", script={2: hang}, limit_s=1.0), Scripted("two", needs_all=True), Scripted("three")]
     run = Run(store, checks)
     status, where, what = run.rows("one")[0]
-    assert (status, where) == (Status.FAULT, "rank 2 (b)") and what.startswith("slow or stuck") and "meeting.py" in what
+    assert (
+        (status, where) == (Status.FAULT, "rank 2 (b)")
+        and what.startswith("slow or stuck")
+        and "test_meeting.py" in what
+    )
     assert run.rows("two") == [(Status.NOT_RUN, "all ranks", "it needs all ranks, and rank 2 (b) gave no answer")]
     assert run.rows("three") == [(Status.OK, "ranks 0-1 (a)", "2 answers")]
     assert run.codes[0] == run.codes[1] == 1
@@ -143,7 +152,7 @@ def test_without_time_checks_are_not_run_and_say_so(store):
 
 
 def test_the_launcher_ends_the_job(store):
-    leader = Coordinator(store.clone(), [Scripted("one")], 1, 60.0, is_ending=lambda: True)
+    leader = Coordinator(store, [Scripted("one")], 1, 60.0, is_ending=lambda: True)
     assert leader.run(NAMES)[0].what == "the launcher has ended the job"
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_het.store import Strangers
+
 
 class Notes:
     """A board in this process."""
 
     def __init__(self) -> None:
         self.documents: dict[str, Any] = {}
+        self.strangers = Strangers()
 
     def put(self, key: str, document: Any, **_: Any) -> None:
         self.documents[key] = document
@@ -28,11 +31,11 @@ class Notes:
             return "there"
         return "lost" if any(key in self.documents for key in unless) else "late"
 
-    def open(self) -> None:
-        pass
+    def under(self, _prefix: str) -> Notes:
+        return self
 
-    def strangers(self) -> dict[str, Any]:
-        return {"refused": 0, "last": ""}
+    def start(self) -> None:
+        pass
 
     def has(self, key: str) -> bool:
         return key in self.documents

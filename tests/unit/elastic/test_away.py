@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic import agent as agents
-from megatron_het.elastic import worker as workers
 from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
@@ -43,7 +42,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     monkeypatch.setattr(agents, "_GLANCE_S", 0.1)
     monkeypatch.setattr(agents, "_MEET_S", 0.0)
     first = ServedBoard("127.0.0.1", 0, TOKEN)
-    first.open()
+    first.start()
     setting = setting_of(first.port, tmp_path, address_file=str(tmp_path / "address"))
     agent = Agent(Node(setting, 1, tmp_path, (), 3), said.append)
     agent._meet()
@@ -57,7 +56,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     worker.process.wait()
     agent._look_after()
     second = ServedBoard("127.0.0.1", 0, TOKEN)
-    second.open()
+    second.start()
     (tmp_path / "address").write_text(f"127.0.0.1:{second.port}\n")
     agent._meet()
     assert said.count("the controller answers again") == 1
@@ -70,7 +69,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
 
 def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
     board = ServedBoard("127.0.0.1", 0, "another token 123")
-    board.open()
+    board.start()
     agent = Agent(Node(setting_of(board.port, tmp_path), 1, tmp_path, (), 3), print)
     with pytest.raises(TokenError, match="refuses this token"):
         agent._meet()
@@ -98,7 +97,7 @@ def test_training_asks_nobody_while_nothing_is_wanted() -> None:
 
 def test_all_ranks_leave_at_one_boundary(tmp_path: Path) -> None:
     served = ServedBoard("127.0.0.1", 0, TOKEN)
-    served.open()
+    served.start()
     generation = Generation(0, plan([[1], [1]]), (4, 7), (), ("n1", "n2"))
     first, second = (News(Board("127.0.0.1", served.port, TOKEN), generation, rank, print) for rank in (4, 7))
     served.put("0/wanted", "a node joins")
@@ -122,7 +121,6 @@ def test_a_worker_that_has_finished_does_not_need_the_controller(
         raise StoreError("away")
 
     monkeypatch.setattr(Setting, "board", lambda _: board)
-    monkeypatch.setattr(workers, "BoardStore", lambda _: None)
     worker = Worker(setting_of(1, tmp_path), [], lambda _: None)
     monkeypatch.setattr(board, "read", refuse)
     with pytest.raises(StoreError):

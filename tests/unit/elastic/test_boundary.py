@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_het.elastic import boundary as boundaries
 from megatron_het.elastic.boundary import ElasticBoundary
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
 from tests.unit.elastic.test_pool import plan
+from tests.unit.store.memory import MemoryStore
 
 
 class Connections:
@@ -35,7 +35,7 @@ def test_copies_go_over_the_connections_of_the_change(
     monkeypatch.setattr(boundaries, "Links", Connections)
     generation = Generation(1, plan([[1], [1, 1]]), (5, 2, 1), holders, ("n5", "n2", "n1"), loads=True)
     assert generation.movers == (5, 2, 1, *(number for number in holders if number == 7))
-    store, copies = dist.HashStore(), Copies(every)
+    store, copies = MemoryStore(), Copies(every)
     boundary = ElasticBoundary(generation, 2, store, 5.0, copies, lambda _: False, None, {})
     change: Any = Connections(None, 1, len(generation.movers), 5.0)
     boundary._open_copies(1, change)
@@ -49,7 +49,7 @@ def test_copies_go_over_the_connections_of_the_change(
 def test_a_checkpoint_that_could_not_be_written_goes_elsewhere() -> None:
     generation = Generation(1, plan([[1]]), (1,), (), ("n1",), True, (3,), (6,), "/other")
     assert Generation.from_json(generation.to_json()) == generation
-    boundary = ElasticBoundary(generation, 1, dist.HashStore(), 5.0, Copies(0), lambda _: False, None, {})
+    boundary = ElasticBoundary(generation, 1, MemoryStore(), 5.0, Copies(0), lambda _: False, None, {})
     args = SimpleNamespace(save="/saved", save_interval=3, train_iters=9, padded_vocab_size=None)
     boundary.prepare(args)
     found = []

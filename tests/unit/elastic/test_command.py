@@ -96,7 +96,7 @@ def test_a_plan_that_alters_the_training_is_refused(
 def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFixture[str]):
     port, words = place
     board = ServedBoard("127.0.0.1", port, TOKEN)
-    board.open()
+    board.start()
     document: dict[str, Any] = {
         **standing([], 0, 1.0),
         "generation": None,
@@ -120,7 +120,7 @@ def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFi
 def test_another_token_is_told(command: list[str], place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
     port, words = place
     board = ServedBoard("127.0.0.1", port, "another token 123")
-    board.open()
+    board.start()
     assert main([command[0], *words, *command[1:]]) == 1
     assert "refuses this token" in one_error(capfd)
     board.close()
@@ -134,7 +134,7 @@ def test_strangers_are_counted(place: tuple[int, list[str]], tmp_path: Path, cap
         stranger.sendall(b"x" * 64)
         while stranger.recv(4096):
             pass
-    while not board.strangers()["refused"]:
+    while not board.strangers.refused:
         pass
     controller._shown_s = 0.0
     controller._step()

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from megatron_het.elastic import sessions
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.lowering.transports import Choice
+from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement
 from megatron_het.report.run_report import RunReport
+from megatron_het.store import StoreServer
+from megatron_het.store.torch_store import TorchStore
 from tests.unit.elastic.test_pool import plan
 
 
@@ -76,16 +77,18 @@ def test_a_change_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_world_that_could_not_be_made_uses_up_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for a process that died numbers its groups as one that has just come; else they never meet."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    shared = dist.HashStore()
-    shared.set("lost", "the other one")
+    shared = StoreServer("127.0.0.1", 0, "0123456789abcdef")
+    shared.start()
+    shared.put("lost", "the other one")
     with pytest.raises(RuntimeError, match="is lost"):
-        dist.init_process_group("gloo", store=MeetingStore(shared, "here", "lost", 60.0), rank=0, world_size=2)
+        dist.init_process_group("gloo", store=TorchStore(shared, 60.0, name="here", lost="lost"), rank=0, world_size=2)
     sessions.end_session()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
     finally:
         sessions.end_session()
+        shared.close()
 
 
 @pytest.mark.parametrize(("loads", "began", "stays"), [(True, None, True), (True, 4, False), (False, None, False)])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_het.elastic import worker as workers
 from megatron_het.elastic.generation import Generation
@@ -24,7 +23,6 @@ def test_a_rank_says_that_it_leaves_before_its_session_is_taken_down(
     """Once, also where the controller is away at that moment."""
     board: Any = Notes()
     monkeypatch.setattr(Setting, "board", lambda _: board)
-    monkeypatch.setattr(workers, "BoardStore", lambda _: dist.HashStore())
     worker = Worker(Setting("127.0.0.1", 1, "t", 4, "n1", "", str(tmp_path), 1, 1.0, "s"), [], lambda _: None)
     early: list[Any] = []
 

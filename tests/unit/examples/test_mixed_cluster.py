@@ -1,4 +1,4 @@
-"""The picture in the README: what it claims is what the simulator says."""
+"""The picture of docs/planner.md: what it claims is what the simulator says."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_het.families.gpt import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
-from megatron_het.launch.megatron_args import pipeline_layout
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
 from megatron_het.plan.from_flags import plan_from_flags

@@ -124,11 +124,11 @@ def test_bash_arrays_survive_bash() -> None:
 def test_heterogeneous_job() -> None:
     text = het_sbatch(place(even_plan(), KINDS), KINDS, LAUNCH)
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert "#SBATCH --nodes=1 --ntasks-per-node=4 --constraint=a100 --gres=gpu:a100:4" in directives
+    assert "#SBATCH --nodes=1 --ntasks-per-node=4 --constraint=a100 --gres=gpu:a100:4 --exclusive --mem=0" in directives
     assert directives.index("#SBATCH hetjob") == len(directives) - 2
-    assert directives[-1] == "#SBATCH --nodes=2 --ntasks-per-node=2 --constraint=l4 --gres=gpu:l4:2"
-    assert "srun --het-group=0,1 --kill-on-bad-exit=1" in text
-    assert text.rstrip().endswith("exit $rc")
+    assert directives[-1] == "#SBATCH --nodes=2 --ntasks-per-node=2 --constraint=l4 --gres=gpu:l4:2 --exclusive --mem=0"
+    assert "srun --het-group=0,1 --cpu-bind=none --kill-on-bad-exit=1" in text
+    assert text.rstrip().endswith('exit "$rc"')
 
 
 def test_one_kind_is_an_ordinary_job() -> None:

@@ -56,9 +56,9 @@ exit 9
 def write(
     out: Path, plan: Plan, kinds: dict[str, NodeKind], more: tuple[tuple[str, Plan], ...] = (), **launch: Any
 ) -> Emitted:
-    options = LaunchOptions(run_dir=str(out), **launch)
+    options = LaunchOptions(**{"run_dir": str(out), "iterations": 20, **launch})
     return emit(
-        plan, out, kinds, {"TRAINING": ["--train-iters", "20"]}, options, elastic=ElasticOptions(20, more, ("c", "m"))
+        plan, out, kinds, {"TRAINING": ["--train-iters", "20"]}, options, elastic=ElasticOptions(more, ("c", "m"))
     )
 
 

@@ -1,5 +1,6 @@
 """From one command to the next: another model's plan, outputs onto inputs, jobs that cannot start, odd answers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,48 @@ def test_no_output_replaces_an_input_or_a_file_of_another_kind(folder, capsys):
     assert {path: path.read_text() for path in folder.iterdir()} == before
     trace = ["simulate", str(plan), *common(folder), "--trace", str(folder / "notes.json")]
     assert main([*trace, "--force"]) == 0 and main(trace) == 0  # what it has written it may write again
+
+
+@pytest.fixture
+def turns(folder):
+    """Options for a batch size that changes, with a plan for each of two sizes."""
+    second = str(folder / "p-16.json")
+    (folder / "m.yaml").write_text(yaml.safe_dump({**MODEL, "micro_batch_sizes": [4]}))
+    assert main(["plan", *common(folder), "--limit-s", "1", "--out", str(folder / "p.json")]) == 0
+    larger = ["--global-batch-size", "16", "--schedules", "1f1b", "--limit-s", "1", "--out", second]
+    assert main(["plan", *common(folder), *larger]) == 0
+    words = ["emit", str(folder / "p.json"), *common(folder), "--out", str(folder / "run"), "--plans", second]
+    return [*words, "--step-batch-size-schedule", "0:8 64K:16"]
+
+
+def test_batch_sizes_that_change_pass_megatrons_parser(folder, turns, capsys, asks_megatron):
+    assert main([*turns, "--train-samples", "4096", "--extra", "--mock-data --tokenizer-type NullTokenizer"]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    run = folder / "run"
+    arguments = (run / "args.sh").read_text()
+    assert "--step-batch-size-schedule '0:8 64K:16'" in arguments and "--global-batch-size" not in arguments
+    assert f'HET_ARGS=(--het-plan "$HET_PLAN" {run}/plan-2.json)' in arguments and "STOCK_ARGS" not in arguments
+    assert (run / "plan-2.json").exists() and not (run / "layout.txt").exists()
+
+
+def test_plans_that_take_turns_fit_the_nodes_of_the_first(folder, turns, capsys):
+    plan = json.loads((folder / "p-16.json").read_text())
+    (folder / "m2.yaml").write_text(yaml.safe_dump({**MODEL, "num_layers": 8}))
+    other = ["plan", *common(folder, "m2.yaml"), "--global-batch-size", "16", "--limit-s", "1", "--schedules", "1f1b"]
+    assert main([*other, "--out", str(folder / "p-16.json"), "--force"]) == 0 and main(turns) == 2
+    assert "p-16.json: model.num_layers = 8" in capsys.readouterr().err
+    plan["stages"][0]["replicas"][0]["device"] = "B200"
+    (folder / "p-16.json").write_text(json.dumps(plan))
+    assert main(turns) == 2
+    assert "under the first plan these ranks are on A100-80, not on B200" in capsys.readouterr().err
+    assert main([*turns, "--elastic"]) == 2 and "does not go with --elastic" in capsys.readouterr().err
+    assert main([*turns[:-2]]) == 2 and "--step-batch-size-schedule" in capsys.readouterr().err
+
+
+def test_samples_of_an_elastic_job(folder):
+    words = ["emit", str(folder / "p.json"), *common(folder), "--out", str(folder / "run"), "--elastic"]
+    assert main([*words, "--train-samples", "640"]) == 0
+    assert "(($(newest) >= 80))" in (folder / "run" / "elastic.sbatch").read_text()
 
 
 def test_a_job_that_cannot_start_is_not_emitted(folder, capsys, asks_megatron):

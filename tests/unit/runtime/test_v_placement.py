@@ -17,8 +17,8 @@ from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, 
 from megatron_het.distributed.gradient_sums import GradientFinalizer  # noqa: E402
 from megatron_het.distributed.resharding import ShardedParameter, ShardExchange  # noqa: E402
 from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
+from megatron_het.families.gpt import pipeline_layout  # noqa: E402
 from megatron_het.features.plan_checks import check_plan_alone  # noqa: E402
-from megatron_het.launch.megatron_args import pipeline_layout  # noqa: E402
 from megatron_het.lowering.programs import build, schedule_shape  # noqa: E402
 from megatron_het.lowering.ranks import BoundaryMap, lower  # noqa: E402
 from megatron_het.plan import (  # noqa: E402

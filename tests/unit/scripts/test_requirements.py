@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from scripts import requirements
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,3 +55,35 @@ def test_every_dependency_is_pinned() -> None:
     asked = {key: lists[key] for key in ("RUNTIME", "PLANNER", "TEST", "LINT", "OPTIMIZERS")}
     missing = {key: [r for r in rows if _name(r) not in names] for key, rows in asked.items()}
     assert not any(missing.values()), missing
+
+
+def test_every_pinned_version_has_the_digests_of_its_files() -> None:
+    pinned = requirements.pinned(requirements.CONSTRAINTS)
+    assert requirements.pinned(requirements.HASHES) == pinned, "make requirements"
+    listed = re.findall(r"^\| ([a-z][^ ]*) \| (\S+) \|", requirements.LIST.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(listed[1:]) == pinned, "make requirements"
+    blocks = re.split(r"\n(?=[^ #])", requirements.HASHES.read_text(encoding="utf-8").split("\n\n")[-1].rstrip())
+    assert all("==" not in block or re.search(r"--hash=sha256:[0-9a-f]{64}$", block) for block in blocks)
+
+
+def test_the_list_of_packages_is_that_of_this_environment() -> None:
+    pinned = requirements.pinned(requirements.CONSTRAINTS)
+    installed = {requirements.normalised(found.name): found.version for found in metadata.distributions()}
+    if other := [name for name in pinned if installed.get(name) != pinned[name]]:
+        pytest.skip(f"this environment has not the pinned versions of {', '.join(other)}")
+    subprocess.run([sys.executable, ROOT / "scripts/requirements.py", "list", "--check"], check=True)
+
+
+@pytest.mark.full
+def test_no_pinned_package_has_a_known_vulnerability() -> None:
+    program = shutil.which("pip-audit")
+    if program is None:
+        pytest.skip("pip-audit is not installed")
+    command = [program, "--disable-pip", "--require-hashes", "-r", requirements.HASHES, "-f", "json"]
+    command += ["--progress-spinner", "off"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = json.loads(done.stdout)["dependencies"] if done.stdout else []
+    audited = [row for row in found if "skip_reason" not in row]
+    if not audited:
+        pytest.skip(f"the service of vulnerabilities cannot be reached from here: {done.stderr[-200:]}")
+    assert not [row for row in audited if row["vulns"]]

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_het.watch.monitor import moved
 from megatron_het.watch.samples import MOST_TRANSFERS, PLACES, Board, Hello, Sample, spread
+from tests.unit.store.memory import MemoryStore
 
 _LINK_S, _BACK_S = 0.004, 0.004
 
@@ -65,21 +66,13 @@ def test_samples_and_hellos_travel_as_text() -> None:
     assert Hello.decode(hello.encode()) == hello
 
 
-class _Store(dict):  # type: ignore[type-arg]
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
 def test_the_board_waits_for_nobody_and_does_not_grow() -> None:
-    board = Board(_Store())
+    board = Board(MemoryStore())
     board.post("sample", 0, "a")
     assert board.read("sample", [0, 1]) is None
     board.post("sample", 1, "b")
-    assert board.read("sample", [0, 1]) == [b"a", b"b"]
-    store = _Store()
+    assert board.read("sample", [0, 1]) == ["a", "b"]
+    store = MemoryStore()
     for iteration in range(100):
         Board(store).post("sample", 0, "x", iteration % PLACES)
-    assert len(store) == PLACES
+    assert len(store.values) == PLACES

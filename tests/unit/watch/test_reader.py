@@ -14,33 +14,14 @@ from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
-from megatron_het.report.timeline import Timeline
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import Timeline, TransferLog
 from megatron_het.schedule.kinds import Kind
+from megatron_het.store import StoreError
 from megatron_het.watch.monitor import Settings
 from megatron_het.watch.reader import Reader
 from megatron_het.watch.samples import PLACES, Board, Sample
 from tests.unit.planner import watched_runs as runs
-
-
-class _Store:
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.broken = False
-
-    def set(self, key: str, value: str) -> None:
-        if self.broken:
-            raise RuntimeError("the store has gone")
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.values[key] for key in keys]
+from tests.unit.store.memory import MemoryStore
 
 
 class _Writer:
@@ -70,13 +51,13 @@ def _tell(board: Board, plan: Plan, iteration: int, factor: float = 1.0) -> None
 
 def _reader(plan: Plan, board: Board, folder: Path | None) -> Reader:
     for hello in runs.hellos(plan):
-        board.post("hello", hello.rank, hello.encode())
+        board.greet(hello.rank, hello.encode())
     return Reader(plan, program_of(plan), board, Settings(), folder, SimpleNamespace(tensorboard_log_interval=1))
 
 
 def test_a_drift_is_said_written_and_drawn(tmp_path: Path, writer: _Writer, capsys: pytest.CaptureFixture[str]) -> None:
     plan = runs.pipeline(4, 4)
-    board = Board(_Store())
+    board = Board(MemoryStore())
     reader = _reader(plan, board, tmp_path)
     for iteration in range(1, 25):
         _tell(board, plan, iteration, 3.0 if iteration >= 15 else 1.0)
@@ -94,7 +75,7 @@ def test_a_drift_is_said_written_and_drawn(tmp_path: Path, writer: _Writer, caps
 
 def test_an_iteration_that_is_not_told_by_all_is_not_waited_for(tmp_path: Path, writer: _Writer) -> None:
     plan = runs.pipeline(4, 4)
-    board = Board(_Store())
+    board = Board(MemoryStore())
     reader = _reader(plan, board, tmp_path)
     for iteration in range(1, 4):
         board.post("sample", 0, Sample(iteration, 1.0, {}).encode(), iteration % PLACES)
@@ -111,7 +92,7 @@ def test_without_a_folder_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = runs.pipeline(4, 4)
-    board = Board(_Store())
+    board = Board(MemoryStore())
     reader = _reader(plan, board, None)
     for iteration in range(1, 25):
         _tell(board, plan, iteration, 3.0 if iteration >= 15 else 1.0)
@@ -123,7 +104,7 @@ def test_without_a_folder_nothing_is_written(
 # -- a rank ----------------------------------------------------------------------------------------
 
 
-def _watch(store: _Store) -> tuple[RankWatch, Timeline, Any]:
+def _watch(store: MemoryStore) -> tuple[RankWatch, Timeline, Any]:
     timeline = Timeline()
     channels = SimpleNamespace(log=None)
     context: Any = SimpleNamespace(
@@ -145,7 +126,7 @@ def _iterate(watch: RankWatch, timeline: Timeline, iteration: int, forward_only:
 
 
 def test_a_rank_tells_of_training_and_not_of_evaluation() -> None:
-    store = _Store()
+    store = MemoryStore()
     watch, timeline, channels = _watch(store)
     assert isinstance(channels.log, TransferLog)
     _iterate(watch, timeline, 1)
@@ -166,13 +147,37 @@ def test_a_rank_tells_of_training_and_not_of_evaluation() -> None:
 
 
 def test_a_watch_that_fails_says_so_once_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    store = _Store()
+    store = MemoryStore()
     watch, timeline, _ = _watch(store)
     _iterate(watch, timeline, 1)
-    store.broken = True
+    store.error = RuntimeError("the store has gone")
     for iteration in range(2, 6):
         _iterate(watch, timeline, iteration)
     assert capsys.readouterr().out.count("the watch is off: the store has gone") == 1
+
+
+def test_samples_are_dropped_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now_s = MemoryStore(), [0.0]
+    monkeypatch.setattr("megatron_het.watch.samples.time.monotonic", lambda: now_s[0])
+    board = Board(store)
+    asked: list[object] = []
+
+    def away(*request: Any, **_: Any) -> None:
+        asked.append(request)
+        now_s[0] += 1.0
+        raise StoreError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "ask", away)
+        for _ in range(3):
+            board.post("sample", 0, "x")
+            assert board.read("sample", [0]) is None
+        assert len(asked) == 1, "and asks no more for a while"
+        with pytest.raises(StoreError):
+            board.greet(0, "hello")
+    now_s[0] += 30.0
+    board.post("sample", 0, "x")
+    assert board.read("sample", [0]) == ["x"]
 
 
 # -- the description -------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ def test_iterations_are_left_out_where_reading_takes_too_much_of_them(
     tmp_path: Path, writer: _Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = runs.pipeline(4, 4)
-    board = Board(_Store())
+    board = Board(MemoryStore())
     reader = _reader(plan, board, None)
     taken: list[int] = []
     take = reader._take

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.slow_link import SlowLink
 from megatron_het.distributed import Link
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
 from megatron_het.watch.monitor import moved
@@ -95,5 +95,6 @@ def test_a_slow_wire_is_a_slow_link(ends: list[Channels], monkeypatch: pytest.Mo
         lambda tensor, dst, group, tag: wire.send(lambda: isend(tensor, dst, group=group, tag=tag)),
     )
     link_s, waited_s = _one_message(ends)
-    assert link_s >= _WIRE_S
-    assert waited_s >= _LATE_S + _WIRE_S
+    # The wire counts from the call, the sample from what comes after it: a busy machine may be in between.
+    assert link_s >= 0.9 * _WIRE_S
+    assert waited_s >= _LATE_S + 0.9 * _WIRE_S

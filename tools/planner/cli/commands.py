@@ -242,7 +242,7 @@ def refuse_unrunnable(made: Any, file: str) -> None:
 
 
 def _trace(result: Any, path: str) -> None:
-    from megatron_het.schedule.view.trace import chrome_trace
+    from megatron_het.schedule.view.visualize import chrome_trace
 
     from ..inputs.files import write_text
 
@@ -297,7 +297,7 @@ def emit(options: argparse.Namespace) -> int:
         "files": files,
         "model_notes": model.notes,
         "notes": written.notes,
-        "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
+        "nodes": [{"kind": n.name, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
     }
     say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
     return 0

@@ -1,6 +1,6 @@
 """The closed-form cost model: iteration time by cause, memory by category, price.  The search's inner loop.
 
-``docs/planner.md`` derives the formulas and says where the schedule simulator differs.
+``docs/cost_model.md`` derives the formulas and says where the schedule simulator differs.
 """
 
 from __future__ import annotations

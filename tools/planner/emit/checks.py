@@ -20,8 +20,19 @@ from megatron_het.plan import Plan, PlanError
 from ..errors import PlannerError, from_plan_error
 from ..inputs.model import Model
 from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
-from ..inputs.names import SLURM_RULES, folder_problem, host_problem, job_problem, text_problem, time_problem
-from .nodes import NodeKind
+from ..inputs.names import (
+    SLURM_RULES,
+    folder_problem,
+    host_problem,
+    image_problem,
+    job_problem,
+    module_problem,
+    mount_problem,
+    text_problem,
+    time_problem,
+)
+from .flags import Turns
+from .nodes import Node, NodeKind
 
 if TYPE_CHECKING:
     from .scripts import LaunchOptions
@@ -35,7 +46,8 @@ _MANAGED = (
     *("window-size", "window-attn-skip-freq", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
     *("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
     *("position-embedding-type", "swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
-    *("micro-batch-size", "global-batch-size", "calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
+    *("micro-batch-size", "global-batch-size", "step-batch-size-schedule"),
+    *("calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
     *("use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable", "train-iters", "train-samples"),
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "pipeline-model-parallel-layout"),
@@ -132,8 +144,21 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
     ):
         if problem:
             raise PlannerError("emit", option, value, problem)
+    image = launch.container.image if launch.container else ""
+    for option, values, rule in (
+        ("--modules", launch.modules, module_problem),
+        ("--container", [image] if image else [], image_problem),
+        ("--container-mounts", launch.container.mounts if launch.container else (), mount_problem),
+    ):
+        for value in values:
+            if problem := rule(value):
+                raise PlannerError("emit", option, value, problem)
+    if not 10 <= launch.notice_s <= 65535:
+        raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
     if not 0 <= launch.cpus_per_task <= 4096:
-        raise PlannerError("emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (Slurm's default) to 4096")
+        raise PlannerError(
+            "emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (a node's ranks share its cores) to 4096"
+        )
     if not 1 <= launch.save_interval <= _MOST:
         raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
     for name, kind in kinds.items():
@@ -177,20 +202,49 @@ def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
     return []
 
 
+def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> None:
+    """Check that the nodes of the first plan can run those that follow when the batch size changes: no rank moves.
+
+    Raises:
+        PlannerError: They cannot.
+    """
+    node_of = {rank: node for node in nodes for rank in node.ranks}
+    for file, other in turns.more:
+        if other.world_size != plan.world_size:
+            problem = f"the first plan has {plan.world_size}, and no process begins or ends when the batch size changes"
+            raise PlannerError(file, "number of ranks", other.world_size, problem)
+        for s, stage in enumerate(other.stages):
+            for q, replica in enumerate(stage.replicas):
+                where, hint = f"stages[{s}].replicas[{q}]", "Plan with the same GPUs, or number ranks as the first plan"
+                for first in range(0, len(replica.ranks), replica.tp):
+                    group = replica.ranks[first : first + replica.tp]
+                    seen = [node_of[rank] for rank in group]
+                    names = [node.kind_of(rank) for node, rank in zip(seen, group, strict=True)]
+                    gpus = sorted({kinds[name].gpu or name for name in names})
+                    if gpus != [replica.device]:
+                        problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {replica.device}"
+                        raise PlannerError(file, where, list(group), problem, hint)
+                    if any(node is not seen[0] for node in seen):
+                        problem = "under the first plan this TP group is on several nodes"
+                        raise PlannerError(file, where, list(group), problem, hint)
+
+
 def check_training(options: Any) -> None:
-    """Iterations and learning rate.
+    """Iterations, batch sizes and learning rate.
 
     Raises:
         PlannerError: naming the option.
     """
     if not 1 <= options.train_iters <= _MOST:
         raise PlannerError("emit", "--train-iters", options.train_iters, f"must be 1 to {_MOST}")
-    if options.train_samples is not None:
-        if not 1 <= options.train_samples <= _MOST:
-            raise PlannerError("emit", "--train-samples", options.train_samples, f"must be 1 to {_MOST}")
-        if options.elastic:
-            hint = "Give --train-iters"
-            raise PlannerError("emit", "--train-samples", options.train_samples, "does not go with --elastic", hint)
+    if options.train_samples is not None and not 1 <= options.train_samples <= _MOST:
+        raise PlannerError("emit", "--train-samples", options.train_samples, f"must be 1 to {_MOST}")
+    if options.plans and not (options.elastic or options.step_batch_size_schedule):
+        problem = "is for --elastic or --step-batch-size-schedule, which are not given"
+        raise PlannerError("emit", "--plans", str(options.plans[0]), problem)
+    if options.elastic and options.step_batch_size_schedule:
+        problem = "does not go with --elastic, where the nodes that are there choose the plan"
+        raise PlannerError("emit", "--step-batch-size-schedule", options.step_batch_size_schedule, problem)
     try:
         rate = float(options.lr)
     except ValueError:

@@ -20,6 +20,7 @@ from megatron_het.features.documents.spec import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
+from megatron_het.store.job import token_of_file
 
 from ..costs.build import check_same_model
 from ..errors import PlannerError, from_plan_error
@@ -28,12 +29,22 @@ from ..inputs.files import check_target, write_text
 from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
 from ..inputs.profile_schema import load_profile
 from ..search.setup import check_planned_precision
-from .checks import check_experts, check_launch, check_start, check_told_apart, check_training, extra_flags, to_fill_in
-from .elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
+from .checks import (
+    check_experts,
+    check_launch,
+    check_start,
+    check_told_apart,
+    check_training,
+    check_turns,
+    extra_flags,
+    to_fill_in,
+)
+from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
 from .expect import expectations
 from .flags import (
     ModelOptions,
+    Turns,
     args_sh,
     extension_reasons,
     layout_string,
@@ -41,7 +52,10 @@ from .flags import (
     plan_arguments,
     stock_arguments,
 )
-from .nodes import Node, NodeKind, place
+from .nodes import Node, NodeKind, components, place, whole_kind
+from .options import launch_options, node_kinds, pod_options, training_group
+from .pods import PodOptions
+from .pods import render as pod_texts
 from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 
 
@@ -69,6 +83,8 @@ def emit(
     header: Sequence[str] = (),
     expected: Expectations | None = None,
     elastic: ElasticOptions | None = None,
+    turns: Turns | None = None,
+    pods: PodOptions | None = None,
 ) -> Emitted:
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
@@ -81,6 +97,8 @@ def emit(
         header: Comment lines for args.sh.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
         elastic: Of an elastic job, which is written besides.
+        turns: Of a training whose batch size changes.
+        pods: Of a launch without Slurm.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -91,25 +109,30 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
-    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
-    script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
-    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
-    texts = {
-        "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None),
-        "train.sbatch": het_sbatch(nodes, kinds, launch),
-    }
-    if script is not None:
-        texts[SCRIPT] = script
-    result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
-    result.notes += alike
-    obstacle = plain_obstacle(nodes, kinds)
-    if obstacle:
-        result.notes.append(f"no train-plain.sbatch: {obstacle}")
+    if any(node.kinds for node in nodes):  # devices have the numbers of the bus; CUDA's own begin with the fastest
+        launch = replace(launch, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(launch.environment or {})})
+    if turns is not None:
+        check_turns(plan, turns, nodes, kinds)
+    args = args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns)
+    texts = {**({"prologue.sh": launch.prologue} if launch.prologue else {}), "args.sh": args}
+    result = Emitted()
+    if pods is None:
+        texts |= _slurm_texts(plan, nodes, kinds, launch, elastic, result)
     else:
-        texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
-    for i in range(len(nodes)):
-        texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[nodes[i].kind].python)
-    reasons = extension_reasons(plan)
+        # The nodes of a kind are numbered in a row.
+        parts = components(nodes, kinds)
+        nodes = [node for part in parts for node in part.nodes]
+        of_pods = launch
+        if elastic is not None:
+            check_elastic(plan, nodes, kinds, launch, elastic)
+            of_pods = replace(launch, environment=elastic_environment(plan, launch, elastic))
+        texts |= pod_texts(parts, kinds, of_pods, pods, elastic)
+    result.nodes = nodes
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
+    if pods is None or elastic is None:
+        for i, node in enumerate(nodes):
+            texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[node.kind].python)
+    reasons = extension_reasons(plan, turns)
     if reasons:
         result.notes.append("stock Megatron cannot run this plan: " + "; ".join(reasons))
     else:
@@ -118,9 +141,35 @@ def emit(
     if launch.doctor:
         promised = expected or Expectations(plan_hash(plan))
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
-    plans = {"plan.json": plan, **(elastic.named if elastic is not None else {})}
+    plans = {"plan.json": plan} | (elastic.named if elastic else {}) | (turns.named if turns else {})
     result.files = _write(out, plans, texts)
+    if pods is not None:
+        token_of_file(out / "token", create=True)  # pods share no home folder, where it would be else
     return result
+
+
+def _slurm_texts(
+    plan: Plan,
+    nodes: Sequence[Node],
+    kinds: Mapping[str, NodeKind],
+    launch: LaunchOptions,
+    elastic: ElasticOptions | None,
+    result: Emitted,
+) -> dict[str, str]:
+    """Returns the batch scripts by name, and says in ``result`` what the reader should know of them."""
+    alike = check_told_apart({node.name: whole_kind(node, kinds) for node in nodes})
+    texts = {}
+    if elastic is not None:
+        texts[SCRIPT] = checked_sbatch(plan, nodes, kinds, launch, elastic)
+        result.notes += elastic_notes(nodes, kinds)
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
+    texts["train.sbatch"] = het_sbatch(nodes, kinds, launch)
+    result.notes += alike
+    if obstacle := plain_obstacle(nodes, kinds):
+        result.notes.append(f"no train-plain.sbatch: {obstacle}")
+    else:
+        texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
+    return texts
 
 
 def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> dict[str, Path]:
@@ -133,101 +182,6 @@ def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> di
     for name, text in texts.items():
         write_text(out / name, text, executable=name != "args.sh" and name.endswith((".sh", ".sbatch")))
     return {name: out / name for name in (*plans, *texts)}
-
-
-def training_group(options: argparse.Namespace) -> list[str]:
-    """Flags of the optimization that the command line offers."""
-    return [
-        *(["--train-samples", str(options.train_samples)] if options.train_samples else []),
-        *([] if options.train_samples else ["--train-iters", str(options.train_iters)]),
-        "--lr",
-        options.lr,
-        "--min-lr",
-        f"{float(options.lr) / 10:g}",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-warmup-fraction",
-        "0.01",
-        "--weight-decay",
-        "0.1",
-        "--adam-beta2",
-        "0.95",
-        "--clip-grad",
-        "1.0",
-        "--log-interval",
-        "10",
-        "--eval-interval",
-        "1000",
-        "--eval-iters",
-        "10",
-        "--distributed-timeout-minutes",
-        "10",
-    ]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options (``--cluster``, ``--model`` and ``--json`` belong to the command line)."""
-    parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument(
-        "--out", type=Path, default=Path("run"), help="folder to write into, made if missing (default %(default)s)"
-    )
-    parser.add_argument(
-        "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
-    )
-    parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
-    parser.add_argument(
-        "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
-    )
-    parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
-    parser.add_argument(
-        "--save-interval",
-        type=int,
-        default=500,
-        metavar="N",
-        help="iterations between checkpoints (default %(default)s)",
-    )
-    parser.add_argument(
-        "--time-limit", default="24:00:00", metavar="TIME", help="Slurm's time limit (default %(default)s)"
-    )
-    parser.add_argument(
-        "--job-name", default="megatron-het", metavar="NAME", help="Slurm's job name (default %(default)s)"
-    )
-    parser.add_argument("--python", default="python", help="interpreter on the nodes (default %(default)s)")
-    parser.add_argument(
-        "--cpus-per-task",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cores of a rank (default %(default)s: Slurm's default)",
-    )
-    parser.add_argument(
-        "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
-    )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="write elastic.sbatch too: the job goes on under another plan when a node goes down, and after it was "
-        "queued again; see docs/elastic.md",
-    )
-    parser.add_argument(
-        "--plans",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="profile.json that the plan was made from: --doctor compares devices with it, and replan corrects it",
-    )
-    parser.add_argument(
-        "--extra",
-        default="",
-        metavar="FLAGS",
-        help="further Megatron flags in one string: data, tokenizer, logging, ...",
-    )
 
 
 def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
@@ -251,15 +205,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     check_training(options)
     extra = extra_flags(options.extra, model.flags)
     check_target(options.out / "plan.json", "--out")
-    launch = LaunchOptions(
-        run_dir=options.run_dir or str(options.out.resolve()),
-        job_name=options.job_name,
-        time_limit=options.time_limit,
-        python=options.python,
-        save_interval=options.save_interval,
-        cpus_per_task=options.cpus_per_task,
-        doctor=options.doctor,
-    )
+    launch = launch_options(options, plan)
     local, device_notes = device_arguments(plan, cluster, extra)
     groups = {
         "MODEL": model_arguments(plan, model_options(model, extra)),
@@ -267,12 +213,26 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
-    line = [word for words in groups.values() for word in words] + plan_arguments(plan)
-    notes = check_start([*line, "--het-plan", str(options.plan)], plan.world_size) + to_fill_in(extra)
+    turns = turns_of(options, model)
+    line = [word for words in groups.values() for word in words]
+    line += plan_arguments(plan, turns.batch_sizes if turns else "")
+    notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
+    notes += to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
-    written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
+    kinds = node_kinds(cluster, options)
+    written = emit(
+        plan,
+        options.out,
+        kinds,
+        groups,
+        launch,
+        expected=expected,
+        elastic=elastic,
+        turns=turns,
+        pods=pod_options(options, cluster, kinds),
+    )
     if model.flags.get("rope-scaling-factor", 8) != 8:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
@@ -331,17 +291,31 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
 
 
 def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
-    """Of ``--elastic``: plans are searched where no given one fits.
+    """Returns what ``--elastic`` asks for: plans are searched where no given one fits.
 
     Raises:
-        PlannerError: ``--plans`` without ``--elastic``, or a bad plan.
+        PlannerError: A bad plan.
     """
-    if options.plans and not options.elastic:
-        raise PlannerError("emit", "--plans", str(options.plans[0]), "is for --elastic, which is not given")
     if not options.elastic:
         return None
     inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
-    return ElasticOptions(options.train_iters, load_more(options.plans), inputs)
+    return ElasticOptions(load_more(options.plans), inputs)
+
+
+def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
+    """Returns the plans of ``--step-batch-size-schedule``.
+
+    Raises:
+        PlannerError: A bad plan, or one of another model.
+    """
+    if not options.step_batch_size_schedule:
+        return None
+    more = load_more(options.plans)
+    for file, plan in more:
+        of_size = model.model_copy(update={"global_batch_size": plan.training.global_batch_size})
+        check_same_model(plan, of_size, file, str(options.model))
+        check_experts(plan, of_size, file)
+    return Turns(options.step_batch_size_schedule, more)
 
 
 def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
@@ -364,26 +338,3 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
         flags=model.flags,
     )
-
-
-def node_kinds(cluster: Any) -> dict[str, NodeKind]:
-    """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough."""
-    gpus = [group.gpu for group in cluster.nodes]
-    kinds: dict[str, NodeKind] = {}
-    for i, group in enumerate(cluster.nodes):
-        slurm = group.slurm
-        name = group.gpu if gpus.count(group.gpu) == 1 else f"{group.gpu} nodes[{i}]"
-        kinds[name] = NodeKind(
-            devices=group.gpus_per_node,
-            count=group.count,
-            hosts=tuple(group.hosts),
-            partition=slurm.partition or "",
-            constraint=slurm.constraint or "",
-            account=slurm.account or "",
-            gres=slurm.gres if slurm.gres is not None else "gpu",
-            gpu=group.gpu,
-            quota=group.quota,
-            zone=group.zone,
-            python=group.python or "",
-        )
-    return kinds

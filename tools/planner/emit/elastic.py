@@ -7,6 +7,7 @@ job that the node is in, and tells the agent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,24 @@ from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..errors import PlannerError, from_plan_error
 from ..inputs.names import quote
-from .nodes import Component, Node, NodeKind, components
-from .scripts import LaunchOptions, feature_function, head, master, plain_obstacle, plain_resources, resources, settings
+from .flags import named_plans
+from .nodes import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
+from .scripts import (
+    AWAIT,
+    NEWEST,
+    LaunchOptions,
+    feature_function,
+    go_on,
+    head,
+    in_container,
+    master,
+    plain_obstacle,
+    plain_resources,
+    resources,
+    settings,
+)
 
 SCRIPT = "elastic.sbatch"
-NOTICE_S = 120
-"""How long before the end of its time a job is told, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +44,18 @@ class ElasticOptions:
     """Holds what an elastic job is told beyond :class:`LaunchOptions`.
 
     Attributes:
-        iterations: Of the training; a job that was stopped before the last one is submitted again.
         more: Further plans with their files, the best one first; the job's own plan comes before them.
         inputs: Names of cluster file, model file and (where there is one) profile in the run's folder, from which plans
             are searched for pools that no given plan fits; empty: none are searched.
     """
 
-    iterations: int
     more: tuple[tuple[str, Plan], ...] = ()
     inputs: tuple[str, ...] = ()
 
     @property
     def named(self) -> dict[str, Plan]:
         """The further plans, by their names in the run's folder."""
-        return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(self.more, 2)}
+        return named_plans(self.more)
 
 
 def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
@@ -79,15 +90,19 @@ def checked_sbatch(
     Raises:
         PlannerError: What cannot be.
     """
-    _check(plan, nodes, kinds, launch, elastic)
-    environment = {**_rank_environment(plan, elastic), **(launch.environment or {})}
-    return _sbatch(nodes, kinds, replace(launch, environment=environment), elastic)
+    if launch.container and launch.container.runtime != "apptainer":
+        problem = (
+            f"{launch.container.runtime} starts containers for steps only; the controller runs in the batch script"
+        )
+        raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
+    check_elastic(plan, nodes, kinds, launch, elastic)
+    return _sbatch(nodes, kinds, replace(launch, environment=elastic_environment(plan, launch, elastic)), elastic)
 
 
-def _check(
+def check_elastic(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
-    """The plans belong to one training, and the job's nodes can run each of them.
+    """Check that the plans belong to one training, and that the job's nodes can run each of them.
 
     Raises:
         PlannerError: What cannot be.
@@ -101,9 +116,9 @@ def _check(
             "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
         )
     pool = [
-        Process(i * 4096 + slot, f"node {i}", kinds[node.kind].gpu or node.kind)
+        Process(i * 4096 + slot, f"node {i}", device)
         for i, node in enumerate(nodes)
-        for slot in range(len(node.ranks))
+        for slot, device in enumerate(devices_of(node, kinds))
     ]
     for file, other in elastic.more:
         for key, value, first in (
@@ -121,7 +136,9 @@ def _check(
                 "stages",
                 None,
                 f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
-                + ", ".join(f"{len(node.ranks)} x {kinds[node.kind].gpu or node.kind}" for node in nodes),
+                + ", ".join(
+                    f"{n} x {device}" for node in nodes for device, n in Counter(devices_of(node, kinds)).items()
+                ),
                 "Give the plan that needs most nodes first",
             )
 
@@ -134,22 +151,16 @@ chmod 700 "$ELASTIC"
 rm -f "$ELASTIC/token"
 # The processes of an earlier start of this job have gone, and their memory with them: the newest checkpoint counts.
 [[ ! -e "$ELASTIC/state.json" ]] || mv -f "$ELASTIC/state.json" "$ELASTIC/state-before-$SLURM_JOB_ID.json"
-newest() {
-    local iteration=
-    [[ ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] ||
-        read -r iteration <"$CHECKPOINTS/latest_checkpointed_iteration.txt" || true
-    [[ "$iteration" =~ ^[0-9]+$ ]] && echo "$((10#$iteration))" || echo 0
-}
-before=$(newest)
 """
 
 _CONTROL = """\
 control() {
-    local rc=1 try
+    local rc
     trap '' TERM  # what Slurm sends when it takes the job away; the ranks need the controller while they save
-    for try in 1 2 3 4; do  # one that a signal has ended goes on from its file
+    for _ in 1 2 3 4; do  # one that a signal has ended goes on from its file
+        rc=0
         "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
-            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" && rc=0 || rc=$?
+            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" || rc=$?
         ((rc > 128)) || break
     done
     return "$rc"
@@ -168,11 +179,12 @@ export -f as_agent
 control &
 controller=$!
 for ((i = 0; i < 600; i++)); do
-    [[ ! -s "$ELASTIC/token" ]] && kill -0 "$controller" 2>/dev/null || break
+    if [[ -s "$ELASTIC/token" ]] || ! kill -0 "$controller" 2>/dev/null; then break; fi
     sleep 0.1
 done
 if ! kill -0 "$controller" 2>/dev/null; then  # its error is in this log
-    wait "$controller" && exit 0 || exit "$?"
+    wait "$controller" || exit "$?"
+    exit 0
 fi
 
 # One step per node.  --kill-on-bad-exit=0: a node that fails ends its own step only.
@@ -191,29 +203,13 @@ start_agent() {
 """
 
 _END = """
-rc=143
-while ((rc > 128)) && kill -0 "$controller" 2>/dev/null; do  # a signal that is trapped ends the waiting
-    wait "$controller" && rc=0 || rc=$?
-done
-if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
-    wait "$controller" 2>/dev/null && ended=0 || ended=$?
-    ((ended == 127)) || rc=$ended
-fi
+rc=0
+await "$controller" || rc=$?
 if [[ -n "$noticed" ]]; then
     for ((i = 0; i < 200; i++)); do  # agents end when their workers have; they were told how the job ended
         kill -0 "${steps[@]}" 2>/dev/null || break
         sleep 0.1
     done
-    state=$(scontrol show job "$SLURM_JOB_ID" -o | grep -o 'JobState=[A-Z_]*' | head -n1 || true)
-    if (($(newest) >= ITERATIONS)); then
-        rc=0
-    elif (($(newest) > before)) && [[ "$state" == JobState=RUNNING ]]; then
-        echo "stopped after iteration $(newest) of $ITERATIONS; the job is queued again"
-        scontrol requeue "$SLURM_JOB_ID"
-        sleep 60  # Slurm ends this script
-    fi
-fi
-exit "$rc"
 """
 
 
@@ -226,22 +222,21 @@ def _sbatch(
     (``--requeue``), and tells the batch script before its time is over (``--signal``).
     """
     parts = components(nodes, kinds)
-    text = head(options, f"Submit with: sbatch {SCRIPT}")
-    text += f"#SBATCH --signal=B:TERM@{NOTICE_S}\n"
+    text = head(options, f"Submit with: sbatch {SCRIPT}", "TERM")
     plain = not plain_obstacle(nodes, kinds)
     if plain:
         blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
     else:
         parts = _leader_first(parts)
-        blocks = [resources(part, kinds[part.kind], options, tasks_per_node=1) for part in parts]
+        blocks = [resources(part, kinds, options, tasks_per_node=1) for part in parts]
     text += "#SBATCH hetjob\n".join("#SBATCH " + " ".join([*words, "--no-kill"]) + "\n" for words in blocks)
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
-    text += f"export ITERATIONS={elastic.iterations} NODES={len(nodes)}\n"
-    text += _START + _how(elastic) + _CONTROL
+    text += f"export NODES={len(nodes)}\n"
+    text += _START + NEWEST + AWAIT + how(elastic) + in_container(_control(nodes, kinds), options)
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
-    return text + _END
+    return text + _END + go_on(options, SCRIPT) + 'fi\nexit "$rc"\n'
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
@@ -267,7 +262,18 @@ def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
     kind = kinds[part.kind]
     if kind.python:
         words = *words, quote(f"--export=ALL,PYTHON={kind.python}")
-    return " ".join(['start_agent "$host"', quote(kind.gpu or part.kind), str(part.per_node), *words])
+    node = part.nodes[0]
+    visible = chosen_devices(node, kinds)
+    start = f'HET_DEVICES="{visible}" start_agent "$host"' if visible else 'start_agent "$host"'
+    return " ".join([start, quote(device_words(node, kinds)), str(part.per_node), *words])
+
+
+def _control(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: how agents are started; they choose devices where Slurm gives out more of a node than the plan uses."""
+    if not any(chosen_devices(node, kinds) for node in nodes):
+        return _CONTROL
+    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES="$HET_DEVICES"\n'
+    return _CONTROL.replace("as_agent() {\n", "as_agent() {\n" + choice)
 
 
 def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
@@ -291,7 +297,7 @@ def _het_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> st
     return text + '        scancel --state=PENDING "${!job}" || true\n    done\n}\ntrap forget EXIT\n'
 
 
-def _how(elastic: ElasticOptions) -> str:
+def how(elastic: ElasticOptions) -> str:
     """Bash: where the controller's plans come from."""
     words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
     for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
@@ -299,10 +305,11 @@ def _how(elastic: ElasticOptions) -> str:
     return f"HOW=({' '.join(words)})\n"
 
 
-def _rank_environment(plan: Plan, elastic: ElasticOptions) -> dict[str, str]:
+def elastic_environment(plan: Plan, launch: LaunchOptions, elastic: ElasticOptions) -> dict[str, str]:
     """Variables of every rank: what one of the plans needs, and what a plan that is searched may need."""
     found: dict[str, str] = {}
     for one in (plan, *(other for _, other in elastic.more)):
         found |= environment_of(one)
     # It is read once, when CUDA starts; a later plan with TP would be refused without it.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **found} if elastic.inputs else found
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **found} if elastic.inputs else found
+    return {**found, **(launch.environment or {})}

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_het.families.gpt import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import BY_DATASET
-from megatron_het.launch.megatron_args import LATENT_SPEC, pipeline_layout
 from megatron_het.plan import Plan, plan_hash
 
 from ..costs.schedules import STOCK
@@ -47,6 +47,29 @@ class ModelOptions:
     latent: Latent | None = None
     documents: bool = False
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Holds what a training whose global batch size changes is told.
+
+    Attributes:
+        batch_sizes: Megatron's ``--step-batch-size-schedule``.
+        more: The plans of the other sizes, with their files.
+    """
+
+    batch_sizes: str
+    more: tuple[tuple[str, Plan], ...] = ()
+
+    @property
+    def named(self) -> dict[str, Plan]:
+        """The plans of the other sizes, by their names in the run's folder."""
+        return named_plans(self.more)
+
+
+def named_plans(more: Sequence[tuple[str, Plan]]) -> dict[str, Plan]:
+    """Further plans by their names in the run's folder, where ``plan.json`` is the first."""
+    return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(more, 2)}
 
 
 def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
@@ -126,17 +149,22 @@ def common_arguments(plan: Plan) -> list[str]:
     return [*words, "--dist-ckpt-optim-fully-reshardable"]
 
 
-def plan_arguments(plan: Plan) -> list[str]:
-    """Flags of batch, precision, recompute and optimizer that the plan fixes."""
+def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
+    """Flags of batch, precision, recompute and optimizer that the plan fixes.
+
+    Args:
+        plan: The plan, or the first of those that take turns.
+        batch_sizes: Megatron's schedule of global batch sizes, which stands in place of the plan's size.
+    """
     training = plan.training
-    words = [
-        "--micro-batch-size",
-        str(training.micro_batch_size),
-        "--global-batch-size",
-        str(training.global_batch_size),
-        # Any routing of microbatches gives the same training only with this.
-        "--calculate-per-token-loss",
-    ]
+    words = ["--micro-batch-size", str(training.micro_batch_size)]
+    words += (
+        ["--step-batch-size-schedule", batch_sizes]
+        if batch_sizes
+        else ["--global-batch-size", str(training.global_batch_size)]
+    )
+    # Any routing of microbatches gives the same training only with this.
+    words.append("--calculate-per-token-loss")
     if training.precision in ("bf16", "fp16"):
         words.append(f"--{training.precision}")
     if training.sequence_parallel:
@@ -150,9 +178,9 @@ def plan_arguments(plan: Plan) -> list[str]:
     return words
 
 
-def extension_reasons(plan: Plan) -> list[str]:
-    """Why stock Megatron cannot run the plan; empty when it can."""
-    reasons = []
+def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
+    """Why stock Megatron cannot run the plan, or the plans that take turns; empty when it can."""
+    reasons = ["plans take turns"] if turns and turns.more else []
     if plan.schedule.name not in STOCK:
         reasons.append(f"schedule {plan.schedule.name}")
     # Slack only matters where stages divide microbatches differently, which is a reason of its own.
@@ -237,6 +265,7 @@ def args_sh(
     header: Sequence[str] = (),
     *,
     elastic: bool = False,
+    turns: Turns | None = None,
 ) -> str:
     """A file to ``source``: one bash array per group and ``MEGATRON_ARGS`` with all of them.
 
@@ -246,16 +275,19 @@ def args_sh(
         groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
         header: Comment lines.
         elastic: Whether there is ``ELASTIC_ARGS`` as well, for an elastic job, whose plan changes.
+        turns: The other plans of a training whose batch size changes.
     """
     arrays = {f"{name}_ARGS": list(words) for name, words in groups.items()}
-    arrays["PLAN_ARGS"] = plan_arguments(plan)
-    reasons = extension_reasons(plan)
+    arrays["PLAN_ARGS"] = plan_arguments(plan, turns.batch_sizes if turns else "")
+    reasons = extension_reasons(plan, turns)
+    folder = plan_file.removesuffix("/plan.json")
+    others = "".join(f" {shlex.quote(f'{folder}/{name}')}" for name in (turns.named if turns else ()))
     text = "# shellcheck shell=bash disable=SC2034\n"
     text += f'# Megatron arguments of plan {plan_hash(plan)}.  Use: source args.sh; ... "${{MEGATRON_ARGS[@]}}"\n'
     text += "".join(f"# {comment(line)}\n" for line in header)
     text += default_of("HET_PLAN", plan_file) + "\n\n"
     text += "\n".join(bash_array(name, words) for name, words in arrays.items())
-    text += '\nHET_ARGS=(--het-plan "$HET_PLAN")\n'
+    text += '\nHET_ARGS=(--het-plan "$HET_PLAN"' + others + ")\n"
     if reasons:
         text += "# Stock Megatron cannot run this plan: " + comment("; ".join(reasons)) + ".\n"
     else:

@@ -1,16 +1,53 @@
 """Launch scripts: one Slurm file (heterogeneous or plain), and one torchrun script per node.
 
 All of them set ranks explicitly, turn the flight recorder on, write logs under the run's folder and
-resume from the newest checkpoint.
+resume from the newest checkpoint.  A Slurm job saves and stops before its time is over, and goes on later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..inputs.names import comment, default_of, is_feature, quote
-from .nodes import Component, Node, NodeKind, components, task_ranks
+from .nodes import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
+
+AtTimeLimit = Literal["requeue", "chain", "stop"]
+"""What a job does that has saved before its time is over: it is queued again, it submits the next one, or it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Holds in what the processes of a job run.
+
+    Attributes:
+        image: A file, or a name of a registry.
+        runtime: ``pyxis`` (Slurm's plugin for enroot) or ``apptainer``.
+        mounts: Folders besides that of the run, as ``/FOLDER[:/INSIDE[:ro]]``.
+    """
+
+    image: str
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    mounts: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> str:
+        """Words of ``srun``, where Slurm starts the container."""
+        if self.runtime != "pyxis":
+            return ""
+        # Without a second path a folder is mounted at its own.
+        mounts = "".join("," + (mount if ":" in mount else f"{mount}:{mount}") for mount in self.mounts)
+        run_dir = '"$RUN_DIR:$RUN_DIR"'
+        return f"--container-image={quote(self.image)} --container-mounts={run_dir}{quote(mounts) if mounts else ''} "
+
+    @property
+    def command(self) -> str:
+        """What comes before a command that runs in the container, where the command starts the container."""
+        if self.runtime != "apptainer":
+            return ""
+        mounts = "".join(f" --bind {quote(mount)}" for mount in self.mounts)
+        return f'apptainer exec --nv --bind "$RUN_DIR"{mounts} {quote(self.image)} '
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +62,14 @@ class LaunchOptions:
         module: The training module.
         save_interval: Iterations between checkpoints.
         environment: Further variables for every rank.
-        cpus_per_task: Cores of a rank; 0 = Slurm's default.
+        cpus_per_task: Cores of a rank; 0 = a node's ranks share its cores.
         doctor: Check the nodes first; the training starts only if they are fit.
+        iterations: After which the training is over; 0: unknown.
+        notice_s: So long before the end of its time a job saves and stops, in seconds.
+        at_time_limit: What it does then.
+        modules: Environment modules that are loaded first.
+        prologue: Bash that is run first, in the same shell.
+        container: In what the processes run.
     """
 
     run_dir: str
@@ -38,6 +81,12 @@ class LaunchOptions:
     environment: Mapping[str, str] | None = None
     cpus_per_task: int = 0
     doctor: bool = False
+    iterations: int = 0
+    notice_s: int = 120
+    at_time_limit: AtTimeLimit = "requeue"
+    modules: tuple[str, ...] = ()
+    prologue: str = ""
+    container: Container | None = None
 
 
 # Variables of the process, each unless the user has set it.
@@ -66,6 +115,71 @@ else
 fi
 """
 
+NEWEST = """\
+newest() {  # the iteration of the newest checkpoint
+    local iteration=
+    [[ ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] ||
+        read -r iteration <"$CHECKPOINTS/latest_checkpointed_iteration.txt" || true
+    [[ "$iteration" =~ ^[0-9]+$ ]] || iteration=0
+    echo "$((10#$iteration))"
+}
+before=$(newest)
+"""
+AWAIT = """\
+await() {  # the exit code of a process; a signal that is trapped ends a 'wait' before the process has ended
+    local rc=143 last
+    while ((rc > 128)) && kill -0 "$1" 2>/dev/null; do
+        rc=0
+        wait "$1" || rc=$?
+    done
+    if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
+        last=0
+        wait "$1" 2>/dev/null || last=$?
+        ((last == 127)) || rc=$last
+    fi
+    return "$rc"
+}
+"""
+_NOTICE = """\
+
+# Before the job's time is over Slurm tells this script (--signal).  All ranks save after the running iteration and end.
+noticed=
+step=
+notice() {
+    noticed=1
+    if [[ -z "$step" ]]; then
+        echo "error: the job's time was nearly over before the training began" >&2
+        exit 1
+    fi
+    kill -USR1 "$step" 2>/dev/null || true
+}
+trap notice USR1
+"""
+_AWAIT_NOTICE = "\n" + AWAIT + _NOTICE + NEWEST
+_ACTIONS: dict[AtTimeLimit, tuple[str, str]] = {
+    "requeue": (
+        "the job is queued again",
+        'scontrol requeue "$SLURM_JOB_ID"\n        sleep 60  # Slurm ends this script',
+    ),
+    "chain": ("another job goes on", 'sbatch --dependency=afterany:"$SLURM_JOB_ID" "$RUN_DIR/SCRIPT"'),
+    "stop": ("submit the script again to go on", "true"),
+}
+
+
+def go_on(options: LaunchOptions, script: str) -> str:
+    """Bash: what a job does that was told to stop and has ended with the exit code ``rc``."""
+    said, action = _ACTIONS[options.at_time_limit]
+    of = f" of {options.iterations}" if options.iterations else ""
+    done = f"    if (($(newest) >= {options.iterations})); then\n        rc=0\n    elif" if of else "    if"
+    return (
+        "    state=$(scontrol show job \"$SLURM_JOB_ID\" -o | grep -o 'JobState=[A-Z_]*' | head -n1 || true)\n"
+        f'{done} (($(newest) > before)) && [[ "$state" == JobState=RUNNING ]]; then\n'
+        f'        echo "stopped after iteration $(newest){of}; {said}"\n'
+        f"        {action.replace('SCRIPT', script)}\n"
+        "    fi\n"
+    )
+
+
 _TRAIN = """\
 train() {
     source "$RUN_DIR/args.sh"
@@ -73,7 +187,7 @@ train() {
     if [[ -n "$HET_RESUME" ]]; then
         checkpoint+=(--load "$CHECKPOINTS" --exit-on-missing-checkpoint)
     fi
-    exec "$PYTHON" -m "$TRAIN_MODULE" "${MEGATRON_ARGS[@]}" "${checkpoint[@]}"
+SIGNALS    exec "$PYTHON" -m "$TRAIN_MODULE" "${MEGATRON_ARGS[@]}" "${checkpoint[@]}"
 }
 """
 
@@ -90,9 +204,21 @@ export -f diagnose
 _FIRST_DOCTOR = "\n# The nodes are checked first.  HET_DOCTOR=0 goes without; HET_DOCTOR_ARGS adds options.\n"
 
 
-def _functions(options: LaunchOptions) -> str:
+_SIGNALS = """\
+    trap '' USR1  # what comes before Megatron listens must not end a rank
+    checkpoint+=(--exit-signal-handler --exit-signal SIGUSR1)
+"""
+
+
+def _functions(options: LaunchOptions, *, under_slurm: bool = True) -> str:
     """Returns what a rank does: train, and before that the doctor's checks where they were asked for."""
-    return _TRAIN + (_DIAGNOSE if options.doctor else "")
+    text = _TRAIN.replace("SIGNALS", _SIGNALS if under_slurm else "") + (_DIAGNOSE if options.doctor else "")
+    return in_container(text, options) if under_slurm else text
+
+
+def in_container(text: str, options: LaunchOptions) -> str:
+    """Bash whose commands run in the job's container, if it has one."""
+    return text.replace('"$PYTHON"', options.container.command + '"$PYTHON"') if options.container else text
 
 
 def settings(options: LaunchOptions) -> str:
@@ -107,6 +233,15 @@ def settings(options: LaunchOptions) -> str:
     lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in _ENVIRONMENT.items() if name not in given]
     lines += [f"export {default_of(name, value)}" for name, value in given.items()]
     lines.append('mkdir -p "$RUN_DIR/logs" "$CHECKPOINTS"')
+    if options.modules:
+        lines += ["set +u  # modules may read variables that are not set"]
+        lines += [
+            "type -t module >/dev/null || source /etc/profile",
+            f"module load {' '.join(map(quote, options.modules))}",
+        ]
+        lines += ["set -u"]
+    if options.prologue:
+        lines += ["set +eu", 'source "$RUN_DIR/prologue.sh"', "set -eu"]
     return "\n".join(lines) + "\n"
 
 
@@ -114,38 +249,72 @@ def _table(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_per_node: int = 0) -> list[str]:
-    """Words of an ``#SBATCH`` line.
+def resources(
+    part: Component, kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+) -> list[str]:
+    """Returns words of an ``#SBATCH`` line.
 
     Args:
         part: A component of the job.
-        kind: Of its nodes.
+        kinds: Node kinds by name.
         options: Settings of the scripts.
         tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
     """
-    tasks = tasks_per_node or part.per_node
+    kind, tasks = whole_kind(part.nodes[0], kinds), tasks_per_node or part.per_node
     words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
-    if options.cpus_per_task:
-        words.append(f"--cpus-per-task={options.cpus_per_task * part.per_node // tasks}")
-    for name in ("partition", "constraint", "account"):
-        value = getattr(kind, name)
-        if value:
-            words.append(f"--{name}={quote(value)}")
-    if kind.gres:
-        words.append(f"--gres={quote(f'{kind.gres}:{part.per_node}')}")
-    return words
+    cores = (options.cpus_per_task * part.per_node or kind.cores(part.per_node)) // tasks
+    words += [f"--cpus-per-task={cores}"] if cores else []
+    words += _values(kind, "partition", "constraint", "account", "qos", "reservation", "licenses")
+    if gres := asked_gres(part.nodes[0], kinds):
+        words.append(f"--gres={quote(gres)}")
+    return words + _share(kind, is_whole=part.is_whole, has_cores=cores > 0)
 
 
-def head(options: LaunchOptions, note: str) -> str:
-    """The first lines of a job."""
+def _values(kind: NodeKind, *names: str) -> list[str]:
+    """Slurm's options that have a value for nodes of a kind."""
+    return [f"--{name}={quote(getattr(kind, name))}" for name in names if getattr(kind, name)]
+
+
+def _share(kind: NodeKind, *, is_whole: bool, has_cores: bool) -> list[str]:
+    """Returns words for what the job gets of its nodes: all, where it uses all of their GPUs."""
+    exclusive = is_whole and not has_cores if kind.exclusive is None else kind.exclusive
+    words = ["--exclusive"] if exclusive else []
+    memory = kind.mem or ("0" if is_whole else "")
+    return words + ([f"--mem={quote(memory)}"] if memory else [])
+
+
+def _step_words(options: LaunchOptions) -> str:
+    """Words of every ``srun``: a node's tasks share the job's cores there, unless each was given a number."""
+    # srun does not take the number from the job in all versions of Slurm.
+    cores = f"--cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else "--cpu-bind=none"
+    return f"{cores} {options.container.step if options.container else ''}"
+
+
+def _in_step(options: LaunchOptions, call: str) -> str:
+    """The command of a step that calls a function of the script."""
+    if not options.container or options.container.runtime != "pyxis":
+        return f"bash -c {quote(call)}"
+    # A container need not keep functions that are in the environment.
+    return f'bash -c "$(declare -f train as_task{" diagnose" if options.doctor else ""}); {call}"'
+
+
+SHELLCHECK = """\
+# shellcheck disable=SC1091,SC2329  # args.sh is beside this file; functions are called by name
+"""
+
+
+def head(options: LaunchOptions, note: str, signal: str = "USR1") -> str:
+    """The first lines of a job; ``signal`` tells the batch script that its time is nearly over."""
     return (
         "#!/bin/bash\n"
         f"# {note}\n"
+        f"{SHELLCHECK}"
         f"#SBATCH --job-name={quote(options.job_name)}\n"
         f"#SBATCH --time={quote(options.time_limit)}\n"
         f"#SBATCH --output={quote(f'{options.run_dir}/logs/%x-%j.out')}\n"
         "#SBATCH --open-mode=append\n"
         "#SBATCH --requeue\n"
+        f"#SBATCH --signal=B:{signal}@{options.notice_s}\n"
     )
 
 
@@ -157,7 +326,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     """
     parts = components(nodes, kinds)
     text = head(options, "Submit with: sbatch train.sbatch")
-    blocks = ["#SBATCH " + " ".join(resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    blocks = ["#SBATCH " + " ".join(resources(p, kinds, options)) + "\n" for p in parts]
     text += "#SBATCH hetjob\n".join(blocks)
     several = len(parts) > 1
     groups = ",".join(str(i) for i in range(len(parts)))
@@ -166,12 +335,20 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     text += "set -euo pipefail\n\n" + settings(options)
     text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
-    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds)
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds) + _devices(parts, kinds)
     text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
-    text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
-    text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
-    return text
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
+    return text + _steps(options, "train.sbatch", f"srun {step}", "--distribution=block")
+
+
+def _steps(options: LaunchOptions, script: str, srun: str, distribution: str) -> str:
+    """The end of a job: the doctor's step, the training's, and what comes after a notice."""
+    srun += _step_words(options)
+    text = _AWAIT_NOTICE
+    text += _doctor_step(options, f"{srun}--kill-on-bad-exit=0 {distribution} {_in_step(options, 'as_task diagnose')}")
+    text += f"\n{srun}--kill-on-bad-exit=1 {distribution} {_in_step(options, 'as_task')} &\nstep=$!\n"
+    text += 'rc=0\nawait "$step" || rc=$?\nif [[ -n "$noticed" ]]; then\n'
+    return text + go_on(options, script) + 'fi\nexit "$rc"\n'
 
 
 def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
@@ -180,26 +357,42 @@ def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> 
     return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
 
 
-def _doctor_step(options: LaunchOptions, step: str, function: str = "as_task") -> str:
-    """A step of its own before the training.  Ranks that find a fault let the others finish their table."""
+def _devices(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: the devices that every task may see, where Slurm gives out more of a node than the plan uses."""
+    words = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
+    return f"export HET_DEVICES={quote(' '.join(word or '-' for word in words))}\n" if any(words) else ""
+
+
+def _as_task(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: what a task does."""
+    if not _devices(parts, kinds):
+        return _AS_TASK
+    more = """\
+    local devices
+    read -ra devices <<<"$HET_DEVICES"
+    [[ "${devices[$SLURM_PROCID]}" == - ]] || export CUDA_VISIBLE_DEVICES="${devices[$SLURM_PROCID]}"
+"""
+    return _AS_TASK.replace('    "${1:-train}"\n', more + '    "${1:-train}"\n')
+
+
+def _doctor_step(options: LaunchOptions, step: str) -> str:
+    """Returns a step of its own before the training.  Ranks that find a fault let the others finish their table."""
     if not options.doctor:
         return ""
-    return (
-        f'{_FIRST_DOCTOR}if [[ "${{HET_DOCTOR:-1}}" != 0 ]]; then\n'
-        f"    {step} bash -c '{function} diagnose' || exit $?\nfi\n"
-    )
+    return f'{_FIRST_DOCTOR}if [[ "${{HET_DOCTOR:-1}}" != 0 ]]; then\n    {step} || exit $?\nfi\n'
 
 
 _AS_TASK = """\
 as_task() {
-    local ranks=($HET_RANKS)
+    local ranks pythons
+    read -ra ranks <<<"$HET_RANKS"
     if [[ "$SLURM_NTASKS" != "$WORLD_SIZE" ]]; then
         echo "error: the step has $SLURM_NTASKS tasks, the plan $WORLD_SIZE ranks" >&2
         exit 1
     fi
     export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
     if [[ -n "${HET_PYTHONS:-}" ]]; then
-        local pythons=($HET_PYTHONS)
+        read -ra pythons <<<"$HET_PYTHONS"
         PYTHON=${pythons[$SLURM_PROCID]}
     fi
     "${1:-train}"
@@ -224,6 +417,8 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
         return ""
     if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
         return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
+    if any(p.nodes[0].kinds and kinds[p.kind].gres for p in parts):
+        return "nodes with several kinds of GPUs are asked for so many of each, and a plain job asks every node alike"
     names = {kinds[p.kind].constraint for p in parts}
     if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
@@ -231,6 +426,9 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
         return "nodes of one kind use different numbers of devices"
     if len({(kinds[p.kind].partition, kinds[p.kind].account) for p in parts}) > 1:
         return "the kinds are in different partitions or accounts, and a plain job runs in one"
+    for name in (*_OF_A_JOB, "mem", "exclusive"):
+        if len({getattr(kinds[p.kind], name) for p in parts}) > 1:
+            return f"the kinds differ in '{name}', and a plain job asks every node for the same"
     return ""
 
 
@@ -242,21 +440,26 @@ def plain_resources(
     first = kinds[parts[0].kind]
     tasks = tasks_per_node or most
     words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
-    if options.cpus_per_task:
-        words.append(f"--cpus-per-task={options.cpus_per_task * most // tasks}")
-    for name in ("partition", "account"):
-        if getattr(first, name):
-            words.append(f"--{name}={quote(getattr(first, name))}")
+    # One request for all nodes: what the smallest of them has.
+    whole = [whole_kind(p.nodes[0], kinds) for p in parts]
+    least = min(kind.cores(min(most, kind.devices)) for kind in whole)
+    cores = (options.cpus_per_task * most or least) // tasks
+    words += [f"--cpus-per-task={cores}"] if cores else []
+    words += _values(first, *_OF_A_JOB)
     if first.gres:
         # Types differ between the kinds; the features choose the nodes.
-        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
-        words.append(f"--gres={quote(f'{gres}:{most}')}")
+        several = f"{first.gres.split(':')[0]}:{most}"
+        words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
     if len(parts) > 1:
         wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
         words.append(f"--constraint={quote(f'[{wanted}]')}")
     elif first.constraint:
         words.append(f"--constraint={quote(first.constraint)}")
-    return words
+    return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
+
+
+_OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")
+"""What a plain job asks for all of its nodes."""
 
 
 def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
@@ -277,15 +480,10 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     text += "#SBATCH " + " ".join(words) + "\n"
     text += "set -euo pipefail\n\n" + settings(options)
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _interpreters(parts, kinds) + _host_file(parts, kinds)
+    text += _interpreters(parts, kinds) + _devices(parts, kinds) + _host_file(parts, kinds)
     text += master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
-    text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
-    text += (
-        "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
-        "bash -c as_task || rc=$?\nexit $rc\n"
-    )
-    return text
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
+    return text + _steps(options, "train-plain.sbatch", 'srun --ntasks="$WORLD_SIZE" ', "--distribution=arbitrary")
 
 
 def feature_function(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> tuple[str, list[str]]:
@@ -335,10 +533,12 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
     ranks = [r for n in nodes for r in n.ranks]
     main_host = nodes[0].host
     text = "#!/bin/bash\n"
-    place = comment(node.kind + (f", {node.host}" if node.host else ""))
+    place = comment(node.name + (f", {node.host}" if node.host else ""))
     text += f"# Node {index} of {len(nodes)} ({place}): "
     text += f"ranks {_table(node.ranks)} of the plan.\n"
-    text += "set -euo pipefail\n\n" + settings(options)
+    text += SHELLCHECK + "set -euo pipefail\n\n" + settings(options)
+    if node.devices != tuple(range(len(node.devices))):
+        text += f"export {default_of('CUDA_VISIBLE_DEVICES', ','.join(map(str, node.devices)))}\n"
     if main_host:
         text += f"export {default_of('MASTER_ADDR', main_host)}\n"
     elif len(nodes) > 1:
@@ -346,10 +546,11 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
     else:
         text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
     text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
-    text += "\n" + RESUME + "\n" + _functions(options)
+    text += "\n" + RESUME + "\n" + _functions(options, under_slurm=False)
     text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={quote(_table(ranks))}\n"
     text += (
-        "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n"
+        'as_rank() {\n    local ranks\n    read -ra ranks <<<"$HET_RANKS"\n'
+        "    export RANK=${ranks[$RANK]}\n"
         '    "${1:-train}"\n}\nexport -f train as_rank\n'
     )
     start = (
@@ -358,5 +559,5 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
         '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\\n'
         '    --log-dir="$RUN_DIR/logs" --no-python bash -c'
     )
-    text += _doctor_step(options, start.removesuffix(" bash -c"), "as_rank")
+    text += _doctor_step(options, f"{start} 'as_rank diagnose'")
     return text + f"\nexec {start} as_rank\n"

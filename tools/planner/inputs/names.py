@@ -76,11 +76,23 @@ time_problem = _matches(
     _TIME, "is no time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]] or UNLIMITED"
 )
 
+module_problem = _matches(re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+@=/-]*"), "is no name of a module, like cuda/12.4")
+mount_problem = _matches(
+    re.compile(r"/[^:,\s]*(?::/[^:,\s]*(?::r[ow])?)?"), "is no mount: /FOLDER, /FOLDER:/INSIDE or /FOLDER:/INSIDE:ro"
+)
+image_problem = _matches(re.compile(r"[A-Za-z0-9/.][^\s,]*"), "is no image: a file, or a name like registry/name:tag")
+
 SLURM_RULES: dict[str, Callable[[str], str]] = {
     "partition": partition_problem,
     "constraint": constraint_problem,
     "account": account_problem,
     "gres": gres_problem,
+    "qos": _matches(_FEATURE, "is no quality of service: letters, digits, and - _ . + @ ="),
+    "reservation": _matches(_PARTITION, "is no reservation (or several with commas)"),
+    "licenses": _matches(
+        re.compile(rf"{_WORD}(?::[0-9]+)?(?:,{_WORD}(?::[0-9]+)?)*"), "is no licence, like name or name:4"
+    ),
+    "mem": _matches(re.compile(r"[0-9]{1,12}[KMGT]?"), "is no amount of memory, like 64G, or 0 for all of a node's"),
 }
 """Rules of the cluster file's ``slurm`` section, by key."""
 

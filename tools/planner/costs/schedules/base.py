@@ -109,7 +109,7 @@ class Schedule:
         transfers: Sequence[float],
         total: int,
     ) -> Pipeline:
-        """The end of the last operation; see ``docs/planner.md``.
+        """The end of the last operation; see ``docs/cost_model.md``.
 
         A stage starts after one forward of every earlier stage and ends one backward of each before the
         end.  Its first backward needs a round trip through the later stages, of which its warm-up

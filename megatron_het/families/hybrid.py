@@ -1,0 +1,140 @@
+"""Megatron's ``HybridModel``: every layer is of one kind, which its symbol in a pattern says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron_het.families.base import ModelFamily, RestPerAttention
+from megatron_het.families.gpt import layers_by_number
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.patterns import (
+    CHUNK,
+    EXPERTS,
+    KINDS,
+    LATENT_ATTENTION,
+    MLP,
+    SPARSE_ATTENTION,
+    WHOLE_SEQUENCES,
+    WITH_ATTENTION,
+    later_layers,
+    layers_of,
+    problem_of,
+    with_chunks,
+    without_chunks,
+)
+
+LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
+"""``--spec`` of a hybrid model without Transformer Engine."""
+_MODELS = "megatron.core.models.hybrid"
+_FLAG = "--hybrid-layer-pattern"
+
+
+class HybridFamily(ModelFamily):
+    """The pattern says the layers, and where the chunks begin."""
+
+    model = "HybridModel"
+    builder = "megatron_het.runtime.building.ChunkedHybridModelBuilder"
+    window_builder = "megatron_het.features.window.building.WindowHybridModelBuilder"
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_MODELS}.hybrid_model.HybridModel.forward": (
+            "195ddb83d0a514f4a1acf403285e52adf999578bd0a208c2ca03f711a5d3da09"
+        ),
+        f"{_MODELS}.hybrid_block.HybridStack.forward": (
+            "87d56215a97047fb16c02908fdd19125b10cdb94e9e5969e26ef5a209f6a928b"
+        ),
+        # What is built in its place without Transformer Engine.
+        f"{_MODELS}.hybrid_block.HybridStack.__init__": (
+            "02b6574bc59d5b37a1b5e02102b6ca8245eda2e497d90cc91e5ab2b2fe206cde"
+        ),
+        f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": (
+            "ad4ba1fba1b8a5b64380deec2dd66e94c444613b2cc2cd992192efd6c982bfcf"
+        ),
+        f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": (
+            "2a9bbee6b1914910c52dc56c5f50455b2e157e09cbe25f63ef2643fcbeffe96f"
+        ),
+        "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": (
+            "d135f82f521103d9c8b191ed8c07ece963cd77bc46e12302ad8c6f01f2df5cfc"
+        ),
+    }
+
+    def complete(self, args: Any) -> None:
+        """The pattern decides over the number of layers, those for multi-token prediction, and latent attention."""
+        given: str = args.hybrid_layer_pattern
+        problem = problem_of(given)
+        if problem:
+            raise PlanError(_FLAG, given, problem)
+        for symbol in WHOLE_SEQUENCES:
+            if symbol in given and args.spec is None and args.transformer_impl == "local":
+                raise PlanError(
+                    _FLAG,
+                    given,
+                    f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
+                    "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
+                )
+        args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
+        args.num_layers = len(layers_of(given))
+        args.mtp_num_layers = len(later_layers(given)) or None
+        if LATENT_ATTENTION in given or SPARSE_ATTENTION in given:
+            args.multi_latent_attention = True
+
+    def pattern(self, args: Any) -> str:
+        """Without boundaries of chunks."""
+        found: str = without_chunks(args.hybrid_layer_pattern)
+        return found
+
+    def attention_numbers(self, args: Any) -> tuple[int, ...]:
+        """Those of the symbols of attention."""
+        return tuple(
+            number for number, kind in enumerate(layers_of(args.hybrid_layer_pattern), 1) if kind in WITH_ATTENTION
+        )
+
+    def rest_per_attention(self, args: Any) -> RestPerAttention:
+        """Counted in the pattern."""
+        layers = layers_of(args.hybrid_layer_pattern)
+        attention = max(1, sum(layers.count(kind) for kind in WITH_ATTENTION))
+        return RestPerAttention(layers.count(MLP) / attention, layers.count(EXPERTS) / attention)
+
+    def write_layout(self, plan: Plan, args: Any) -> None:
+        """Write the boundaries of chunks into the pattern."""
+        args.hybrid_layer_pattern = with_chunks(without_chunks(args.hybrid_layer_pattern), layers_by_number(plan))
+
+    def default_spec(self, args: Any) -> tuple[str, str] | None:
+        """Megatron has layers of Transformer Engine only."""
+        return LOCAL_SPEC if args.transformer_impl == "local" else None
+
+    def model_config(self, args: Any) -> Any:
+        """See :class:`ModelFamily`."""
+        from megatron.training.argument_utils import hybrid_config_from_args
+
+        return hybrid_config_from_args(args)
+
+    def needs_builder(self, chunks: int) -> bool:
+        """A chunk finds its layers in the pattern by the rank that torch says."""
+        return True
+
+    def _inner(self, later: Any) -> Sequence[Any]:
+        layers: Sequence[Any] = later.layers
+        return layers
+
+    def _attending(self, layers: Sequence[Any]) -> list[Any]:
+        return [layer for layer in layers if hasattr(getattr(layer, "self_attention", None), "core_attention")]
+
+
+HYBRID = HybridFamily()
+
+
+def check_boundaries(plan: Plan, args: Any) -> None:
+    """Refuse boundaries of chunks in the pattern that are not the plan's.
+
+    Raises:
+        PlanError: They are at other places.
+    """
+    given = getattr(args, "hybrid_layer_pattern", None) or ""
+    if CHUNK not in given or problem_of(given):
+        return
+    planned = with_chunks(without_chunks(given), layers_by_number(plan))
+    if given != planned:
+        raise PlanError(
+            _FLAG, given, f"chunks begin at other layers than in the plan, which has {planned}", f"Leave {CHUNK} out"
+        )

@@ -1,0 +1,143 @@
+"""Layers of hybrid models without Transformer Engine: ``--spec megatron_het.hybrid_layers local_stack_spec``.
+
+Megatron's own are of Transformer Engine.  These are the parts of Megatron's local GPT layers, one at a time.  Plans ask
+for them by themselves; the flag is for stock Megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_het.latent_attention import LatentAttention, LatentCoreAttention
+from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
+
+_LOCAL = LocalSpecProvider()
+
+
+def norm(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+    """The norm that Megatron's local layers have for a configuration."""
+    kind: Any = _LOCAL.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return kind(config=config, hidden_size=hidden_size, eps=eps)
+
+
+class LocalSelfAttention(SelfAttention):
+    """Megatron's attention, whose norms of queries and keys are local ones where the configuration asks for them."""
+
+    def __init__(self, config: Any, submodules: SelfAttentionSubmodules, *positional: Any, **keywords: Any) -> None:
+        if config.qk_layernorm:
+            submodules = replace(submodules, q_layernorm=norm, k_layernorm=norm)
+        super().__init__(config, submodules, *positional, **keywords)
+
+
+class LocalLatentAttention(LatentAttention):
+    """Latent attention, whose norms are local ones where the configuration asks for them."""
+
+    def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, *positional: Any, **keywords: Any) -> None:
+        if config.qk_layernorm:
+            submodules = replace(submodules, q_layernorm=norm, kv_layernorm=norm)
+        super().__init__(config, submodules, *positional, **keywords)
+
+
+class LocalHybridStack(HybridStack):
+    """Megatron's stack with a local norm at its end, which its specification cannot say."""
+
+    def __init__(
+        self, config: Any, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True, **keywords: Any
+    ) -> None:
+        missing = sorted(set(keywords.get("layer_type_list") or ()) & set(WHOLE_SEQUENCES))
+        if missing:
+            raise ValueError(f"{missing[0]} ({KINDS[missing[0]]}): there are no such layers without Transformer Engine")
+        super().__init__(config, submodules, post_layer_norm=False, **keywords)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def _attention(attention: ModuleSpec) -> ModuleSpec:
+    """A layer of attention alone."""
+    parts = TransformerLayerSubmodules(
+        input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def _rest(kind: type, mlp: Any) -> ModuleSpec:
+    """A layer of an MLP or experts alone."""
+    parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add)
+    return ModuleSpec(module=kind, submodules=parts)
+
+
+_causal = {"attn_mask_type": AttnMaskType.causal}
+_column, _row = _LOCAL.column_parallel_linear(), _LOCAL.row_parallel_linear()
+
+local_stack_spec = ModuleSpec(
+    module=LocalHybridStack,
+    submodules=HybridStackSubmodules(
+        attention_layer=_attention(
+            ModuleSpec(
+                module=LocalSelfAttention,
+                params=_causal,
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=_column, core_attention=_LOCAL.core_attention(), linear_proj=_row
+                ),
+            )
+        ),
+        mla_layer=_attention(
+            ModuleSpec(
+                module=LocalLatentAttention,
+                params=_causal,
+                submodules=MLASelfAttentionSubmodules(
+                    linear_q_proj=_column,
+                    linear_q_down_proj=_column,
+                    linear_q_up_proj=_column,
+                    linear_kv_down_proj=_column,
+                    linear_kv_up_proj=_column,
+                    core_attention=LatentCoreAttention,
+                    linear_proj=_row,
+                    q_layernorm=IdentityOp,
+                    kv_layernorm=IdentityOp,
+                ),
+            )
+        ),
+        mlp_layer=_rest(MLPLayer, get_mlp_module_spec_for_backend(backend=_LOCAL)),
+        # Any number of experts: how many there are, the configuration says.
+        moe_layer=_rest(MoETransformerLayer, get_mlp_module_spec_for_backend(backend=_LOCAL, num_experts=1)),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(
+                layer_specs=[
+                    ModuleSpec(
+                        module=MultiTokenPredictionLayer,
+                        submodules=MultiTokenPredictionLayerSubmodules(
+                            enorm=norm, hnorm=norm, eh_proj=_column, mtp_model_layer=None, layer_norm=norm
+                        ),
+                    )
+                ]
+            ),
+        ),
+    ),
+)
+"""Attention ``*``, latent attention ``+``, MLP ``-``, experts ``E`` and multi-token prediction ``/``."""

@@ -1,0 +1,239 @@
+"""The store of a job that has no controller: rank 0 starts it, and every rank finds it by what its launcher says.
+
+It is a process of its own beside rank 0, so that its answers cost the training nothing.  Where it is follows from
+``MASTER_ADDR`` and ``MASTER_PORT``, or is given as ``MEGATRON_HET_STORE``.  The token is derived from a secret, which
+is given as ``MEGATRON_HET_TOKEN`` or in a file, for this start of this job alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from megatron_het.safe_io import FileError, check_target, read_text, shown
+from megatron_het.store.client import Address, Store
+from megatron_het.store.documents import Documents
+from megatron_het.store.server import StoreServer
+from megatron_het.store.wire import StoreError
+
+PLACE, TOKEN, TOKEN_FILE = "MEGATRON_HET_STORE", "MEGATRON_HET_TOKEN", "MEGATRON_HET_TOKEN_FILE"
+TOKEN_BYTES, LONGEST_TOKEN = 16, 1024
+IDENTITY = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that tell one start of a job from others; alike on all ranks."""
+_PORTS = 8
+"""Ports after ``MASTER_PORT`` that are tried: another program may have the first ones."""
+_STARTED_S, _LOOK_S = 30.0, 0.5
+_LOOPBACK = ("localhost", "127.", "::1")
+
+_GIVEN: list[Documents] = []
+"""The store of a job that has a controller."""
+_STARTED: dict[str, subprocess.Popen[str]] = {}
+"""The store's process, by what was asked of it."""
+
+
+def use_store(store: Documents) -> None:
+    """Let this process's job have a store that is open already, as in an elastic job."""
+    _GIVEN[:] = [store]
+
+
+def job_store(rank: int, timeout_s: float, patience_s: float = 20.0) -> Documents:
+    """Returns the job's store; rank 0 starts it.
+
+    Args:
+        rank: Of this process.
+        timeout_s: How long to wait for rank 0.
+        patience_s: How long later requests are tried again.
+
+    Raises:
+        StoreError: It cannot be started, nobody answers in time, or ranks have different tokens.
+    """
+    if _GIVEN:
+        return _GIVEN[0]
+    if rank == 0:
+        _start()
+    return peer_store(timeout_s, patience_s)
+
+
+def peer_store(timeout_s: float, patience_s: float = 20.0) -> Store:
+    """Returns the job's store as rank 0 has started it.
+
+    Args:
+        timeout_s: How long to wait for rank 0.
+        patience_s: How long later requests are tried again.
+
+    Raises:
+        StoreError: Nobody answers in time, or ranks have different tokens.
+    """
+    where = places()
+    store = Store(lambda: where, job_token(), patience_s, others_nearby=True)
+    try:
+        store.ask("has", "-", patience_s=timeout_s)
+    except StoreError as error:
+        raise StoreError(f"the store of rank 0 cannot be reached: {error}. Give all nodes the same {TOKEN}") from None
+    return store
+
+
+def strangers(store: Documents) -> str:
+    """Returns a hint where connections came with another token, for a message about a rank that did not come."""
+    found = store.ask("strangers")
+    if not found["refused"]:
+        return ""
+    return f"; {found['refused']} connections came with another token, the last from {found['last']}: see {TOKEN}"
+
+
+def places() -> list[Address]:
+    """Returns where the store may be, the likeliest place first.
+
+    Raises:
+        StoreError: A variable makes no sense.
+    """
+    if given := os.environ.get(PLACE):
+        place = address(given)
+        if place is None:
+            raise StoreError(f"{PLACE} = {shown(given, 80)} is no HOST:PORT")
+        return [place]
+    host, text = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise StoreError(f"MASTER_PORT = {shown(text, 80)} is no port")
+    port = int(text)
+    step = 1 if port + _PORTS < 65536 else -1
+    return [(host, port + step * i) for i in range(1, _PORTS + 1)]
+
+
+def job_token() -> str:
+    """Returns the token of this start of this job.
+
+    Raises:
+        StoreError: The secret that it is made from cannot be read.
+    """
+    start = json.dumps([os.environ.get(name, "") for name in IDENTITY])
+    return hmac.digest(_secret().encode(), start.encode(), hashlib.sha256).hex()
+
+
+def token_of_file(file: Path, *, create: bool) -> str:
+    """Returns the token in a file that only its owner can read.
+
+    Args:
+        file: The file.
+        create: Whether one is written where there is none.
+
+    Raises:
+        FileError: The file cannot be read or written.
+        ValueError: What it holds is no token.
+    """
+    if create and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        check_target(file)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable by its owner only
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+        try:
+            os.link(name, file)  # who waits for the file finds all of it, and of two writers one is first
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(name)
+    return checked_token(read_text(file).strip(), str(file))
+
+
+def checked_token(token: str, where: str) -> str:
+    """Returns a token.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if len(token) > LONGEST_TOKEN or not token.isprintable():
+        raise ValueError(f"{where} holds no token of at most {LONGEST_TOKEN} letters; let the program write one")
+    if len(token) < TOKEN_BYTES:
+        raise ValueError(f"the token in {where} is shorter than {TOKEN_BYTES} characters; let the program write one")
+    return token
+
+
+def address(text: str) -> Address | None:
+    """Host and port of ``HOST:PORT``; None where the text is something else."""
+    host, _, port = text.strip().rpartition(":")
+    if not host or not host.isprintable() or not port.isascii() or not port.isdigit() or len(port) > 5:
+        return None
+    return (host, int(port)) if 0 < int(port) < 65536 else None
+
+
+def _secret() -> str:
+    try:
+        if token := os.environ.get(TOKEN):
+            return checked_token(token, TOKEN)
+        if file := os.environ.get(TOKEN_FILE):
+            return token_of_file(Path(file), create=False)
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        return token_of_file(folder / "megatron_het" / "token", create=True)
+    except (FileError, OSError, RuntimeError, ValueError) as error:
+        raise StoreError(f"{error}. Give all ranks one {TOKEN} of {TOKEN_BYTES} letters or more") from None
+
+
+def _start() -> None:
+    """Start the store's process, unless this process has; it ends with this one."""
+    where = places()
+    ports, token = [port for _, port in where], job_token()
+    request = json.dumps({"host": listening(where[0][0]), "ports": ports, "token": token, "parent": os.getpid()})
+    if request in _STARTED and _STARTED[request].poll() is None:
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(request + "\n")  # not in its command line, which everybody can read
+    process.stdin.flush()
+    watchdog = threading.Timer(_STARTED_S, process.kill)
+    watchdog.start()
+    said = process.stdout.readline().strip()
+    watchdog.cancel()
+    if said != "open":
+        process.kill()
+        raise StoreError(f"the store cannot be opened: {said or 'its process has ended'}. See {PLACE}")
+    _STARTED[request] = process
+
+
+def listening(host: str) -> str:
+    """Returns the interface that rank 0 listens on; empty for all.
+
+    A name may lead elsewhere on its own host than on others.
+    """
+    return host if host.startswith(_LOOPBACK) else ""
+
+
+def _serve(request: dict[str, Any]) -> int:
+    """Keep the store until the process that asked for it has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ports, server, error = request["ports"], None, ""
+    for port in ports:
+        try:
+            server = StoreServer(request["host"], port, request["token"])
+            break
+        except OSError as failure:
+            error = str(failure)
+    if server is None:
+        sys.stdout.write(f"no port of {ports[0]} to {ports[-1]} can be listened on: {error}\n")
+        return 1
+    server.start()
+    sys.stdout.write("open\n")
+    sys.stdout.flush()
+    # The pipe stays open where a child of that process holds it too.
+    while os.getppid() == request["parent"] and not select.select([0], [], [], _LOOK_S)[0]:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    code = _serve(json.loads(sys.stdin.readline()))
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,34 @@
+"""What all benchmarks share: the option ``--json``, a folder for the runs, and the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machine import command_line, scratch, write_report
+
+
+def test_a_report_says_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = command_line("benchmarks.example", "Measures nothing.").parse_args(["--json", f"{tmp_path}/new/out.json"])
+    write_report(options.json, {"speedup": 2.0, "cases": [1, 2]}, time.monotonic())
+    written, printed = json.loads(options.json.read_text()), json.loads(capsys.readouterr().out)
+    assert written["speedup"] == 2.0 and written["cases"] == [1, 2]
+    assert written["elapsed_s"] >= 0 and {"date", "processor", "cores"} <= set(written["machine"])
+    assert printed == {key: value for key, value in written.items() if key != "cases"}
+    write_report(None, {"speedup": 1.0})
+    assert "elapsed_s" not in json.loads(capsys.readouterr().out)
+
+
+def test_the_folder_of_the_runs_is_gone_unless_it_is_kept(tmp_path: Path) -> None:
+    with scratch("example-") as folder:
+        (folder / "log").write_text("x")
+    assert not folder.exists()
+    with scratch("example-", tmp_path / "kept") as folder:
+        (folder / "log").write_text("x")
+    assert (tmp_path / "kept" / "log").exists()
+    with pytest.raises(ZeroDivisionError), scratch("example-") as folder:
+        raise ZeroDivisionError
+    assert not folder.exists()

@@ -1,0 +1,262 @@
+"""What an administrator asks of a job: shares of nodes, containers, modules, its end; scripts without a fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, uneven_plan
+from tests.unit.planner.pods import SHELLCHECK
+from tools.planner.__main__ import parser_of
+from tools.planner.emit.command import emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.nodes import NodeKind, place
+from tools.planner.emit.options import node_kinds
+from tools.planner.emit.scripts import Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
+
+PLAIN = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
+PYXIS = Container("registry#image:tag", "pyxis", ("/data", "/home/me:/home:ro"))
+APPTAINER = Container("/images/het.sif", "apptainer", ("/data:/data:ro",))
+ALL: dict[str, Any] = {
+    "doctor": True,
+    "iterations": 9,
+    "modules": ("cuda/12.4",),
+    "prologue": "umask 027\n",
+    "cpus_per_task": 3,
+}
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (make venv brings it)")
+def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
+    uncommon = {name: replace(kind, python="/env/bin/python") for name, kind in KINDS.items()}
+    files: list[Path] = []
+    for i, (kinds, launch, elastic) in enumerate(
+        [
+            (KINDS, {}, None),
+            (PLAIN, {**ALL, "container": PYXIS}, None),
+            (uncommon, {**ALL, "container": PYXIS, "at_time_limit": "chain"}, None),
+            (uncommon, {"container": APPTAINER, "at_time_limit": "stop"}, ElasticOptions()),
+            (PLAIN, {"iterations": 9, "modules": ("cuda",)}, ElasticOptions()),
+        ]
+    ):
+        out = tmp_path / str(i)
+        emit(even_plan(), out, kinds, {}, LaunchOptions(run_dir=str(out), **launch), elastic=elastic)
+        files += [path for path in out.iterdir() if path.suffix in (".sh", ".sbatch") and path.name != "prologue.sh"]
+    done = subprocess.run([str(SHELLCHECK), *map(str, files)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[:5000]
+    assert len(files) > 20
+
+
+def request(kinds: dict[str, NodeKind], launch: LaunchOptions = LAUNCH) -> list[str]:
+    """What is asked of Slurm for each component."""
+    text = het_sbatch(place(even_plan(), kinds), kinds, launch)
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH --nodes")]
+
+
+def test_the_ranks_of_a_node_share_its_cores_and_its_memory() -> None:
+    big, small = request(KINDS)
+    assert big.endswith("--gres=gpu:a100:4 --exclusive --mem=0") and small.endswith(
+        "--gres=gpu:l4:2 --exclusive --mem=0"
+    )
+    known = {"big": replace(KINDS["big"], devices=8, cpus=64), "small": replace(KINDS["small"], cpus=12)}
+    big, small = request(known)
+    # Half of the GPUs of a node get half of its cores, and what memory Slurm gives them.
+    assert "--cpus-per-task=8 " in big and "--exclusive" not in big and "--mem" not in big
+    assert "--cpus-per-task=6 " in small and "--exclusive" not in small and small.endswith("--mem=0")
+    big, _ = request(known, replace(LAUNCH, cpus_per_task=5))
+    assert "--cpus-per-task=5 " in big
+    text = het_sbatch(place(even_plan(), known), known, replace(LAUNCH, cpus_per_task=5))
+    assert "srun --het-group=0,1 --cpus-per-task=5 --kill-on-bad-exit=1" in text
+
+
+def test_a_plain_job_asks_for_what_its_smallest_node_has() -> None:
+    kinds = {"big": replace(PLAIN["big"], cpus=64), "small": replace(PLAIN["small"], cpus=8)}
+    text = plain_sbatch(place(even_plan(), kinds), kinds, LAUNCH)
+    assert "--ntasks-per-node=4 --cpus-per-task=2 --constraint='[a100*1&l4*2]' --mem=0" in text
+    kinds["small"] = replace(kinds["small"], qos="low")
+    assert "differ in 'qos'" in plain_obstacle(place(even_plan(), kinds), kinds)
+
+
+def test_each_component_has_its_own_requests_and_options_fill_in() -> None:
+    slurm = SlurmSettings(constraint="a100", qos="high", licenses="tool:2", mem="64G", exclusive=True, cpus=16)
+    group = {"count": 1, "gpus_per_node": 2}
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", slurm=slurm, **group), NodeGroup(gpu="T4", **group)))
+    words = ["plan", "--cluster", "c", "--model", "m", "--qos", "low", "--reservation", "r1", "--mem", "7000"]
+    kinds = node_kinds(cluster, parser_of("emit").parse_args([*words, "--no-exclusive"]))
+    plan = make_plan(((4,), [((0, 1), (0, 1, 2, 3), "A100-40")]), ((4,), [((2, 3), (0, 1, 2, 3), "T4")]))
+    text = het_sbatch(place(plan, kinds), kinds, LAUNCH)
+    assert (
+        "--cpus-per-task=8 --constraint=a100 --qos=high --reservation=r1 --licenses=tool:2 --gres=gpu:2 --exclusive "
+        "--mem=64G\n#SBATCH hetjob\n"
+        "#SBATCH --nodes=1 --ntasks-per-node=2 --qos=low --reservation=r1 --gres=gpu:2 --mem=7000\n"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"modules": ("cuda; touch x",)},
+        {"modules": ("-x",)},
+        {"notice_s": 0},
+        {"container": Container("a b")},
+        {"container": Container("$(x)\n")},
+        {"container": Container("image", mounts=("relative",))},
+        {"container": Container("image", mounts=("/a,/b",))},
+    ],
+)
+def test_settings_that_are_refused(launch: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(PlannerError, match="emit: --"):
+        emit(even_plan(), tmp_path, KINDS, {}, LaunchOptions(run_dir=str(tmp_path), **launch))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_elastic_job_does_not_go_with_pyxis(tmp_path: Path) -> None:
+    launch = LaunchOptions(run_dir=str(tmp_path), container=PYXIS)
+    with pytest.raises(PlannerError, match="controller runs in the batch"):
+        emit(even_plan(), tmp_path, KINDS, {}, launch, elastic=ElasticOptions())
+
+
+# Slurm's commands, as far as the script asks them.
+COMMANDS = {
+    "scontrol": """
+case "$1 $2" in
+    "show hostnames") echo n1 ;;
+    "show node") echo "NodeName=$3 NodeAddr=127.0.0.1 x=1" ;;
+    "show job") echo "JobId=$3 JobState=RUNNING" ;;
+    "requeue $2") echo "requeue $2" >>"$NOTES"; kill -KILL $PPID ;;
+esac""",
+    "sbatch": 'echo "sbatch $*" >>"$NOTES"',
+    "srun": """
+echo "srun $*" >>"$NOTES"
+while [[ "$1" == --* ]]; do shift; done
+export SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=$WORLD_SIZE
+exec "$@" """,
+    "apptainer": """
+echo "apptainer $*" >>"$NOTES"
+while [[ "$1" != *.sif ]]; do shift; done
+exec "${@:2}" """,
+}
+
+# A rank that saves and ends on SIGUSR1, or as it is told.  A shell cannot listen to what was ignored before it.
+RANK = f"""#!{sys.executable} -S
+import os, pathlib, signal, sys
+
+def save(*_):
+    tracker = pathlib.Path(os.environ["CHECKPOINTS"], "latest_checkpointed_iteration.txt")
+    tracker.write_text("6")
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, save)
+with open(os.environ["NOTES"], "a") as notes:
+    print("rank", os.environ["RANK"], os.environ["FROM_PROLOGUE"], *sys.argv[1:], file=notes)
+if os.environ["CODE"]:
+    sys.exit(int(os.environ["CODE"]))
+signal.alarm(60)
+signal.pause()
+"""
+
+
+def start(tmp_path: Path, code: str = "", **launch: Any) -> tuple[subprocess.Popen[str], Path]:
+    """The batch script of a job on one node, and the file of what its commands were asked."""
+    for name, text in {**COMMANDS, "rank": RANK}.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text if name == "rank" else f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    plan = make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]))
+    out = tmp_path / "a run"
+    emitted = emit(plan, out, KINDS, {}, LaunchOptions(run_dir=str(out), **launch))
+    notes = tmp_path / "notes"
+    own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(notes), "SLURM_JOB_ID": "7"}
+    own |= {"PYTHON": str(tmp_path / "bin" / "rank"), "SLURM_JOB_NODELIST": "n1", "CODE": code, "FROM_PROLOGUE": "no"}
+    job = subprocess.Popen(
+        ["bash", str(emitted.files["train.sbatch"])],
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    return job, notes
+
+
+def told(job: subprocess.Popen[str], notes: Path) -> str:
+    """Slurm's notice, once the rank is there; what the job said."""
+    deadline_s = time.monotonic() + 30.0
+    while not (notes.exists() and "\nrank" in notes.read_text()):
+        assert time.monotonic() < deadline_s and job.poll() is None, job.communicate()[0]
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    return job.communicate(timeout=30.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("launch", "asked", "said"),
+    [
+        ({"iterations": 9}, "requeue 7", "stopped after iteration 6 of 9; the job is queued again"),
+        (
+            {"at_time_limit": "chain"},
+            "sbatch --dependency=afterany:7",
+            "stopped after iteration 6; another job goes on",
+        ),
+        ({"at_time_limit": "stop"}, "", "submit the script again"),
+        ({"iterations": 6}, "", ""),
+    ],
+    ids=["requeue", "chain", "stop", "done"],
+)
+def test_near_the_end_of_its_time_a_job_saves_and_goes_on(
+    launch: dict[str, Any], asked: str, said: str, tmp_path: Path
+) -> None:
+    job, notes = start(tmp_path, **launch)
+    output = told(job, notes)
+    lines = notes.read_text().splitlines()
+    assert said in output and (not asked or lines[-1].startswith(asked)), (lines, output)
+    assert asked or lines[-1].startswith("rank")
+    assert "--exit-signal-handler --exit-signal SIGUSR1" in notes.read_text()
+    assert job.returncode == (-signal.SIGKILL if asked.startswith("requeue") else 0)
+
+
+def test_the_exit_code_is_that_of_the_ranks(tmp_path: Path) -> None:
+    job, notes = start(tmp_path, code="3")
+    output = job.communicate(timeout=30.0)[0]
+    assert job.returncode == 3, output
+    assert "requeue" not in notes.read_text()
+
+
+@pytest.mark.parametrize("container", [PYXIS, APPTAINER])
+def test_ranks_run_in_a_container_after_the_prologue(container: Container, tmp_path: Path) -> None:
+    # A user's text that reads a variable which is not set, and whose last command fails.
+    prologue = 'FROM_PROLOGUE=yes\n[[ -n "$NOT_SET" ]]\n'
+    job, notes = start(tmp_path, code="0", container=container, prologue=prologue)
+    assert job.communicate(timeout=30.0)[0] == "" and job.returncode == 0
+    srun, *more = [line for line in notes.read_text().splitlines() if line.split()[0] in ("srun", "apptainer", "rank")]
+    run = tmp_path / "a run"
+    if container is PYXIS:
+        given = f"--container-image=registry#image:tag --container-mounts={run}:{run},/data:/data,/home/me:/home:ro "
+        assert given in srun
+    else:
+        assert more.pop(0).startswith(f"apptainer exec --nv --bind {run} --bind /data:/data:ro /images/het.sif /")
+    assert len(more) == 1 and more[0].startswith("rank 0 yes -m megatron_het.pretrain_gpt")
+
+
+def test_modules_are_loaded_before_anything_runs(tmp_path: Path) -> None:
+    text = emit(
+        uneven_plan(), tmp_path, KINDS, {}, LaunchOptions(run_dir=str(tmp_path), modules=("cuda/12.4", "nccl"))
+    ).files
+    for name in ("train.sbatch", "torchrun-node-0.sh"):
+        body = text[name].read_text()
+        assert body.index("module load cuda/12.4 nccl") < body.index("train() {")
+    function = 'module() { echo loads "$@"; }\n'
+    settings = text["torchrun-node-0.sh"].read_text().split("if [[ -s")[0]
+    done = subprocess.run(["bash", "-c", function + settings], capture_output=True, text=True, check=True)
+    assert done.stdout == "loads load cuda/12.4 nccl\n"
