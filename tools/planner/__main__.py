@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count, forget_reader
+from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
 
 from .command import command
 
@@ -38,6 +38,7 @@ COMMANDS = {
 }
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
     words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
@@ -59,15 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .inputs.files import check_outputs
 
         check_outputs(options.command, options)
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
+        return int(options.run(options))
     except PlannerError as error:
         _say_error(options, error)
         return 2
-    except BrokenPipeError:
-        forget_reader()
-        return 0
+    except BrokenPipeError:  # is an OSError
+        raise
     except OSError as error:  # a folder that cannot be written, a full disk
         _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
         return 2
