@@ -15,7 +15,6 @@ from typing import Any
 from megatron_het.safe_io.errors import FileError
 from megatron_het.safe_io.reading import is_virtual
 
-
 # /dev/shm holds ordinary files in memory; the rest of /dev does not.
 _HEAD_BYTES = 1 << 16
 _NO_TARGETS = ("/proc", "/sys", "/dev")
