@@ -24,7 +24,7 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.dry_run.alone import join_alone, samples_provider
-from megatron_het.launch.megatron_args import HetConfig
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.session import HetSession
 

@@ -28,8 +28,8 @@ from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.launch import start as hooks
-from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import optimizer_tensors
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.data import MESSAGE_BYTES, Reports

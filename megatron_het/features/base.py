@@ -198,7 +198,8 @@ class Feature:
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
             top of the one before (``megatron_patches/distributed_optimizer.py``).
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
-        runtime: Dotted name of the module with its half on a rank, "" if there is none.
+        runtime: Dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature
+            that lies in no ``spec.py``.
     """
 
     name: ClassVar[str]
@@ -216,6 +217,12 @@ class Feature:
     optimizer_layers: ClassVar[tuple[str, ...]] = ()
     holds_rows_once: ClassVar[bool] = False
     runtime: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        """Finds the half on a rank."""
+        room, _, page = cls.__module__.rpartition(".")
+        if page == "spec":
+            cls.runtime = f"{room}.runtime"
 
     # -- options -----------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from megatron_het.features import features_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.flags import het_help, split_arguments
 from megatron_het.launch.megatron_args import (
-    HetConfig,
     apply_after_validation,
     apply_plan,
     check_arguments,
@@ -33,6 +32,7 @@ from megatron_het.megatron_patches import releases
 from megatron_het.megatron_patches.found import PatchError, find
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.routing import check_batch_schedule, errors_of
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.safe_io import FileError, check_target
 
 if TYPE_CHECKING:  # it imports torch

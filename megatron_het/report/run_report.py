@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatron_het.device import Platform
-from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, RankPrediction
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.timeline import Record, Timeline
 from megatron_het.safe_io import write_text
 

@@ -26,10 +26,10 @@ from megatron_het.distributed.gradient_sums import (
 )
 from megatron_het.families import family_for, family_of_config
 from megatron_het.features import features_of, tied_copies
-from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.programs import Choice, build, choose_transport, posted_for, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.plan import Placement, Plan, PlanError, plan_hash
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels

@@ -41,7 +41,6 @@ class ActivationOffload(Feature):
     """Activations leave after their forward and come back ahead of their backward."""
 
     name = "activation_offload"
-    runtime = "megatron_het.features.activation_offload.runtime"
     title = "activations in host memory"
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)

@@ -156,7 +156,6 @@ class ContextExchange(Feature):
     """Devices with short prefixes attend for those with long ones."""
 
     name = "context_exchange"
-    runtime = "megatron_het.features.context_exchange.runtime"
     title = "attention context exchange"
     options = ExchangeOptions
     switch = Option(

@@ -35,7 +35,6 @@ class ContextParallel(Feature):
     """Slices, of which every rank of a replica holds a part."""
 
     name = "context_parallel"
-    runtime = "megatron_het.features.context_parallel.runtime"
     title = "context parallelism"
     options = ContextParallelOptions
     sets = (_FLAG,)

@@ -31,7 +31,6 @@ class Documents(Feature):
     """
 
     name = "documents"
-    runtime = "megatron_het.features.documents.runtime"
     title = "packed documents"
     options = DocumentOptions
     upstream_names: ClassVar[Mapping[str, str]] = {

@@ -34,7 +34,6 @@ class Experts(Feature):
     """
 
     name = "experts"
-    runtime = "megatron_het.features.experts.runtime"
     title = "mixture of experts"
     options = ExpertsOptions
     refused_by_plans = (

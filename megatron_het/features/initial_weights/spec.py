@@ -35,7 +35,6 @@ class InitialWeights(Feature):
     """Equal initial weights under every plan; on unless the plan says ``stock``."""
 
     name = "initial_weights"
-    runtime = "megatron_het.features.initial_weights.runtime"
     title = "initial weights"
     options = InitialWeightsOptions
 

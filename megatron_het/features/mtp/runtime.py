@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups, loss_source
 from megatron_het.features.documents.spec import PACKING
-from megatron_het.features.mtp.later import LaterTokens, told
-from megatron_het.features.mtp.passes import PartialPasses
+from megatron_het.features.mtp.later import LaterTokens, PartialPasses, told
 from megatron_het.features.slices.sequences import SlicedSequences
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement

@@ -32,7 +32,6 @@ class MultiTokenPrediction(Feature):
     """
 
     name = "mtp"
-    runtime = "megatron_het.features.mtp.runtime"
     title = "multi-token prediction"
     options = MtpOptions
     upstream_names: ClassVar[Mapping[str, str]] = {

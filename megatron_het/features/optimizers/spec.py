@@ -61,7 +61,6 @@ class Optimizers(Feature):
     """On with every plan."""
 
     name = "optimizers"
-    runtime = "megatron_het.features.optimizers.runtime"
     title = "optimizers"
     options = OptimizersOptions
     upstream_names: ClassVar[Mapping[str, str]] = {

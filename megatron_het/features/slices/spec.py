@@ -73,7 +73,6 @@ class Slices(Feature):
     """Forward passes over parts of sequences: slices, or what one context-parallel rank holds."""
 
     name = "slices"
-    runtime = "megatron_het.features.slices.runtime"
     title = "slices of sequences"
     options = SliceOptions
     schedules = SLICED_SCHEDULES

@@ -18,7 +18,6 @@ class ThriftyLayers(Feature):
     """RMSNorm and SwiGLU keep only their input."""
 
     name = "thrifty_layers"
-    runtime = "megatron_het.features.thrifty_layers.runtime"
     title = "thrifty layers"
     options = ThriftyOptions
     switch = Option(

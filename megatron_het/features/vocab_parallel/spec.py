@@ -48,7 +48,6 @@ class Vocabulary(Feature):
     """Embedding, output layer and loss are split over all stages."""
 
     name = "vocabulary"
-    runtime = "megatron_het.features.vocab_parallel.runtime"
     title = "split vocabulary"
     holds_rows_once = True
     view_flags = (ViewFlag("--vocabulary", "split embedding and output layer over the devices"),)

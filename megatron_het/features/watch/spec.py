@@ -54,7 +54,6 @@ class Watch(Feature):
     """On wherever the plan says what its operations should take, unless it is switched off."""
 
     name = "watch"
-    runtime = "megatron_het.features.watch.runtime"
     title = "watch"
     options = WatchOptions
 

@@ -100,7 +100,6 @@ class Window(Feature):
     """A stage's parameters are divided over its replicas; few ministages are whole at a time."""
 
     name = "window"
-    runtime = "megatron_het.features.window.runtime"
     title = "parameter window"
     options = WindowOptions
     switch = Option(

@@ -29,7 +29,6 @@ class ZeroBubble(Feature):
     """Gradients of inputs go on at once, weight gradients of linear layers fill idle time."""
 
     name = "zero_bubble"
-    runtime = "megatron_het.features.zero_bubble.runtime"
     title = "zero-bubble schedule"
     options = ZeroBubbleOptions
     schedules = SCHEDULES

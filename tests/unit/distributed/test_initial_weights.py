@@ -17,8 +17,8 @@ PLATFORM = activate()  # before Megatron is imported, which binds what the platf
 from megatron_het.distributed import PairGroups, PlanGroups  # noqa: E402
 from megatron_het.distributed.gradient_sums import GradientFinalizer  # noqa: E402
 from megatron_het.distributed.resharding import ShardedParameter, ShardExchange  # noqa: E402
-from megatron_het.launch.megatron_args import HetConfig  # noqa: E402
 from megatron_het.plan import Placement, Plan, Replica, Stage  # noqa: E402
+from megatron_het.plan.run_config import HetConfig  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
 

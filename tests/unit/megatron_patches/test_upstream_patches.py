@@ -14,12 +14,12 @@ from megatron_het import megatron_patches as upstream
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
 from megatron_het.launch import start as hooks
-from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.megatron_patches import registry
 from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.run_config import HetConfig
 
 platform.activate()
 

@@ -182,7 +182,7 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
 
 def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the second plan's when its turn comes."""
-    from megatron_het.launch.megatron_args import HetConfig
+    from megatron_het.plan.run_config import HetConfig
 
     four, eight = with_batch(4), with_batch(8)
     changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
@@ -201,7 +201,7 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
 def test_gloo_does_not_train_on_gpus(transport: str) -> None:
     """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
     from megatron_het.device import Platform
-    from megatron_het.launch.megatron_args import HetConfig
+    from megatron_het.plan.run_config import HetConfig
 
     session: Any = SimpleNamespace(check=lambda args: None)
 

@@ -62,7 +62,7 @@ def test_a_part_ends_with_what_the_next_one_begins_with() -> None:
 
 
 def test_labels_are_needed() -> None:
-    from megatron_het.features.mtp.passes import PartialPasses
+    from megatron_het.features.mtp.later import PartialPasses
 
     model: Any = SimpleNamespace(post_process=False)
     with pytest.raises(RuntimeError, match="no labels, which multi-token prediction needs"):
