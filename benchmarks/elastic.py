@@ -11,6 +11,10 @@ Keys: ``pause_ratio`` (restart over kill-free, by kind of change; at least 5 for
 round with all three changes, copied after every iteration; at most 1), ``copy_overhead`` (of the copies in memory, as a
 share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_overhead_each`` (of an iteration that
 begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
+
+With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with the model that the
+controller and ``het-plan replay`` use: ``sizes`` has pauses, the state of the rank that holds most, and what the model
+says that the pause grows by over that of the first size.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,10 +42,11 @@ from typing import Any
 from benchmarks.cases import Weights, common_flags
 from benchmarks.machine import command_line, write_report
 from benchmarks.runner import REPOSITORY
+from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S = 200.0
+_LIMIT_S, _SHORT = 200.0, 64
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
@@ -337,14 +342,46 @@ def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict
     return found, losses_of(folder / "none" / "report")
 
 
+def sized(hidden: int) -> Callable[[int], Plan]:
+    """Plans as :func:`plan_of` makes them, of another hidden size and of short sequences."""
+
+    def make(replicas: int) -> Plan:
+        plan = plan_of(replicas)
+        model = replace(plan.model, hidden_size=hidden, ffn_hidden_size=3 * hidden // 2, seq_length=_SHORT)
+        return replace(plan, model=model)
+
+    return make
+
+
+def pauses_by_size(folder: Path, sizes: Sequence[int], iterations: int) -> list[dict[str, Any]]:
+    """Pauses at some hidden sizes, beside what the model says."""
+    found: list[dict[str, Any]] = []
+    for hidden in sizes:
+        pauses = change_pool(ElasticJob(folder / f"size-{hidden}", iterations, "1", sized(hidden)), between=3).pauses()
+        model = sized(hidden)(1).model
+        # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
+        state_bytes = 12 * 3 * (3 * hidden**2 + 3 * hidden * (model.ffn_hidden_size or 0))
+        grows = grows_s(state_bytes, LINK_BYTES_PER_S, 2 + 2 * 3)
+        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "model_grows_s": grows})
+    first_s = found[0]["model_grows_s"]
+    for row in found:
+        row["model_grew_s"] = row.pop("model_grows_s") - first_s
+        row["pause_grew_s"] = {k: p["whole"] - found[0]["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = command_line("benchmarks.elastic", __doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=80, help="of each job (default 80)")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="HIDDEN", help="only pauses, at these hidden sizes")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="elastic-"))
+    if options.sizes:
+        write_report(options.json, {"sizes": pauses_by_size(folder, options.sizes, options.iterations)})
+        return
     changes, restarts, lost, losses = [], [], [], []
     for turn in range(options.rounds):
         found, repeated, seen = elastic_round(folder / f"elastic-{turn}", options.iterations)
