@@ -95,10 +95,7 @@ LATER_FAMILIES: dict[str, tuple[str, ...]] = {
 _LATENT = words(
     "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --q-lora-rank 24 --qk-layernorm"
 )
-_HYBRID = (
-    *_LLAMA,
-    *words("--hybrid-layer-pattern {pattern} --spec megatron_het.families.hybrid_layers local_stack_spec"),
-)
+_HYBRID = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec megatron_het.hybrid_layers local_stack_spec"))
 _HYBRID_EXPERTS = words(
     "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"

@@ -29,11 +29,17 @@ def _counts(plan: Plan, rng: random.Random, *, keeps_attention: bool) -> list[li
     return found
 
 
-def as_hybrid(case: Case, family: str, rng: random.Random) -> Case:
-    """The case with a hybrid model."""
+def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[int]]) -> Case:
+    """The case with a hybrid model.
+
+    Args:
+        case: Of a dense model.
+        family: One of ``HYBRID_FAMILIES``.
+        cuts: Layers of every chunk by stage, or what draws them.
+    """
     plan = case.plan
     keeps = bool(plan.schedule.parameters.get("context_exchange"))
-    counts = _counts(plan, rng, keeps_attention=keeps)
+    counts = _counts(plan, cuts, keeps_attention=keeps) if isinstance(cuts, random.Random) else cuts
     stages = tuple(replace(s, layers=tuple(row)) for s, row in zip(plan.stages, counts, strict=True))
     layers = sum(map(sum, counts))
     pattern = hybrid_pattern(family, layers)
@@ -57,7 +63,8 @@ def as_hybrid(case: Case, family: str, rng: random.Random) -> Case:
 def families_for(plan: Plan) -> list[str]:
     """The hybrid families that a plan can train."""
     found = list(HYBRID_FAMILIES)
-    if plan.schedule.parameters.get("vocab_parallel") or len(set(plan.training.micro_batch_sizes)) > 1:
+    # Its loss is divided by the tokens of a microbatch, and the reference has microbatches of one sequence.
+    if plan.schedule.parameters.get("vocabulary") or plan.training.micro_batch_size > 1:
         found.remove("hybrid-later")
     return found
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.runner import Job
 from megatron_het.device import activate
-from megatron_het.device.host_pool import HostPool
+from megatron_het.device.memory import HostPool
 from testing import nccl_order
 
 STALL_S = 4.0

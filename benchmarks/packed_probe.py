@@ -18,7 +18,7 @@ def watch(*, rank: int, out: str) -> None:
         out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration, and
             ``pool_bytes`` of all layers after the last one.
     """
-    from megatron_het.features.documents.starts import DocumentStarts
+    from megatron_het.features.documents.runtime import DocumentStarts
     from megatron_het.runtime.session import HetSession
 
     slimpipe_probe.watch(rank=rank, out=out)

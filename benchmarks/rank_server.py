@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import logging
 import multiprocessing.process
@@ -44,7 +45,7 @@ _LATE_IMPORTS = (
     "megatron.core.tokenizers.text.models",
     "megatron_het.plan.from_flags",
     "megatron_het.plan.validate",
-    "megatron_het.runtime.leaving",
+    "megatron_het.runtime.session",
     "megatron_het.runtime.recompute",
     "torch.utils.serialization",
 )
@@ -260,7 +261,7 @@ def import_everything(device: Device = "cpu") -> None:
     platform.activate()
     upstream.install("stock")
     runtimes = (feature.runtime for feature in FEATURES if feature.runtime)
-    for name in (*MODULES, *runtimes, *_LATE_IMPORTS, "benchmarks.probe"):
+    for name in (*MODULES, *runtimes, *filter(_is_there, _LATE_IMPORTS), "benchmarks.probe"):
         importlib.import_module(name)
     # Sources of upstream, which every start compares, are read once.
     for patch in upstream.all_patches().values():
@@ -269,6 +270,14 @@ def import_everything(device: Device = "cpu") -> None:
         upstream.moved(feature.upstream_names)
     if device == "cuda" and torch.cuda.is_initialized():
         raise SystemExit("an import has started CUDA; forking is not safe")
+
+
+def _is_there(name: str) -> bool:
+    """Whether this release of Megatron has a module."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def remember_docstrings() -> None:

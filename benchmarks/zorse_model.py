@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
-from megatron_het.lowering.programs import build
-from megatron_het.lowering.transports import posted_for
+from megatron_het.lowering.programs import build, posted_for
 from megatron_het.plan import Plan
-from megatron_het.plan.shares import state_parts
+from megatron_het.plan.placement import state_parts
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
 from megatron_het.schedule.memory import memory_use

@@ -347,12 +347,12 @@ def main(boundary: Any = None) -> None:
     """Parse the command line and train.
 
     Args:
-        boundary: What happens between iterations of a run with a plan (``runtime/boundary.py``).
+        boundary: What happens between iterations of a run with a plan (``runtime/training.py``).
     """
     from megatron_het import device as platform
     from megatron_het.families import family_of
     from megatron_het.launch.start import install
-    from megatron_het.runtime.leaving import leaving_together
+    from megatron_het.runtime.session import leaving_together
 
     install(boundary=boundary)
     main_entry_s = time.time()

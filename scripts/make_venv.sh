@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes or updates the virtual environment given as the only argument.  TORCH=VERSION takes another torch than the
-# pinned one, with the libraries that it asks for.
+# pinned one, with the libraries that it asks for.  MEGATRON=VERSION takes another megatron-core, and MEGATRON=FOLDER a
+# Megatron-LM checkout, which compiles its dataset helpers when a training first starts.
 #
 # A complete environment only gets what has changed.  One whose installation was interrupted may
 # hold half a package that pip takes for a whole one, so it is made anew, as is one whose Python
@@ -42,5 +43,13 @@ else
     # Lion and Muon need Triton, which not every build of torch has; their tests are skipped without.
     install --constraint "${constraints}" --no-build-isolation --editable '.[optimizers]' ||
         echo "Without the optimizers Lion and Muon: their packages cannot be installed here" >&2
+fi
+if [[ -d "${MEGATRON:-}" ]]; then
+    # A checkout in the place of the wheel, whose libraries are installed.
+    "${venv}/bin/python" -m pip uninstall --disable-pip-version-check --quiet --yes megatron-core
+    packages="$("${venv}/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    (cd "${MEGATRON}" && pwd) >"${packages}/megatron.pth"
+elif [[ -n "${MEGATRON:-}" ]]; then
+    install --no-deps "megatron-core==${MEGATRON}"
 fi
 rm "${unfinished}"

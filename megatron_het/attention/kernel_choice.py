@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_het.attention.kernels import KERNELS, Kernel, Setting
-from megatron_het.attention.kv_gradients import fused_addition
+from megatron_het.attention.kv_pool import fused_addition
 
 _LOGGER = logging.getLogger(__name__)
 _OF_BACKEND = {"flash": ("cuda-flash-3", "cuda-flash"), "fused": ("te-fused", "cudnn")}

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_het.attention.kv_gradients import GradientTotals, Part, add_
-from megatron_het.attention.kv_pool import CacheError, KVPool, Place
+from megatron_het.attention.kv_pool import CacheError, GradientTotals, KVPool, Part, Place, add_
 
 __all__ = ["CacheError", "KVCache", "Run"]
 

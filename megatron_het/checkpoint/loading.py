@@ -19,7 +19,7 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, restore_random_state
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, restore_random_state
 from megatron_het.plan import Plan, topology_hash
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")

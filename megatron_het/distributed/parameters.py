@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_het.lowering.experts import ExpertName, expert_name, held_experts
+from megatron_het.lowering.ranks import ExpertName, expert_name, held_experts
 from megatron_het.plan import Cut
 
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finalize_model_grads

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.distributed.parameters import ShardedParameter, sharded_parameters, with_all_experts
-from megatron_het.lowering.experts import expert_segments
-from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
+from megatron_het.lowering.ranks import Overlap, Segment, expert_segments, overlaps, segments
 from megatron_het.plan import Cut
 
 _BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange

@@ -23,9 +23,8 @@ from megatron_het.distributed import PairGroups
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
 from megatron_het.doctor.links import chosen_transport
 from megatron_het.doctor.participant import hear
-from megatron_het.lowering.programs import build
+from megatron_het.lowering.programs import build, posted_for
 from megatron_het.lowering.ranks import RankOp, boundary_map, edges, lower
-from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import Placement, Plan
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels

@@ -32,8 +32,8 @@ from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.report.run_report import optimizer_tensors
 from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.data import MESSAGE_BYTES, Reports
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
-from megatron_het.runtime.losses import MESSAGE_BYTES, Reports
 from megatron_het.runtime.session import HetSession
 
 # A session that is watched by a tracker.

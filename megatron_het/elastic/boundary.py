@@ -18,7 +18,7 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.features.watch.runtime import RankWatch
-from megatron_het.runtime.boundary import Boundary
+from megatron_het.runtime.training import Boundary
 from megatron_het.store import Documents
 from megatron_het.store.job import use_store
 from megatron_het.store.torch_store import TorchStore

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_het.checkpoint import random_state
+from megatron_het.checkpoint import state_dict as random_state
 
 
 def collect() -> dict[str, Any]:

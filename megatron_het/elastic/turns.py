@@ -19,7 +19,7 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import end_session, with_own_folders
 from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan
-from megatron_het.runtime.boundary import Boundary
+from megatron_het.runtime.training import Boundary
 from megatron_het.store import Documents
 from megatron_het.store.job import job_store
 from megatron_het.store.torch_store import TorchStore

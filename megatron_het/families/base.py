@@ -79,14 +79,8 @@ class ModelFamily(abc.ABC):
         """Megatron's configuration of the model, from validated arguments."""
 
     @abc.abstractmethod
-    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
-        """Let Megatron's configuration of the model build this rank's chunks.
-
-        Args:
-            model_config: Changed in place.
-            chunks: Of the rank that has most.
-            positions: Of each chunk of this rank along the pipeline.
-        """
+    def needs_builder(self, chunks: int) -> bool:
+        """Whether Megatron's own builder cannot build the chunks of a rank, where the one with most has so many."""
 
     # -- model chunks -------------------------------------------------------------------------------
 

@@ -50,13 +50,9 @@ class GPTFamily(ModelFamily):
 
         return gpt_config_from_args(args)
 
-    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
-        """Megatron builds one chunk as it is; its layout knows one position of a rank."""
-        if chunks > 1:
-            from megatron_het.runtime.building import know_positions
-
-            model_config.builder = self.builder
-            know_positions(model_config.transformer, positions)
+    def needs_builder(self, chunks: int) -> bool:
+        """Megatron builds one chunk as it is."""
+        return chunks > 1
 
     def _inner(self, later: Any) -> Sequence[Any]:
         return [later]

@@ -11,9 +11,11 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.patterns import (
     CHUNK,
     EXPERTS,
+    KINDS,
     LATENT_ATTENTION,
     MLP,
     SPARSE_ATTENTION,
+    WHOLE_SEQUENCES,
     WITH_ATTENTION,
     later_layers,
     layers_of,
@@ -22,7 +24,7 @@ from megatron_het.plan.patterns import (
     without_chunks,
 )
 
-LOCAL_SPEC = ("megatron_het.families.hybrid_layers", "local_stack_spec")
+LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
 """``--spec`` of a hybrid model without Transformer Engine."""
 _MODELS = "megatron.core.models.hybrid"
 _FLAG = "--hybrid-layer-pattern"
@@ -62,6 +64,14 @@ class HybridFamily(ModelFamily):
         problem = problem_of(given)
         if problem:
             raise PlanError(_FLAG, given, problem)
+        for symbol in WHOLE_SEQUENCES:
+            if symbol in given and args.spec is None and args.transformer_impl == "local":
+                raise PlanError(
+                    _FLAG,
+                    given,
+                    f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
+                    "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
+                )
         args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
         args.num_layers = len(layers_of(given))
         args.mtp_num_layers = len(later_layers(given)) or None
@@ -99,9 +109,9 @@ class HybridFamily(ModelFamily):
 
         return hybrid_config_from_args(args)
 
-    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
-        """A chunk finds its layers in the pattern by the position that it is built at."""
-        model_config.builder = self.builder
+    def needs_builder(self, chunks: int) -> bool:
+        """A chunk finds its layers in the pattern by the rank that torch says."""
+        return True
 
     def _inner(self, later: Any) -> Sequence[Any]:
         layers: Sequence[Any] = later.layers

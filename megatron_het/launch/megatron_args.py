@@ -19,6 +19,7 @@ from megatron_het.families.hybrid import check_boundaries
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,15 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         if len({replica.cut for replica in stage.replicas}) > 1:
             for refusal in _REFUSED_WHERE_MIXED:
                 refusal.check(args, f"replicas of different TP or EP, as stage {number} has")
+            found = next((symbol for symbol in WHOLE_SEQUENCES if symbol in plan.model.pattern), None)
+            if found is not None:
+                raise PlanError(
+                    "model.pattern",
+                    plan.model.pattern,
+                    f"stage {number} has replicas of different TP or EP, and the parameters of layers {found} "
+                    f"({KINDS[found]}) are cut into parts that the exchange between them does not know",
+                    "Give all replicas of a stage one TP size",
+                )
 
 
 def _check_model(plan: Plan, args: Any) -> None:
@@ -402,7 +412,7 @@ def apply_after_validation(plan: Plan, args: Any) -> None:
     Validation refuses several chunks in a pipeline of one stage, because its own interleaved
     schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of
     parameter gathers off where there is one chunk, because its own schedule has none
-    (``runtime/late_gathers.py``).
+    (``runtime/executor.py``).
     """
     if getattr(args, "overlap_param_gather", False):
         args.align_param_gather = True

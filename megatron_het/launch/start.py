@@ -29,15 +29,16 @@ from megatron_het.launch.megatron_args import (
     check_skipping,
     environment_of,
 )
-from megatron_het.megatron_patches import found
+from megatron_het.megatron_patches import releases
+from megatron_het.megatron_patches.found import PatchError, find
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.turns import check_batch_schedule, errors_of
+from megatron_het.plan.routing import check_batch_schedule, errors_of
 from megatron_het.safe_io import FileError, check_target
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.device import Platform
-    from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
+    from megatron_het.runtime.training import Boundary
 
 
 def install(
@@ -73,8 +74,8 @@ def install(
             )
         if config.plan is not None:
             _refuse_yaml(rest)
-        found.check(found.find())
-    except (PlanError, found.PatchError) as error:
+        releases.check(find())
+    except (PlanError, PatchError) as error:
         _exit_with(error)
     if config.turns:
         from megatron_het.elastic.turns import take_turns
@@ -186,9 +187,8 @@ def _install_plan(
     from megatron_het import megatron_patches as upstream
     from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.megatron_patches import torch_metadata
-    from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
-    from megatron_het.runtime.training import PretrainHook, single_iterations
+    from megatron_het.runtime.training import Boundary, PretrainHook, single_iterations
 
     assert config.plan is not None
     for feature, _ in features_of(config.plan):
@@ -216,7 +216,7 @@ def _install_plan(
 
 
 def _check_transport(transport: str, backend: str, device: Platform) -> None:
-    from megatron_het.lowering.transports import choose_transport
+    from megatron_het.lowering.programs import choose_transport
 
     if backend == "gloo" and (device.is_cuda or device.plays_cuda):
         raise PlanError(

@@ -6,22 +6,149 @@ Runtime, planner, command line, benchmarks and tests get their programs here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.features.window.passes import post_together
-from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan import DeviceCosts, LinkCosts, Placement, Plan, PlanError, PlannedCosts
+from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.pipelines import Part, parts_of
-from megatron_het.schedule.ir import Kind, Op, Program, Shape
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.passes import add_transfers, post_receives_early
 from megatron_het.schedule.paths import placement_of
+from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import check
+
+# The costs that a plan file carries, to and from those that the simulator reads.
+
+
+_SHARED = ("message_bytes", "weight_share", "diagonal", "operation_s", "post_s", "host_blocks")
+_DIGITS = 6
+
+
+def costs_of(plan: Plan) -> Costs | None:
+    """Returns what the plan's prediction was made from; None where the plan does not say it."""
+    planned = plan.predicted.costs if plan.predicted is not None else None
+    if planned is None:
+        return None
+    rows = {device: row for row in planned.devices for device in row.devices}
+    ordered = [rows[device] for device in sorted(rows)]
+    tables: dict[str, Any] = {}
+    for name in PER_CHUNK:
+        if any(getattr(row, name) for row in ordered):
+            tables[name] = tuple(getattr(row, name) or (0.0,) * len(row.forward_s) for row in ordered)
+    for name in PER_DEVICE:
+        tables[name] = tuple(getattr(row, name) for row in ordered)
+    links = {(a, b): Link(link.latency_s, link.bytes_per_s) for link in planned.links for a, b in link.pairs}
+    shared = {name: getattr(planned, name) for name in _SHARED}
+    return Costs(**tables, **shared, link=lambda source, target: links.get((source, target)) or free_link(0, 0))
+
+
+def planned_costs(costs: Costs, program: Program) -> PlannedCosts:
+    """Costs as a plan file carries them.
+
+    Args:
+        costs: Of all devices of the program.
+        program: Its transfers say which links matter.
+    """
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for device in range(len(program.ops)):
+        chunks = tuple(_rounded(table[device]) if (table := getattr(costs, name)) else () for name in PER_CHUNK)
+        figures = tuple(_short(row[device]) if (row := getattr(costs, name)) else 0.0 for name in PER_DEVICE)
+        rows.setdefault((*chunks, *figures), []).append(device)
+    names = (*PER_CHUNK, *PER_DEVICE)
+    devices = tuple(DeviceCosts(tuple(found), **dict(zip(names, row, strict=True))) for row, found in rows.items())
+    return PlannedCosts(devices, _links(costs, program), **{name: getattr(costs, name) for name in _SHARED})
+
+
+def _links(costs: Costs, program: Program) -> tuple[LinkCosts, ...]:
+    edges = sorted({(device, op.peer) for device, ops in enumerate(program.ops) for op in ops if op.kind in SENDS})
+    found: dict[tuple[float, float], list[tuple[int, int]]] = {}
+    for edge in edges:
+        link = costs.link(*edge)
+        if math.isfinite(link.bytes_per_s):  # others are free
+            found.setdefault((_short(link.latency_s), _short(link.bytes_per_s)), []).append(edge)
+    return tuple(LinkCosts(tuple(pairs), *figures) for figures, pairs in found.items())
+
+
+def _rounded(row: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(_short, row))
+
+
+def _short(value: float) -> float:
+    """As many digits as a prediction is worth, so that devices that are alike share a row."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+# Which transport the transfers between stages use: as asked for, or as the programs allow.
+#
+# NCCL runs the transfers of a group one after the other on the device, so transfers that wait for each
+# other in a cycle hang it.  It is taken where no cycle is possible, which the schedule library decides
+# with its strictest model (every transfer blocks).  Elsewhere tensors are staged through host memory.
+
+
+TRANSPORTS = ("auto", "nccl", "gloo", "staged")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A transport and why it was chosen."""
+
+    transport: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.transport} ({self.reason})"
+
+
+def choose_transport(requested: str, backend: str, on_cuda: bool, programs: Iterable[Program]) -> Choice:
+    """Resolve ``auto`` and refuse what cannot work.
+
+    Args:
+        requested: One of ``TRANSPORTS``.
+        backend: The default process group's backend.
+        on_cuda: Whether activations live on a CUDA device.
+        programs: Programs with transfers that will run and have not been validated; those that have been are
+            free of cycles.
+
+    Raises:
+        ValueError: A transport that cannot move the tensors of this machine.
+    """
+    if requested == "nccl" and not on_cuda:
+        raise ValueError("--het-transport nccl needs CUDA devices; use gloo or staged")
+    if requested == "gloo" and on_cuda:
+        raise ValueError("--het-transport gloo moves host tensors only; use nccl or staged")
+    if requested != "auto":
+        return Choice(requested, "as asked for")
+    cycle = next((stuck[0] for p in programs if (stuck := deadlock(Graph(p), "blocking"))), None)
+    possible = "no cycle of transfers is possible" if cycle is None else "transfers may form a cycle"
+    if not on_cuda:
+        return Choice("gloo", f"tensors are on the host; {possible}")
+    if "nccl" not in backend:
+        return Choice("staged", f"the backend is {backend}; {possible}")
+    if cycle is None:
+        return Choice("nccl", possible)
+    return Choice("staged", f"{possible}: {cycle.message}")
+
+
+def posted_for(transport: str, program: Program) -> Program:
+    """The program with its receives where the transport wants them.
+
+    gloo moves data once both ends are posted, and the host, which posts, is busy with compute (on the
+    CPU) or waits for received data (staged): receives are posted one operation ahead.  NCCL gets them in
+    the global order, which no cycle is possible in.
+    """
+    return program if transport == "nccl" else post_receives_early(program)
+
 
 Chosen = Sequence[tuple[Feature, Any]]
 """Features with their options, in the order of ``FEATURES``."""

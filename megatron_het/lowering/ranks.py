@@ -2,19 +2,142 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_het.features.context_parallel.spec import part_grain
 from megatron_het.features.slices.spec import slice_tokens
 from megatron_het.lowering.boundary import Piece, Side, pieces
-from megatron_het.plan import Placement, Plan, Replica
+from megatron_het.plan import Cut, Placement, Plan, Replica
 from megatron_het.plan.parts import part_tokens
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.gradient_sync import counting_places
 from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, OWNERS
+
+# Which part of a full parameter a tensor-parallel rank holds, and what two ranks have in common.
+#
+# Megatron splits a parameter along ``partition_dim``.  A plain parameter is cut into n equal
+# intervals.  A gated one (SwiGLU's fused gate and up projection, ``partition_stride`` 2) is
+# ``[gate, up]`` in full and ``[gate_t, up_t]`` on rank t.  Fused QKV weights are stored group by
+# group, so cutting them into n intervals keeps whole query groups together as long as TP divides
+# the number of groups, which plans guarantee.
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Local rows ``[local, local + length)`` are full rows ``[full, full + length)``."""
+
+    local: int
+    full: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Rows that two shards share: at ``mine`` in the one and at ``theirs`` in the other."""
+
+    mine: int
+    theirs: int
+    length: int
+
+
+def segments(full_size: int, tp: int, tp_rank: int, stride: int = 1) -> list[Segment]:
+    """The segments of a shard in local order.
+
+    Args:
+        full_size: Size of the full parameter along the partition dimension.
+        tp: Tensor-parallel size.
+        tp_rank: Rank within it.
+        stride: Number of blocks that are each split over the ranks (2 for gated weights).
+    """
+    if full_size % (tp * stride):
+        raise ValueError(f"{full_size} rows cannot be split into {stride} blocks over TP {tp}")
+    block = full_size // stride
+    length = block // tp
+    return [Segment(i * length, i * block + tp_rank * length, length) for i in range(stride)]
+
+
+def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
+    """Common rows of two shards, in ascending order of the full parameter.
+
+    Both sides compute the same list (with the roles exchanged), which is what makes a flat message
+    without headers possible.
+    """
+    found = []
+    for a in sorted(mine, key=lambda s: s.full):
+        for b in sorted(theirs, key=lambda s: s.full):
+            lo, hi = max(a.full, b.full), min(a.full + a.length, b.full + b.length)
+            if lo < hi:
+                found.append(Overlap(a.local + lo - a.full, b.local + lo - b.full, hi - lo))
+    return found
+
+
+# Which experts of a layer a rank holds, which part of each, and what their parameters are called.
+#
+# A layer's experts are divided over the ranks of one replica: its TP group is cut into EP parts one after the other,
+# each
+# of which has its own experts, and the ranks of a part cut these like a TP group of their own.
+
+
+_NAME = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
+
+
+class ExpertName(NamedTuple):
+    """The name of a parameter of one expert, around the expert's number.
+
+    Attributes:
+        before: Of the layer and, in grouped layers, of the parameter.
+        expert: Its number, on this rank or in the layer.
+        after: Of the parameter, in layers of one module per expert.
+    """
+
+    before: str
+    expert: int
+    after: str
+
+    def of(self, expert: int) -> str:
+        """The same parameter of another expert."""
+        return f"{self.before}{expert}{self.after}"
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """The parts of a parameter's name; None if it belongs to no single expert."""
+    match = _NAME.fullmatch(name)
+    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+def held_experts(experts: int, cut: Cut, tp_rank: int) -> range:
+    """Numbers in the layer of the experts that a rank holds.
+
+    Args:
+        experts: Of a layer.
+        cut: Of the replica.
+        tp_rank: Of the rank.
+    """
+    each = experts // cut.ep
+    first = tp_rank // cut.expert_tp * each
+    return range(first, first + each)
+
+
+def expert_segments(full_size: int, cut: Cut, tp_rank: int, stride: int, expert: int, experts: int) -> list[Segment]:
+    """The segments that a rank holds of a parameter of one expert; none of an expert that it does not hold.
+
+    Args:
+        full_size: Size of the full parameter along the partition dimension.
+        cut: Of the replica.
+        tp_rank: Of the rank.
+        stride: As of :func:`segments`.
+        expert: Number in the layer.
+        experts: Of the layer.
+    """
+    if expert not in held_experts(experts, cut, tp_rank):
+        return []
+    return segments(full_size, cut.expert_tp, tp_rank % cut.expert_tp, stride)
+
 
 Slot = tuple[Kind, tuple[int, int, int]]
 """A transfer's kind and the (microbatch, slice, chunk) of the operation that it serves."""

@@ -1,16 +1,25 @@
 """Lists the runtime patches and what features lean on; compares sources with the installed Megatron.
 
-``--patches`` prints the folder of the git patches for a Megatron-LM checkout instead.
+``--against`` compares what is leaned on with a checkout of another release.  ``--patches`` prints the folder of the git
+patches for a Megatron-LM checkout instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
+import hashlib
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import megatron_het
+
+_IMPORT_S = 600
 
 
 def patch_folder() -> Path:
@@ -28,7 +37,7 @@ def patch_folder() -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print patches and what features lean on; returns 1 when installed upstream source differs from a hash."""
+    """Print patches and what features lean on; returns 1 when upstream source differs from the known ones."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_het.megatron_patches",
         description="The runtime patches to Megatron, each with its reason.",
@@ -36,24 +45,143 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--patches", action="store_true", help="print the folder of the git patches for a Megatron-LM checkout"
     )
-    if parser.parse_args(arguments).patches:
+    parser.add_argument(
+        "--against",
+        metavar="CHECKOUT",
+        type=Path,
+        help="compare what is leaned on with a Megatron-LM checkout of another release: one table, and the changes",
+    )
+    parser.add_argument("--sources", action="store_true", help=argparse.SUPPRESS)  # of the checkout, as JSON
+    options = parser.parse_args(arguments)
+    if options.patches:
         print(patch_folder())
         return 0
+    if options.against is not None:
+        return against(options.against)
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
-    from megatron_het.features import FEATURES
 
     platform.activate()
+    if options.sources:
+        json.dump({dotted: _source(dotted) for dotted in whose()}, sys.stdout)
+        return 0
     status = 0
     for patch in upstream.all_patches().values():
         print(f"{patch.name}  [{patch.group}, megatron-core {patch.version}]")
         print(f"  rebinds {patch.target}\n  {patch.reason}")
         status |= _compare(patch.sources)
+    for name, sources in leaning():
+        print(f"{name}, megatron-core {upstream.UPSTREAM_VERSION}]")
+        status |= _compare(sources)
+    return status | _compare_torch()
+
+
+def leaning() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The features and families that lean on upstream, as ``name  [kind``, with what they lean on."""
+    from megatron_het.families import GPT, HYBRID
+    from megatron_het.features import FEATURES
+
     for feature in FEATURES:
         if feature.upstream_names:
-            print(f"{feature.name}  [feature, megatron-core {upstream.UPSTREAM_VERSION}]")
-            status |= _compare(feature.upstream_names)
-    return status | _compare_torch()
+            yield f"{feature.name}  [feature", feature.upstream_names
+    for family in (GPT, HYBRID):
+        if family.upstream_names:
+            yield f"{family.model}  [model family", family.upstream_names
+
+
+def whose() -> dict[str, list[str]]:
+    """Every upstream name that is leaned on, with who does."""
+    from megatron_het import megatron_patches as upstream
+
+    found: dict[str, list[str]] = {}
+    owners = [(f"patch {patch.name}", patch.sources) for patch in upstream.all_patches().values()]
+    for owner, sources in (*owners, *((name.partition(" ")[0], sources) for name, sources in leaning())):
+        for dotted in sources:
+            found.setdefault(dotted, []).append(owner)
+    return dict(sorted(found.items()))
+
+
+def _source(dotted: str) -> str | None:
+    """The source as it is hashed; None where there is none."""
+    from megatron_het.megatron_patches.found import PatchError
+    from megatron_het.megatron_patches.registry import source_text
+
+    try:
+        return source_text(dotted)
+    except PatchError:
+        return None
+
+
+def against(checkout: Path) -> int:
+    """Print what a checkout of another release would break; returns 1 where a change has not been read."""
+    from megatron_het.megatron_patches.found import PatchError, find
+    from megatron_het.megatron_patches.releases import RELEASES
+
+    if not (checkout / "megatron" / "core").is_dir():
+        sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
+        return 2
+    try:
+        print(f"{find()} against {checkout}\n")
+        here, there = _sources_of(None), _sources_of(checkout.resolve())
+    except PatchError as error:
+        sys.stderr.write(f"megatron_patches: {error}\n")
+        return 2
+    verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here}
+    read = {value for release in RELEASES for value in release.changed.values()}
+    unread = {
+        dotted
+        for dotted, found in verdicts.items()
+        if found != "unchanged" and hashlib.sha256((there[dotted] or "").encode()).hexdigest() not in read
+    }
+    print("| name | source there | read | whose |\n|---|---|---|---|")
+    for dotted, owners in whose().items():
+        print(f"| {dotted} | {verdicts[dotted]} | {'no' if dotted in unread else 'yes'} | {', '.join(owners)} |")
+    for dotted in sorted(dotted for dotted, found in verdicts.items() if found in ("changed", "text only")):
+        before, after = ((source or "").splitlines() for source in (here[dotted], there[dotted]))
+        print(f"\n{dotted}  {hashlib.sha256((there[dotted] or '').encode()).hexdigest()}")
+        print("\n".join(list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]))
+    return int(bool(unread))
+
+
+def verdict(here: str | None, there: str | None) -> str:
+    """How a source differs: ``unchanged``, ``text only`` (docstrings, layout), ``changed`` or ``gone``."""
+    if there is None:
+        return "gone"
+    if here == there:
+        return "unchanged"
+    return "text only" if here is not None and _meaning(here) == _meaning(there) else "changed"
+
+
+def _meaning(source: str) -> str:
+    """Returns what a source says to Python, without its docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _sources_of(checkout: Path | None) -> dict[str, str | None]:
+    """The sources in a process of its own, which imports the checkout's Megatron; None for the installed one."""
+    from megatron_het.megatron_patches.found import PatchError
+
+    own = str(Path(megatron_het.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [str(checkout or ""), own, os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_het.megatron_patches", "--sources"]
+    done = subprocess.run(
+        command,
+        cwd=checkout or own,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=_IMPORT_S,
+        check=False,
+    )
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-3:])
+        raise PatchError(f"the Megatron in {checkout or own} cannot be imported: {last}")
+    found: dict[str, str | None] = json.loads(done.stdout[done.stdout.index("{") :])
+    return found
 
 
 def _compare_torch() -> bool:

@@ -7,8 +7,11 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_het.megatron_patches.registry import UPSTREAM_VERSION, PatchError
 from megatron_het.safe_io import FileError, read_text
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be installed or taken out; the message says which, why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,3 @@ def _constants(source: str) -> dict[str, object]:
         ):
             found[node.targets[0].id] = node.value.value
     return found
-
-
-def check(megatron: Megatron) -> None:
-    """Refuse a release that the patches were not written for.
-
-    Patches compare the source that they replace as well; this says so before anything is imported.
-
-    Raises:
-        PatchError: Another release than that of the patches.
-    """
-    known = UPSTREAM_VERSION.rsplit(".", 1)[0]
-    if megatron.version.rsplit(".", 1)[0] != known:
-        raise PatchError(
-            f"{megatron}: this release of megatron_het knows megatron-core {known}. "
-            f"Use a checkout of tag core_v{known}.0, or the wheel megatron-core=={UPSTREAM_VERSION}"
-        )

@@ -44,15 +44,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-UPSTREAM_VERSION = "0.19.2"
-"""The release of megatron-core that the hashes of a patch belong to unless it says otherwise."""
+from megatron_het.megatron_patches.found import PatchError
+from megatron_het.megatron_patches.releases import RELEASES, installed_release
+
+UPSTREAM_VERSION = RELEASES[0].version
+"""The release of megatron-core that the hashes of a patch belong to; ``releases.py`` has those of others."""
 
 Builder = Callable[[Any], Any]
 """Takes the original object and returns what replaces it."""
-
-
-class PatchError(RuntimeError):
-    """A patch cannot be installed or taken out; the message says which, why and what to do."""
 
 
 def _always() -> bool:
@@ -168,19 +167,23 @@ def source_hash(dotted: str) -> str:
     Raises:
         PatchError: Upstream has no such name, or its source is not available.
     """
+    return hashlib.sha256(source_text(dotted).encode()).hexdigest()
+
+
+def source_text(dotted: str) -> str:
+    """The source of an upstream name as it is hashed; see :func:`source_hash`."""
     try:
-        return _hash_of(inspect.unwrap(_original(dotted)))
+        return _text_of(inspect.unwrap(_original(dotted)))
     except (TypeError, OSError) as error:
         raise PatchError(f"no source for {dotted}: {error}") from error
 
 
 @functools.cache
-def _hash_of(original: Any) -> str:
-    """See :func:`source_hash`; a process that enters training again has read the sources before."""
+def _text_of(original: Any) -> str:
+    """See :func:`source_text`; a process that enters training again has read the sources before."""
     source = inspect.getsource(original)
     lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
-    kept = [line for line in lines if line and not line.lstrip().startswith("#")]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
 def changed_sources(patch: Patch) -> dict[str, str]:
@@ -195,11 +198,15 @@ def changed_sources(patch: Patch) -> dict[str, str]:
 def moved(sources: Mapping[str, str]) -> dict[str, str]:
     """Dotted names whose upstream source has another hash than the one given, with the hash found.
 
+    Args:
+        sources: Hash of the source in the first release by dotted name; the installed one may have another.
+
     Raises:
         PatchError: Upstream has no such name.
     """
+    here = {**sources, **installed_release().changed}
     found = {dotted: source_hash(dotted) for dotted in sources}
-    return {dotted: value for dotted, value in found.items() if value != sources[dotted]}
+    return {dotted: value for dotted, value in found.items() if value != here[dotted]}
 
 
 def watch(what: str, sources: Mapping[str, str]) -> None:

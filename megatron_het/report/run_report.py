@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,41 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.lowering.transports import Choice
+from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, RankPrediction
-from megatron_het.report.timeline import Timeline
-from megatron_het.report.trace import write_trace
+from megatron_het.report.timeline import Record, Timeline
 from megatron_het.safe_io import write_text
+
+# Chrome trace of a measured iteration, in the format of the schedule simulator's traces.
+
+
+def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[str, Any]]:
+    """Complete events with integer ids: process = rank, thread 0 = operations, 1 = waiting."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": title}},
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": "operations"}},
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 1, "args": {"name": "waiting"}},
+    ]
+    for record in records:
+        begin = record.start_s + record.wait_s
+        op = record.op
+        names = {"kind": op.kind.name, "microbatch": op.microbatch, "slice": op.slice, "chunk": op.chunk}
+        events.append({**_event(op.label, rank, 0, begin, record.stop_s), "args": names})
+        if record.wait_s > 0:
+            events.append(_event(f"wait for {record.op.label}", rank, 1, record.start_s, begin))
+    return events
+
+
+def _event(name: str, pid: int, tid: int, start_s: float, stop_s: float) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
+
+
+def write_trace(path: Path, records: Iterable[Record], head: Mapping[str, Any]) -> None:
+    """Write a rank's trace to a file."""
+    rank = int(head["rank"])
+    title = f"rank {rank}: stage {head['stage']} replica {head['replica']} tp {head['tp_rank']}"
+    write_text(path, json.dumps({"traceEvents": trace_events(records, rank, title)}))
+
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
 MOST_KEPT = 10_000

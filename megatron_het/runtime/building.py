@@ -64,9 +64,12 @@ class PositionedLayout(PipelineParallelLayerLayout):
 
 
 def know_positions(transformer: Any, positions: tuple[int, ...]) -> None:
-    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ."""
-    if len(set(positions)) > 1:
-        layout = transformer.pipeline_model_parallel_layout
+    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ.
+
+    A hybrid model has no layout: the chunk's position is known where it is built.
+    """
+    layout = transformer.pipeline_model_parallel_layout
+    if layout is not None and len(set(positions)) > 1:
         transformer.pipeline_model_parallel_layout = PositionedLayout(layout, positions)
 
 

@@ -22,13 +22,36 @@ from torch.profiler import record_function
 from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
-from megatron_het.runtime.late_gathers import begin_gathers
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
+
+# ``--overlap-param-gather``: when updated parameters travel between the replicas of a stage.
+#
+# Megatron begins a bucket's all-gather in the first forward that needs it, which then waits for it.  Its replicas run
+# the
+# same program, so all of them get there.  Under a plan they do not: the first forward of one replica may depend on a
+# forward of another one (in a V, or where a stage before holds few microbatches), which would wait for the first
+# one's
+# part.  So all gathers of an iteration begin before its first operation, in one order on all ranks.
+
+
+def begin_gathers(call: Call) -> None:
+    """Begin the all-gathers of all chunks, if the iteration has any.
+
+    Megatron says so by ``config.param_sync_func``, which it has where ``align_param_gather`` is set
+    (``config.apply_after_validation``), and takes away while parameters need no gather: in the first iteration
+    and in evaluations.
+    """
+    starts = call.config.param_sync_func
+    if starts is None or call.forward_only:
+        return
+    for start in starts if isinstance(starts, list) else [starts]:
+        start()
+
 
 _SHOWN_POSTS = 8
 

@@ -23,8 +23,8 @@ from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind, Program
 
 Key = tuple[int, int, int]

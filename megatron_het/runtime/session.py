@@ -8,7 +8,9 @@ by one for another plan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,17 +27,84 @@ from megatron_het.distributed.gradient_sums import (
 from megatron_het.families import family_for, family_of_config
 from megatron_het.features import features_of, tied_copies
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.lowering.programs import build, program_of
+from megatron_het.lowering.programs import Choice, build, choose_transport, posted_for, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
-from megatron_het.lowering.transports import Choice, choose_transport, posted_for
 from megatron_het.plan import Placement, Plan, PlanError, plan_hash
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
+from megatron_het.runtime.data import Reports, of_whole_stage, passed_on
 from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
-from megatron_het.runtime.letting_go import let_go
-from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
+
+# How a rank leaves after its last iteration: what it has logged is written, and no peer loses a connection.
+
+
+def flush_logs() -> None:
+    """Write what Megatron's TensorBoard writer still holds.
+
+    Its thread ends with the process, whatever waits in its queue, and the events since its last write, two minutes
+    ago at most, are lost with it.
+    """
+    module = sys.modules.get("megatron.training.global_vars")
+    writer = module._GLOBAL_TENSORBOARD_WRITER if module is not None else None
+    if writer is not None:
+        writer.flush()
+
+
+@contextmanager
+def leaving_together(over_gloo: bool) -> Iterator[None]:
+    """Around a training without a plan: after a good end, ranks that compute on CPUs leave with no group left.
+
+    Gloo's threads abort a process that still has a connection to a peer that has ended.  NCCL has no such threads,
+    and Megatron's own end is kept there.  The wait for the other ranks ends with ``--distributed-timeout-minutes``.
+
+    Args:
+        over_gloo: Whether the groups of this process are gloo's.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code in (None, 0):  # a planned stop, e.g. --exit-interval
+            _leave(over_gloo)
+        raise
+    _leave(over_gloo)
+
+
+def _leave(over_gloo: bool) -> None:
+    with contextlib.suppress(OSError):  # a full disk loses the log, not the training
+        flush_logs()
+    if over_gloo and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# A closed session leaves nothing in its process: no weights, no optimizer state, no connection.
+#
+# Data-parallel models are kept by a circle that leads through autograd's nodes, where Python's garbage collector does
+# not look: the model holds a parameter, the node of its gradient holds a hook, and the hook holds the model.  With
+# the models stay their buffers, the optimizer, whose shards are views of the parameters, and process groups, whose
+# connections stay open: a rank of a failed session that still waits for this one would not notice that it has gone.
+
+
+def let_go(models: Iterable[torch.nn.Module]) -> None:
+    """Cut the circles of models that nobody uses any more.
+
+    Args:
+        models: Chunks as Megatron wrapped them.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for chunk in models:
+        for module in list(chunk.modules()):
+            if isinstance(module, DistributedDataParallel):
+                # Modules with a cache of their own, such as rotary embeddings, outlive the model, with their hooks.
+                for handle in getattr(module, "remove_forward_pre_hook_handles", {}).values():
+                    handle.remove()
+                # No hook of a node can be removed without its handle, and nobody keeps the handles: what the hooks
+                # hold is emptied instead.
+                vars(module).clear()
+
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
@@ -259,7 +328,11 @@ class HetSession:
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        family.prepare_building(model_config, self.plan.most_chunks, positions)
+        if family.needs_builder(self.plan.most_chunks):
+            from megatron_het.runtime.building import know_positions
+
+            model_config.builder = family.builder
+            know_positions(model_config.transformer, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
 

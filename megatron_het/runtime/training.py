@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,10 +16,58 @@ from megatron_het.checkpoint.choice import save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.megatron_patches import failed_writes
-from megatron_het.runtime.boundary import Boundary
+from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
+
+# What may happen between two iterations of a session; elastic training is what does something there.
+
+
+class Boundary:
+    """Called by a run with a plan at the places where the plan may change.  This one does nothing.
+
+    Attributes:
+        restores: Whether ``load`` is to be called where no checkpoint is to be loaded.
+        store: Where the ranks meet; None for where ``torch.distributed`` finds it by itself.
+        outlives_sessions: Whether the process goes on after a session, however it ended; then somebody else finds out
+            who has stopped.
+        plans: Of the whole job, where several take turns.
+    """
+
+    restores = False
+    store: Any = None
+    outlives_sessions = False
+    plans: tuple[Plan, ...] = ()
+
+    def prepare(self, args: Any) -> None:
+        """Megatron's arguments are parsed and not validated yet."""
+
+    def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """The datasets provider to call in place of the script's."""
+        return provider
+
+    def load(
+        self, session: Any, args: Any, models: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any
+    ) -> tuple[int, float] | None:
+        """Model and optimizer have been built.
+
+        Returns:
+            Iterations done and floating-point operations so far, where a state was put into them; None for Megatron's
+            own loading.
+        """
+        return None
+
+    def saves(self) -> None:
+        """A checkpoint is about to be written, at the end of an iteration."""
+
+    def reached(self, session: Any, iteration: int) -> None:
+        """An iteration of training is about to begin, and nothing of it has been done.
+
+        Args:
+            session: The open session.
+            iteration: Iterations that are done.
+        """
 
 
 def complete_model_config(model_config: Any, args: Any) -> None:

@@ -7,9 +7,7 @@ imported when a YAML file is read.
 
 from megatron_het.safe_io.errors import FileError, one_line, shown
 from megatron_het.safe_io.json_text import parse_json, read_json
-from megatron_het.safe_io.options import amount, count
-from megatron_het.safe_io.reading import MAX_BYTES, read_text
-from megatron_het.safe_io.sizes import MAX_DEVICES, MAX_PASSES
+from megatron_het.safe_io.reading import MAX_BYTES, MAX_DEVICES, MAX_PASSES, amount, count, read_text
 from megatron_het.safe_io.writing import (
     check_replaces,
     check_target,

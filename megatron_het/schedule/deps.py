@@ -17,9 +17,8 @@ activations) are states rather than values; see ``lifetimes.py``.
 
 from collections.abc import Callable
 
-from megatron_het.schedule.columns import FOR_A_PEER, Needs, Value, complete
 from megatron_het.schedule.ir import Op, Program, Shape
-from megatron_het.schedule.kinds import Kind, where
+from megatron_het.schedule.kinds import FOR_A_PEER, Kind, Needs, Value, complete, where
 
 Key = tuple[int, ...]
 """(value, microbatch, slice, chunk), and the device it is for when it is made or received for another one."""

@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.joint import event_places
-from megatron_het.schedule.kinds import INPUT_GRADIENTS, OUTPUT_PARTS, WEIGHT_GRADIENTS, WORD_PARTS, Kind, where
+from megatron_het.schedule.kinds import (
+    INPUT_GRADIENTS,
+    OUTPUT_PARTS,
+    WEIGHT_GRADIENTS,
+    WORD_PARTS,
+    Direction,
+    Kind,
+    where,
+)
 
 _BACKWARD = where(lambda kind: kind.direction is Direction.BACKWARD)
 _OUTPUT_GRADIENTS, _WORD_GRADIENTS = OUTPUT_PARTS & _BACKWARD, WORD_PARTS & _BACKWARD

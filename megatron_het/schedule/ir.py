@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES
-from megatron_het.schedule.columns import Role, Value
-from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind
+from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind, Role, Value
 from megatron_het.schedule.paths import PLACEMENTS, Place, path_of
 
 

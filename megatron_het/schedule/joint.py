@@ -20,11 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from megatron_het.schedule.columns import Direction, Role
-from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.graph import Graph, meetings
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
-from megatron_het.schedule.kinds import HELPS, where
-from megatron_het.schedule.meetings import meetings
+from megatron_het.schedule.kinds import HELPS, Direction, Role, where
 from megatron_het.schedule.slots import aligned_slots
 
 _MARKS = where(lambda kind: kind.role in (Role.GIVE, Role.MERGE))

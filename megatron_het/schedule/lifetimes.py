@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Direction, Effect, Role, Work, complete
 from megatron_het.schedule.ir import Op, Program
-from megatron_het.schedule.kinds import PARTS, RECEIVES, Kind, chunk_of, where
+from megatron_het.schedule.kinds import PARTS, RECEIVES, Direction, Effect, Kind, Role, Work, chunk_of, complete, where
 
 Pass = tuple[int, int, int]
 """(microbatch, slice, chunk)"""

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from megatron_het.schedule.columns import Direction, Effect, Work, complete
-from megatron_het.schedule.cost import PerChunk
-from megatron_het.schedule.durations import message_bytes
+from megatron_het.schedule.cost import PerChunk, message_bytes
 from megatron_het.schedule.graph import collection_paused
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
-from megatron_het.schedule.kinds import PARTS, chunk_of
+from megatron_het.schedule.kinds import PARTS, Direction, Effect, Work, chunk_of, complete
 from megatron_het.schedule.lifetimes import Lifetimes
 from megatron_het.schedule.timeline import Timeline
 

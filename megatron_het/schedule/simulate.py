@@ -9,11 +9,10 @@ is done.
 import heapq
 from collections.abc import Sequence
 
-from megatron_het.schedule.columns import Stream
-from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.durations import durations, message_bytes
+from megatron_het.schedule.cost import Costs, durations, message_bytes
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
+from megatron_het.schedule.kinds import Stream
 from megatron_het.schedule.result import Result
 
 _QUEUES = (Stream.COMPUTE, Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST)

@@ -7,8 +7,8 @@ In forward slot ``k`` stage ``s`` runs its ``(k - s)``-th forward, in backward s
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Work
 from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.kinds import Work
 
 
 class Slot(NamedTuple):

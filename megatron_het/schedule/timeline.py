@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Stream
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Op
+from megatron_het.schedule.kinds import Stream
 
 
 class Event(NamedTuple):

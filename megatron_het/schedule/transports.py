@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_het.schedule.graph import Graph, collection_paused, describe
+from megatron_het.schedule.graph import Graph, collection_paused, describe, waits_to_meet
 from megatron_het.schedule.ir import SENDS, TRANSFERS, Op
-from megatron_het.schedule.meetings import waits_to_meet
 
 TRANSPORTS = ("blocking", "rank", "pair", "edge")
 

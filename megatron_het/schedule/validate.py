@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from megatron_het.schedule.columns import Direction, Fields, Work, complete
 from megatron_het.schedule.deps import explain
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
 from megatron_het.schedule.ir import COMPUTE, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import stuck_events
-from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS
+from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, Direction, Fields, Work, complete
 from megatron_het.schedule.transports import TRANSPORTS, deadlock, deadlock_of_collectives
 
 RULES = ("field", "completeness", "transfer", "dependency", "lifetime", "deadlock")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron_het.lowering.costs import costs_of
+from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import Placement, Plan, plan_hash
 from megatron_het.schedule.cost import Costs
 from megatron_het.watch.drift import DriftWatch, Finding, Subject

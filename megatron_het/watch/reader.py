@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.lowering.costs import costs_of
+from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import Placement, Plan
 from megatron_het.safe_io import write_text
-from megatron_het.schedule.columns import Stream
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.kinds import Stream
 from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import simulate
-from megatron_het.schedule.view.trace import STREAM_IDS
+from megatron_het.schedule.view.visualize import STREAM_IDS
 from megatron_het.watch.drift import Finding
 from megatron_het.watch.monitor import Monitor, Settings
 from megatron_het.watch.samples import PLACES, Board, Hello, Sample

@@ -9,7 +9,7 @@ from benchmarks.probe import observe
 
 def one_document(**options: Any) -> None:
     """Chunks that read no batch take a sequence for one document."""
-    from megatron_het.features.documents.starts import DocumentStarts
+    from megatron_het.features.documents.runtime import DocumentStarts
 
     original = DocumentStarts.exchange
 

@@ -300,7 +300,7 @@ def _profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _emit_options(parser: argparse.ArgumentParser) -> None:
-    from .emit.command import add_arguments
+    from .emit.options import add_arguments
 
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
     _model(parser)

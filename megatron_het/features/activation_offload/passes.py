@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_het.schedule.columns import Value, Work
 from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.kinds import Value, Work
 
 
 def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from megatron_het.features.activation_offload.offload import ActivationOffload
+import torch
+
+from megatron_het.device import Platform
+from megatron_het.device.memory import HostPool
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -16,6 +21,224 @@ from megatron_het.runtime.feature import (
     RuntimeFeature,
 )
 from megatron_het.schedule.ir import Kind
+
+# Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).
+#
+# What the layers of a FORWARD save for its backward is seen by autograd's saved-tensor hooks.  At
+# ACT_OFFLOAD the given share of it, counted in bytes, is copied to the host, beginning with what was
+# saved first, which the backward needs last; at ACT_FETCH, ahead of the BACKWARD, it comes back.  On
+# CUDA both directions have a stream of their own.  Parameters, keys and values (the cache's), and what
+# is smaller than a few KiB stay.  When the operations come is the Program's business.
+
+
+_SMALLEST_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One storage that a forward saved, however many tensors share it.
+
+    ``in_place``: somebody else holds the storage too (the input of a FORWARD, to which its gradient
+    belongs), so it is emptied and filled again instead of being dropped.
+    """
+
+    storage: torch.UntypedStorage | None
+    device: torch.device
+    in_place: bool = False
+    host: torch.Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A saved tensor: a view of a block."""
+
+    block: _Block
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Forward:
+    """Holds what one FORWARD saved, in the order in which it did; keyed by storage while it runs."""
+
+    blocks: list[_Block] = field(default_factory=list)
+    known: dict[int, _Block] = field(default_factory=dict)
+
+
+class ActivationOffload:
+    """Moves saved tensors between device and host.
+
+    Args:
+        ratio: Share of the bytes of each offloaded FORWARD that leave, above 0 and at most 1.
+        platform: What this process computes on.
+    """
+
+    def __init__(self, ratio: float, platform: Platform) -> None:
+        self._ratio = ratio
+        self.pool = HostPool(platform)
+        self._forwards: dict[tuple[int, int, int], _Forward] = {}
+        self._to_host = torch.cuda.Stream() if platform.is_cuda else None
+        self._to_device = torch.cuda.Stream() if platform.is_cuda else None
+        self._returning: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._staying: set[int] = set()
+
+    def begin(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start an iteration: note the storages of parameters, which never leave.
+
+        A parameter window empties and fills them again, but they stay the same storages.
+        """
+        self._staying = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
+
+    @contextlib.contextmanager
+    def saving(self, op: RankOp, source: torch.Tensor | None) -> Iterator[None]:
+        """Around a FORWARD with an input (None on the first stage): sees what it saves."""
+        forward = self._forwards[op.key] = _Forward()
+        if source is not None:
+            self._add_source(op, source, forward)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+            return self._pack(tensor, forward)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+        forward.known.clear()
+
+    def release(self, op: RankOp) -> None:
+        """Before a BACKWARD: let go of what its FORWARD saved.
+
+        From here on only autograd's graph holds it, and frees it layer by layer.
+        """
+        blocks = self._forwards.pop(op.key).blocks
+        if any(block.host is not None for block in blocks):
+            raise RuntimeError(f"{op.label}: its activations are still on the host")
+        blocks.clear()  # the graph's hooks hold the list
+
+    def finish(self) -> None:
+        """The iteration is over."""
+        self._reclaim(wait=True)
+        if self._forwards or self.pool.used_bytes:
+            raise RuntimeError(f"activations left at the end of the step: {sorted(self._forwards)}")
+
+    def close(self) -> None:
+        """Let go of everything, the host's memory included."""
+        self._reclaim(wait=True)
+        self._forwards.clear()
+        self._staying = set()
+        self.pool.clear()
+
+    # -- saved tensors ---------------------------------------------------------------------------
+
+    def _add_source(self, op: RankOp, source: torch.Tensor, forward: _Forward) -> None:
+        """The input is first: it is the boundary that a recomputing backward starts from."""
+        storage = source.untyped_storage()
+        if storage.nbytes() < _SMALLEST_BYTES:
+            return
+        microbatch, piece, chunk = op.key
+        before = self._forwards.get((microbatch, piece, chunk - 1))
+        if before is not None and any(
+            b.storage is not None and b.storage._cdata == storage._cdata for b in before.blocks
+        ):
+            return  # handed over on this device, and the chunk before has saved it too
+        forward.blocks.append(_Block(storage, source.device, in_place=True))
+        forward.known[storage._cdata] = forward.blocks[0]
+
+    def _pack(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor | _Saved:
+        storage = tensor.untyped_storage()
+        stays = storage._cdata in self._staying or isinstance(tensor, torch.nn.Parameter)
+        if stays or storage.nbytes() < _SMALLEST_BYTES or tensor.layout != torch.strided:
+            return tensor
+        # Storages that were seen are alive, held by their blocks, so an address names one of them.
+        block = forward.known.get(storage._cdata)
+        if block is None:
+            block = forward.known[storage._cdata] = _Block(storage, tensor.device)
+            forward.blocks.append(block)
+        return _Saved(block, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def store(self, op: RankOp) -> None:
+        """ACT_OFFLOAD: copy a forward's share to the host and free it on the device."""
+        self._reclaim(wait=False)
+        blocks = [b for b in self._forwards[op.key].blocks if b.storage is not None and b.storage.nbytes()]
+        left = self._ratio * sum(b.storage.nbytes() for b in blocks if b.storage is not None)
+        for block in blocks:
+            assert block.storage is not None
+            size = block.storage.nbytes()
+            if size <= left:
+                left -= size
+                self._copy_out(block, block.storage)
+
+    def _copy_out(self, block: _Block, storage: torch.UntypedStorage) -> None:
+        block.host = self.pool.take(storage.nbytes())
+        source = _bytes(storage, block.device)
+        if self._to_host is None:
+            block.host.copy_(source)
+        else:
+            self._to_host.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._to_host):
+                block.host.copy_(source, non_blocking=True)
+            source.record_stream(self._to_host)  # the allocator gives the memory away only after the copy
+        if block.in_place:
+            storage.resize_(0)
+            _bytes(storage, block.device)  # an operator, by which memory meters see the change
+        else:
+            block.storage = None
+
+    def fetch(self, op: RankOp) -> None:
+        """ACT_FETCH: bring back what a forward has on the host."""
+        self._reclaim(wait=False)
+        for block in self._forwards[op.key].blocks:
+            if block.host is None:
+                continue
+            target = self._room(block, block.host.nbytes)
+            if self._to_device is None or self._to_host is None:
+                target.copy_(block.host)
+                self.pool.give_back(block.host)
+            else:
+                self._to_device.wait_stream(self._to_host)
+                self._to_device.wait_stream(torch.cuda.current_stream())  # who had the memory before
+                with torch.cuda.stream(self._to_device):
+                    target.copy_(block.host, non_blocking=True)
+                target.record_stream(self._to_device)
+                block.arrived = torch.cuda.Event()
+                block.arrived.record(self._to_device)
+                self._returning.append((block.arrived, block.host))
+            block.host = None
+
+    def _room(self, block: _Block, size: int) -> torch.Tensor:
+        """Memory on the device for a block that comes back."""
+        if block.in_place:
+            assert block.storage is not None
+            block.storage.resize_(size)
+            return _bytes(block.storage, block.device)
+        target = torch.empty(size, dtype=torch.uint8, device=block.device)
+        block.storage = target.untyped_storage()
+        return target
+
+    def _reclaim(self, *, wait: bool) -> None:
+        """Take back the host's blocks that copies have finished with (CUDA)."""
+        while self._returning and (wait or self._returning[0][0].query()):
+            event, host = self._returning.pop(0)
+            event.synchronize()
+            self.pool.give_back(host)
+
+
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    block = saved.block
+    if block.host is not None or block.storage is None:
+        raise RuntimeError("a backward needs activations that are on the host: the fetch is missing")
+    if block.arrived is not None:
+        torch.cuda.current_stream().wait_event(block.arrived)
+    empty = torch.empty(0, dtype=saved.dtype, device=block.device)
+    return empty.set_(block.storage, saved.offset, saved.size, saved.stride)
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """All of a storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class ActivationOffloadFeature(RuntimeFeature):

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -40,26 +40,72 @@ import torch
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
-from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient
-from megatron_het.attention.messages import pack, unpack
+from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient, pack, unpack
 from megatron_het.families import family_of_model
-from megatron_het.features.context_exchange.helped import attend_reached, attend_reached_backward
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
     attend,
     attend_backward,
+    attend_reached,
+    attend_reached_backward,
     heads_of,
     joined_heads,
 )
 from megatron_het.features.context_exchange.keys import ExchangedKeys, returned_units
 from megatron_het.features.context_exchange.limits import Limits
-from megatron_het.features.context_exchange.slot import ExchangeError, Message, Slot
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.channels import Channels
+from megatron_het.runtime.channels import Channels, Moment, PendingReceive
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import OWNERS
+
+# One slot of the context exchange on a rank: what a pass gives away and does for others, and what is on its way.
+
+
+class ExchangeError(RuntimeError):
+    """The program and the passes do not fit."""
+
+
+@dataclass(slots=True)
+class Message:
+    """A message that is expected: its buffer and its receive."""
+
+    buffer: torch.Tensor
+    pending: PendingReceive
+
+
+@dataclass
+class Slot:
+    """Holds what this rank exchanges in the slot that runs.
+
+    Attributes:
+        gives, helps: Operations that belong to the pass.
+        is_backward: Whether the pass runs through the layers from the last to the first.
+        layers: Layers that exchange.
+        done: Of them, those that the pass has left.
+        moment: Of the compute stream, when all that is received in the layer that runs had its memory.
+        queries: Expected from others in that layer, in the order of ``helps``.
+        results: Memory for what helpers send back in it, in the order of ``gives``.
+        expected: Receives of these, once they are posted.
+        answers: Made for others in it and not sent yet: the operation, the message, and the moment when it was made.
+    """
+
+    gives: tuple[RankOp, ...]
+    helps: tuple[RankOp, ...]
+    is_backward: bool
+    layers: int
+    done: int = 0
+    moment: Moment | None = None
+    queries: list[Message] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    expected: list[PendingReceive] = field(default_factory=list)
+    answers: list[tuple[RankOp, torch.Tensor, Moment | None]] = field(default_factory=list)
+
+    def layer_at(self, step: int) -> int:
+        """The layer that is the ``step``-th of this slot."""
+        return self.layers - 1 - step if self.is_backward else step
+
 
 _BACKWARD = frozenset({Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.BACKWARD})
 _SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_het.attention.reach import Reach, Span
-from megatron_het.features.context_exchange.helped import Reached
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.helper import Reached
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.boundary import Side
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement

@@ -14,12 +14,11 @@ from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.families import family_of
 from megatron_het.features.context_exchange.exchange import ContextExchange
 from megatron_het.features.context_exchange.limits import Limits
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.features.slices.spec import cutting_of
-from megatron_het.lowering.programs import program_of
+from megatron_het.lowering.programs import posted_for, program_of
 from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
-from megatron_het.lowering.transports import posted_for
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,

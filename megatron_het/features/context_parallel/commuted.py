@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_het.attention.messages import pack, unpack
+from megatron_het.attention.layer_exchange import pack, unpack
 from megatron_het.plan.parts import Blocks
 
 Tensors = tuple[torch.Tensor, ...]

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
-from megatron_het.features.base import Feature, flag_of
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, check_reach, flag_of
 from megatron_het.plan import Plan, PlanError
 
 _DATASET = "megatron.core.datasets.gpt_dataset"

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
-from megatron_het.lowering.experts import expert_name
-from megatron_het.lowering.ranks import RankOp
+from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 

@@ -17,7 +17,7 @@ import torch
 from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
-from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.data import Batches
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
-from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
-from megatron_het.features.base import Feature, Option, Refusal, option
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.parts import least_tokens
 from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES

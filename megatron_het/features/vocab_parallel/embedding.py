@@ -19,13 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.vocab_parallel.layers import EmbeddingHolder, SplitEmbedding, VocabularyShard
-from megatron_het.features.vocab_parallel.messages import PENDING_SENDS, Arriving, Team, arrived, edges, sides_of
+from megatron_het.features.vocab_parallel.layers import (
+    PENDING_SENDS,
+    Arriving,
+    EmbeddingHolder,
+    SplitEmbedding,
+    Team,
+    VocabularyShard,
+    arrived,
+    edges,
+    sides_of,
+)
 from megatron_het.lowering.boundary import pieces
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 

@@ -30,12 +30,19 @@ import torch.distributed as dist
 
 from megatron_het.features.vocab_parallel.cross_entropy import STATISTICS, ShardLogits, log_sum_exp, merge, token_losses
 from megatron_het.features.vocab_parallel.embedding import EmbeddingTeam
-from megatron_het.features.vocab_parallel.layers import SplitOutputLayer, VocabularyShard
-from megatron_het.features.vocab_parallel.messages import PENDING_SENDS, Arriving, Team, arrived, edges
+from megatron_het.features.vocab_parallel.layers import (
+    PENDING_SENDS,
+    Arriving,
+    SplitOutputLayer,
+    Team,
+    VocabularyShard,
+    arrived,
+    edges,
+)
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
 from megatron_het.features.overlap import check_reductions_meet
-from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
-from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
 from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.rows import PARAMETER, stage_rows, tp_unit
+from megatron_het.plan.parts import PARAMETER, stage_rows, tp_unit
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.ir import Program
 

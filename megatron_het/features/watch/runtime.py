@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_het.lowering.costs import costs_of
+from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import plan_hash
-from megatron_het.report.timeline import TIMED, Past, event
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import TIMED, Past, TransferLog, event
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
-from megatron_het.schedule.durations import durations
+from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
 from megatron_het.store import StoreError

@@ -12,11 +12,11 @@ import torch
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
 from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
-from megatron_het.features.window.classes import StageSums
 from megatron_het.features.window.shards import set_shares
+from megatron_het.features.window.state import StageSums
 from megatron_het.features.window.window import ParameterWindow
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.plan.shares import rank_shares
+from megatron_het.plan.placement import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind, executed_by
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
-from megatron_het.features.window.passes import add_parameters
-from megatron_het.features.window.sharded_passes import STAGES, add_sharded_passes
+from megatron_het.features.window.passes import STAGES, add_parameters, add_sharded_passes
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.shares import state_shares
+from megatron_het.plan.placement import state_shares
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.paths import Place
@@ -120,8 +119,8 @@ class Window(Feature):
         ViewFlag("--step", "optimizer steps", "end", choices=("end", "ministage", "none")),
     )
     optimizer_layers = (
-        "megatron_het.features.window.uneven_shards.divided",
-        "megatron_het.features.window.closed_chunks.chunk_by_chunk",
+        "megatron_het.features.window.shards.divided",
+        "megatron_het.features.window.chunk.chunk_by_chunk",
     )
     upstream_names: ClassVar[Mapping[str, str]] = {
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads": (

@@ -16,14 +16,13 @@ import torch.distributed as dist
 
 from megatron_het.device.memory import uncounted
 from megatron_het.features.window.chunk import ChunkWindow
-from megatron_het.features.window.classes import StageSums
 from megatron_het.features.window.memory import WindowUse
 from megatron_het.features.window.optimizer import ChunkedOptimizer
 from megatron_het.features.window.spec import WindowOptions
+from megatron_het.features.window.state import StageSums
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import Kind
-from megatron_het.schedule.kinds import chunk_of
+from megatron_het.schedule.kinds import Direction, chunk_of
 
 
 class ParameterWindow:

@@ -10,7 +10,7 @@ def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
     """Each microbatch forward through all chunks and back, then the next microbatch.
 
     Activations of one microbatch are held at most, and of the chunks one after the other is needed, which is what
-    ZeRO-2 and 3 need (``features/window/sharded_passes.py``).
+    ZeRO-2 and 3 need (``features/window/passes.py``).
 
     Args:
         shape: one stage; any chunks and replicas, no slices.

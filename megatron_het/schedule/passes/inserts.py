@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Direction, Role
-from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.graph import Graph, replay, waits_to_leave
 from megatron_het.schedule.ir import Kind, Op, Program
-from megatron_het.schedule.kinds import HELPS, where
-from megatron_het.schedule.meetings import waits_to_leave
+from megatron_het.schedule.kinds import HELPS, Direction, Role, where
 from megatron_het.schedule.passes.transfers import plain_durations
 from megatron_het.schedule.slots import aligned_slots
 

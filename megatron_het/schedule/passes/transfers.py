@@ -11,13 +11,11 @@ queue per rank, with any other.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_het.schedule.columns import Role
 from megatron_het.schedule.generators.listing import Speeds
-from megatron_het.schedule.graph import Graph, collection_paused, replay
+from megatron_het.schedule.graph import Graph, collection_paused, replay, waits_to_leave
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Op, Program
 from megatron_het.schedule.joint import joint_slots
-from megatron_het.schedule.kinds import HELPS
-from megatron_het.schedule.meetings import waits_to_leave
+from megatron_het.schedule.kinds import HELPS, Role
 
 
 def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:

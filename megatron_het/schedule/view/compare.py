@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from megatron_het.features import FEATURES
 from megatron_het.lowering.programs import assemble
 from megatron_het.plan import ScheduleSpec
-from megatron_het.schedule.columns import Direction, Fields, Role
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.kinds import Direction, Fields, Role
 from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.simulate import Result, simulate
 

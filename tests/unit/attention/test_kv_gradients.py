@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron_het.attention.kv_gradients import GradientTotals, Part
+from megatron_het.attention.kv_pool import GradientTotals, Part
 
 ROWS, BATCH = (2, 3, 4), 2
 Runs = list[tuple[tuple[Part, ...], slice | None]]

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from megatron_het.features.thrifty_layers.thrifty import ThriftyRMSNorm, make_norms_thrifty
+from megatron_het.features.thrifty_layers.runtime import ThriftyRMSNorm, make_norms_thrifty
 
 
 def run(norm: torch.nn.Module, source: torch.Tensor, grad: torch.Tensor) -> tuple[list[torch.Tensor], int]:

@@ -13,7 +13,7 @@ from megatron_het import device as platform
 platform.activate()  # before Megatron is imported, which binds what the platform replaces
 
 from megatron_het.checkpoint import loading  # noqa: E402
-from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY  # noqa: E402
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY  # noqa: E402
 from megatron_het.plan import topology_hash  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
 

@@ -15,7 +15,7 @@ import torch
 from megatron_het.distributed import resharding
 from megatron_het.distributed.parameters import ShardedParameter
 from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
-from megatron_het.lowering.shards import segments
+from megatron_het.lowering.ranks import segments
 from megatron_het.plan import Cut
 
 WAIT_S = 20.0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_het.elastic import sessions
 from megatron_het.elastic.generation import Generation
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.lowering.transports import Choice
+from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement
 from megatron_het.report.run_report import RunReport
 from megatron_het.store import StoreServer

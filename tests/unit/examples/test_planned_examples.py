@@ -13,7 +13,7 @@ import pytest
 from tools.planner.__main__ import main
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-NAMES = ("two_kinds", "long_context", "slurm")
+NAMES = ("two_kinds", "long_context", "slurm", "kubernetes")
 RECORDER = "import json, sys\nwith open(sys.argv[1], 'a') as log:\n    log.write(json.dumps(sys.argv[2:]) + '\\n')\n"
 
 
@@ -32,12 +32,14 @@ def test_an_example_plans_checks_and_emits(name: str, tmp_path: Path) -> None:
     script = EXAMPLES / name / "plan.sh"
     assert len(script.read_text().splitlines()) <= 60
     commands = commands_of(script, tmp_path)
-    assert [words[0] for words in commands] == ["plan", "check", "emit"]
+    targets = ("jobset", "skypilot") if name == "kubernetes" else ("run",)
+    assert [words[0] for words in commands] == ["plan", "check", *("emit" for _ in targets)]
     for words in commands:
         cheap = ["--no-verify", "--limit-s", "1"] if words[0] == "plan" else []
         assert main([*words, *cheap]) == 0, words
     plan = json.loads((tmp_path / "plan.json").read_text())
     if name == "long_context":
         assert plan["schedule"]["name"] == "slimpipe"
-    assert (tmp_path / "run" / "train.sbatch").exists()
-    assert (tmp_path / "run" / "torchrun-node-0.sh").exists()
+    for target in targets:
+        script = "train.sbatch" if target == "run" else f"{target}.yaml"
+        assert (tmp_path / target / script).exists() and (tmp_path / target / "torchrun-node-0.sh").exists()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.lowering.costs import costs_of, planned_costs
-from megatron_het.lowering.programs import program_of
+from megatron_het.lowering.programs import costs_of, planned_costs, program_of
 from megatron_het.plan import ModelShape, Plan, PlanError, Prediction, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan

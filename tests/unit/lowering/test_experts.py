@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_het.lowering.experts import expert_name, expert_segments, held_experts
+from megatron_het.lowering.ranks import expert_name, expert_segments, held_experts
 from megatron_het.plan import Cut, Replica
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.lowering.programs import assemble, build, program_of, schedule_shape
+from megatron_het.lowering.programs import assemble, build, posted_for, program_of, schedule_shape
 from megatron_het.lowering.ranks import boundary_map, lower
-from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import ModelShape, Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import simulate

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_het.lowering.shards import overlaps, segments
+from megatron_het.lowering.ranks import overlaps, segments
 
 TPS = (1, 2, 3, 4, 6)
 

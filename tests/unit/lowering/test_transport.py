@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_het.lowering.transports import choose_transport
+from megatron_het.lowering.programs import choose_transport
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import RECEIVES, Program, Shape
 from megatron_het.schedule.passes import add_transfers

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.megatron_patches.found import Megatron, check, find
-from megatron_het.megatron_patches.registry import UPSTREAM_VERSION, PatchError
+from megatron_het.megatron_patches.found import Megatron, PatchError, find
+from megatron_het.megatron_patches.registry import UPSTREAM_VERSION
+from megatron_het.megatron_patches.releases import RELEASES, check
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -42,10 +43,12 @@ def test_the_scripts_own_megatron_is_taken_and_an_unknown_release_refused(tmp_pa
 
 def test_the_installed_release_is_known() -> None:
     megatron = find()
-    assert megatron.version == UPSTREAM_VERSION
+    assert megatron.version in {release.version for release in RELEASES}
+    assert RELEASES[0].version == UPSTREAM_VERSION
     check(megatron)
-    check(Megatron(Path("/x"), "0.19.0"))
-    for version in ("0.20.0", "0.18.3", "1.19.2"):
+    for version in ("0.19.0", "0.20.0"):
+        check(Megatron(Path("/x"), version))
+    for version in ("0.21.0", "0.18.3", "1.19.2"):
         with pytest.raises(PatchError, match=f"{version} in /x"):
             check(Megatron(Path("/x"), version))
 

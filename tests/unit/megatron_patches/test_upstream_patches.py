@@ -11,10 +11,13 @@ import torch
 
 from megatron_het import device as platform
 from megatron_het import megatron_patches as upstream
+from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
 from megatron_het.launch import start as hooks
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.megatron_patches.torch_adam import uses_torch_adam
+from megatron_het.megatron_patches import registry
+from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
+from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 
@@ -74,8 +77,31 @@ def test_installed_release_is_the_one_the_patches_name():
     # Not __version__, which ends in a commit where .venv lies inside a git checkout.
     from megatron.core.package_info import __shortversion__
 
-    assert __shortversion__ == upstream.UPSTREAM_VERSION
-    assert {patch.version for patch in upstream.all_patches().values()} == {__shortversion__}
+    assert __shortversion__ == installed_release().version
+    assert {patch.version for patch in upstream.all_patches().values()} == {upstream.UPSTREAM_VERSION}
+
+
+def test_every_release_names_only_what_is_watched_and_what_differs():
+    named = [p.sources for p in upstream.all_patches().values()] + [f.upstream_names for f in (*FEATURES, GPT, HYBRID)]
+    watched = {dotted: value for names in named for dotted, value in names.items()}
+    for release in RELEASES:
+        assert release.changed.keys() <= watched.keys()
+        assert all(watched[dotted] != value for dotted, value in release.changed.items())
+    assert not RELEASES[0].changed
+
+
+def test_sources_are_those_of_the_installed_release(monkeypatch):
+    dotted = "megatron.training.pretrain"
+    first = upstream.all_patches()["plan_pretrain"].sources[dotted]
+    other = Release("0.20", "0.20.0", "elsewhere", {dotted: "0" * 64})
+    monkeypatch.setattr(registry, "installed_release", lambda: other)
+    assert upstream.moved({dotted: first}) == {dotted: upstream.source_hash(dotted)}
+    monkeypatch.setattr(registry, "installed_release", lambda: RELEASES[0])
+    assert upstream.moved({dotted: "0" * 64}) == {dotted: upstream.source_hash(dotted)}
+
+
+def test_upstream_is_what_the_families_lean_on():
+    assert upstream.moved(HYBRID.upstream_names) == {}
 
 
 def test_few_patches():

@@ -17,7 +17,7 @@ from megatron_het.launch import start as hooks
 from megatron_het.launch.megatron_args import check_arguments
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.turns import check_batch_schedule, check_turns
+from megatron_het.plan.routing import check_batch_schedule, check_turns
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, save_plan, topology_hash
-from megatron_het.plan.shares import ALIGNMENT, cuts, has_shares, rank_shares, state_shares
+from megatron_het.plan.placement import ALIGNMENT, cuts, has_shares, rank_shares, state_shares
 from megatron_het.plan.validate import check_plan
 
 

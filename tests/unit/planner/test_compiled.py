@@ -9,8 +9,8 @@ import pytest
 
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators import generate
-from megatron_het.schedule.generators.fast_merge import fast_merge
 from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.generators.one_f_one_b import fast_merge
 from megatron_het.schedule.ir import Shape
 from tools.planner.costs.candidate import Group
 from tools.planner.errors import PlannerError

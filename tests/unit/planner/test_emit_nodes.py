@@ -10,8 +10,8 @@ from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, context_parallel
 from tools.planner.costs.build import seats
 from tools.planner.costs.candidate import Group
 from tools.planner.costs.candidate import Stage as Stage_
-from tools.planner.emit.command import node_kinds
 from tools.planner.emit.nodes import NodeKind, components, place, task_ranks
+from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import het_sbatch, plain_obstacle
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, uneven_plan
+from tests.unit.planner.pods import SHELLCHECK
 from tools.planner.__main__ import parser_of
-from tools.planner.emit.command import emit, node_kinds
+from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.nodes import NodeKind, place
+from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
@@ -33,9 +34,6 @@ ALL: dict[str, Any] = {
     "prologue": "umask 027\n",
     "cpus_per_task": 3,
 }
-
-
-SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (make venv brings it)")
@@ -124,7 +122,7 @@ def test_settings_that_are_refused(launch: dict[str, Any], tmp_path: Path) -> No
 
 def test_an_elastic_job_does_not_go_with_pyxis(tmp_path: Path) -> None:
     launch = LaunchOptions(run_dir=str(tmp_path), container=PYXIS)
-    with pytest.raises(PlannerError, match="controller runs in the batch script"):
+    with pytest.raises(PlannerError, match="controller runs in the batch"):
         emit(even_plan(), tmp_path, KINDS, {}, launch, elastic=ElasticOptions())
 
 

@@ -14,7 +14,8 @@ from benchmarks.bad_input_cases import INJECTIONS
 from benchmarks.bad_input_files import CLUSTER, PLAN
 from megatron_het.plan import Plan
 from tools.planner.emit.checks import extra_flags
-from tools.planner.emit.command import emit, node_kinds
+from tools.planner.emit.command import emit
+from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import cluster_from_document

@@ -8,9 +8,8 @@ import pytest
 
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.schedule.columns import Stream
 from megatron_het.schedule.cost import Costs, Memory
-from megatron_het.schedule.kinds import Kind
+from megatron_het.schedule.kinds import Kind, Stream
 from megatron_het.schedule.simulate import simulate
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan, seats

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_cases import with_catalog
-from megatron_het.plan import limits
-from megatron_het.plan.limits import most_chunks
+from megatron_het.plan import validate as limits
+from megatron_het.plan.validate import most_chunks
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage

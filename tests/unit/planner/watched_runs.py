@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_het.lowering.costs import costs_of
-from megatron_het.lowering.programs import program_of
+from megatron_het.lowering.programs import costs_of, program_of
 from megatron_het.plan import Plan
 from megatron_het.report.timeline import TIMED
-from megatron_het.schedule.durations import durations
+from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.watch.monitor import Monitor, Settings
 from megatron_het.watch.samples import Hello, Sample

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_het.launch.megatron_args import HetConfig
-from megatron_het.lowering.transports import Choice
+from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.report import run_report

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.report.timeline import Timeline, event
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import Timeline, TransferLog, event
 from megatron_het.schedule.kinds import Kind
 
 _CLOCK = itertools.count(1)

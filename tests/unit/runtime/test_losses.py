@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_het.distributed import PairGroups, PlanGroups
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.runtime.losses import Reports, of_whole_stage
+from megatron_het.runtime.data import Reports, of_whole_stage
 
 TWO_REPLICAS = (Replica((0,), (0, 1, 2)), Replica((1,), (3,)))
 SHARED = (Replica((0, 1), (0, 1, 2, 3), cp=2),)

@@ -14,8 +14,7 @@ from megatron_het.features.activation_offload.passes import add_activation_offlo
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Memory, Shape, dumps
 from megatron_het.schedule.view.cli import main
-from megatron_het.schedule.view.trace import chrome_trace, write_json
-from megatron_het.schedule.view.visualize import draw, text_picture
+from megatron_het.schedule.view.visualize import chrome_trace, draw, text_picture, write_json
 
 
 @pytest.fixture

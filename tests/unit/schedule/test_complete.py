@@ -15,8 +15,7 @@ from schedule_helpers import run
 
 from megatron_het.features.activation_offload.passes import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
-from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads, transports
 from megatron_het.schedule.generators import GENERATORS

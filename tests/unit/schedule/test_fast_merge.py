@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from megatron_het.schedule.generators.fast_merge import fast_merge
 from megatron_het.schedule.generators.listing import ORDERS, Speeds, in_order, merge, require_all
-from megatron_het.schedule.generators.one_f_one_b import _orders, in_flight_limits
+from megatron_het.schedule.generators.one_f_one_b import _orders, fast_merge, in_flight_limits
 from megatron_het.schedule.ir import Kind, Shape
 
 

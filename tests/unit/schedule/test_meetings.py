@@ -5,13 +5,11 @@ from collections import deque
 import pytest
 
 from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
-from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate
-from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.graph import Graph, meetings
 from megatron_het.schedule.ir import RECEIVES, SENDS
 from megatron_het.schedule.kinds import PARTS
-from megatron_het.schedule.meetings import meetings
 from megatron_het.schedule.passes import transfers
 from megatron_het.schedule.validate import validate
 

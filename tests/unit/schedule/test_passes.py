@@ -8,12 +8,11 @@ from schedule_helpers import full
 
 from megatron_het.features.activation_offload.passes import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
-from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.meetings import PARTS
+from megatron_het.schedule.graph import PARTS
 from megatron_het.schedule.validate import check, validate
 
 SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_het.features.window.sharded_passes import add_sharded_passes
+from megatron_het.features.window.passes import add_sharded_passes
 from megatron_het.schedule import Costs, Kind, Op, Program, Shape, generate, simulate
 from megatron_het.schedule.cost import Memory
 from megatron_het.schedule.validate import validate

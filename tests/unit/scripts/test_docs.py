@@ -59,7 +59,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_named_modules_and_files_exist(page: Path) -> None:
-    """Commands, and names in backquotes: a file may be named by the end of its path, ``plan/shares.py``."""
+    """Commands, and names in backquotes: a file may be named by the end of its path, ``plan/placement.py``."""
     text = prose(page)
     modules = {name.rstrip(".") for name in _MODULE.findall(text)}
     lost = [name for name in modules if not exists(name)]

@@ -14,8 +14,7 @@ from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
-from megatron_het.report.timeline import Timeline
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import Timeline, TransferLog
 from megatron_het.schedule.kinds import Kind
 from megatron_het.store import StoreError
 from megatron_het.watch.monitor import Settings

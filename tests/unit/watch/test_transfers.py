@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.slow_link import SlowLink
 from megatron_het.distributed import Link
-from megatron_het.report.transfers import TransferLog
+from megatron_het.report.timeline import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
 from megatron_het.watch.monitor import moved

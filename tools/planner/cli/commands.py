@@ -242,7 +242,7 @@ def refuse_unrunnable(made: Any, file: str) -> None:
 
 
 def _trace(result: Any, path: str) -> None:
-    from megatron_het.schedule.view.trace import chrome_trace
+    from megatron_het.schedule.view.visualize import chrome_trace
 
     from ..inputs.files import write_text
 

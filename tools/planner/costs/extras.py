@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
-from megatron_het.plan.rows import PARAMETER, vocabulary_shares
+from megatron_het.plan.parts import PARAMETER, vocabulary_shares
 
 from .candidate import Candidate, Group, chunk_layers
 from .estimates import Unit

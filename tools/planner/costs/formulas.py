@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_het.plan.limits import most_chunks
+from megatron_het.plan.validate import most_chunks
 
 from .candidate import Candidate
 from .egress import egress

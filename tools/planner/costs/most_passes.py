@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from megatron_het.plan.limits import most_chunks
+from megatron_het.plan.validate import most_chunks
 from megatron_het.safe_io import MAX_PASSES
 
 from ..inputs.cluster import Cluster

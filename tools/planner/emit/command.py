@@ -13,13 +13,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megatron_het.doctor.expectations import Expectations
 from megatron_het.features.documents.spec import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
+from megatron_het.store.job import token_of_file
 
 from ..costs.build import check_same_model
 from ..errors import PlannerError, from_plan_error
@@ -38,7 +39,7 @@ from .checks import (
     extra_flags,
     to_fill_in,
 )
-from .elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
+from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
 from .expect import expectations
 from .flags import (
@@ -51,8 +52,11 @@ from .flags import (
     plan_arguments,
     stock_arguments,
 )
-from .nodes import Node, NodeKind, place
-from .scripts import AtTimeLimit, Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+from .nodes import Node, NodeKind, components, place
+from .options import launch_options, node_kinds, pod_options, training_group
+from .pods import PodOptions
+from .pods import render as pod_texts
+from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ def emit(
     expected: Expectations | None = None,
     elastic: ElasticOptions | None = None,
     turns: Turns | None = None,
+    pods: PodOptions | None = None,
 ) -> Emitted:
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
@@ -93,6 +98,7 @@ def emit(
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
         elastic: Of an elastic job, which is written besides.
         turns: Of a training whose batch size changes.
+        pods: Of a launch without Slurm.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -103,29 +109,27 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
-    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
     if turns is not None:
         check_turns(plan, turns, nodes, kinds)
-    script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
-    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
-    texts = {"prologue.sh": launch.prologue} if launch.prologue else {}
-    texts |= {
-        "args.sh": args_sh(
-            plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns
-        ),
-        "train.sbatch": het_sbatch(nodes, kinds, launch),
-    }
-    if script is not None:
-        texts[SCRIPT] = script
-    result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
-    result.notes += alike
-    obstacle = plain_obstacle(nodes, kinds)
-    if obstacle:
-        result.notes.append(f"no train-plain.sbatch: {obstacle}")
+    args = args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns)
+    texts = {**({"prologue.sh": launch.prologue} if launch.prologue else {}), "args.sh": args}
+    result = Emitted()
+    if pods is None:
+        texts |= _slurm_texts(plan, nodes, kinds, launch, elastic, result)
     else:
-        texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
-    for i in range(len(nodes)):
-        texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[nodes[i].kind].python)
+        # The nodes of a kind are numbered in a row.
+        parts = components(nodes, kinds)
+        nodes = [node for part in parts for node in part.nodes]
+        of_pods = launch
+        if elastic is not None:
+            check_elastic(plan, nodes, kinds, launch, elastic)
+            of_pods = replace(launch, environment=elastic_environment(plan, launch, elastic))
+        texts |= pod_texts(parts, kinds, of_pods, pods, elastic)
+    result.nodes = nodes
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
+    if pods is None or elastic is None:
+        for i, node in enumerate(nodes):
+            texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[node.kind].python)
     reasons = extension_reasons(plan, turns)
     if reasons:
         result.notes.append("stock Megatron cannot run this plan: " + "; ".join(reasons))
@@ -137,7 +141,33 @@ def emit(
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
     plans = {"plan.json": plan} | (elastic.named if elastic else {}) | (turns.named if turns else {})
     result.files = _write(out, plans, texts)
+    if pods is not None:
+        token_of_file(out / "token", create=True)  # pods share no home folder, where it would be else
     return result
+
+
+def _slurm_texts(
+    plan: Plan,
+    nodes: Sequence[Node],
+    kinds: Mapping[str, NodeKind],
+    launch: LaunchOptions,
+    elastic: ElasticOptions | None,
+    result: Emitted,
+) -> dict[str, str]:
+    """Returns the batch scripts by name, and says in ``result`` what the reader should know of them."""
+    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
+    texts = {}
+    if elastic is not None:
+        texts[SCRIPT] = checked_sbatch(plan, nodes, kinds, launch, elastic)
+        result.notes += elastic_notes(nodes, kinds)
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
+    texts["train.sbatch"] = het_sbatch(nodes, kinds, launch)
+    result.notes += alike
+    if obstacle := plain_obstacle(nodes, kinds):
+        result.notes.append(f"no train-plain.sbatch: {obstacle}")
+    else:
+        texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
+    return texts
 
 
 def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> dict[str, Path]:
@@ -150,157 +180,6 @@ def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> di
     for name, text in texts.items():
         write_text(out / name, text, executable=name != "args.sh" and name.endswith((".sh", ".sbatch")))
     return {name: out / name for name in (*plans, *texts)}
-
-
-def training_group(options: argparse.Namespace) -> list[str]:
-    """Flags of the optimization that the command line offers."""
-    return [
-        *(["--train-samples", str(options.train_samples)] if options.train_samples else []),
-        *([] if options.train_samples else ["--train-iters", str(options.train_iters)]),
-        "--lr",
-        options.lr,
-        "--min-lr",
-        f"{float(options.lr) / 10:g}",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-warmup-fraction",
-        "0.01",
-        "--weight-decay",
-        "0.1",
-        "--adam-beta2",
-        "0.95",
-        "--clip-grad",
-        "1.0",
-        "--log-interval",
-        "10",
-        "--eval-interval",
-        "1000",
-        "--eval-iters",
-        "10",
-        "--distributed-timeout-minutes",
-        "10",
-    ]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options (``--cluster``, ``--model`` and ``--json`` belong to the command line)."""
-    parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument(
-        "--out", type=Path, default=Path("run"), help="folder to write into, made if missing (default %(default)s)"
-    )
-    parser.add_argument(
-        "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
-    )
-    parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
-    parser.add_argument(
-        "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
-    )
-    parser.add_argument(
-        "--step-batch-size-schedule",
-        default="",
-        metavar="TEXT",
-        help="Megatron's schedule of global batch sizes, like '0:256 50B:512'; with --train-samples, and a plan for "
-        "each other size in --plans",
-    )
-    parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
-    parser.add_argument(
-        "--save-interval",
-        type=int,
-        default=500,
-        metavar="N",
-        help="iterations between checkpoints (default %(default)s)",
-    )
-    parser.add_argument(
-        "--time-limit", default="24:00:00", metavar="TIME", help="Slurm's time limit (default %(default)s)"
-    )
-    parser.add_argument(
-        "--job-name", default="megatron-het", metavar="NAME", help="Slurm's job name (default %(default)s)"
-    )
-    parser.add_argument("--python", default="python", help="interpreter on the nodes (default %(default)s)")
-    parser.add_argument(
-        "--cpus-per-task",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cores of a rank (default %(default)s: a node's ranks share its cores)",
-    )
-    add_site_arguments(parser)
-    parser.add_argument(
-        "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
-    )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="write elastic.sbatch too: the job goes on under another plan when a node goes down, and after it was "
-        "queued again; see docs/elastic.md",
-    )
-    parser.add_argument(
-        "--plans",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched. "
-        "With --step-batch-size-schedule: the plans of the other sizes",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="profile.json that the plan was made from: --doctor compares devices with it, and replan corrects it",
-    )
-    parser.add_argument(
-        "--extra",
-        default="",
-        metavar="FLAGS",
-        help="further Megatron flags in one string: data, tokenizer, logging, ...",
-    )
-
-
-def add_site_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what an administrator asks of a job."""
-    for key, text in (
-        ("qos", "quality of service"),
-        ("reservation", "reservation"),
-        ("licenses", "licences, like name:4"),
-        ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
-    ):
-        parser.add_argument(f"--{key}", default="", help=f"Slurm's {text}; where the cluster file does not say it")
-    parser.add_argument(
-        "--exclusive",
-        action=argparse.BooleanOptionalAction,
-        help="nodes for this job alone (default: where all GPUs of a node are used and its cores are not known)",
-    )
-    parser.add_argument(
-        "--notice-s",
-        type=int,
-        default=120,
-        metavar="S",
-        help="seconds before --time-limit at which a Slurm job saves and stops (default %(default)s)",
-    )
-    parser.add_argument(
-        "--at-time-limit",
-        choices=get_args(AtTimeLimit),
-        default="requeue",
-        help="what it does then: be queued again (default), submit another job that goes on, or end",
-    )
-    parser.add_argument("--modules", nargs="+", default=[], metavar="NAME", help="environment modules to load first")
-    parser.add_argument(
-        "--prologue", type=Path, metavar="FILE", help="bash that the scripts run first; a copy is written beside them"
-    )
-    parser.add_argument("--container", default="", metavar="IMAGE", help="image in which the ranks of a Slurm job run")
-    parser.add_argument(
-        "--container-runtime",
-        choices=("pyxis", "apptainer"),
-        default="pyxis",
-        help="who starts it: pyxis (Slurm's plugin for enroot; default) or apptainer",
-    )
-    parser.add_argument(
-        "--container-mounts",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]",
-    )
 
 
 def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
@@ -341,7 +220,17 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     kinds = node_kinds(cluster, options)
-    written = emit(plan, options.out, kinds, groups, launch, expected=expected, elastic=elastic, turns=turns)
+    written = emit(
+        plan,
+        options.out,
+        kinds,
+        groups,
+        launch,
+        expected=expected,
+        elastic=elastic,
+        turns=turns,
+        pods=pod_options(options, cluster, kinds),
+    )
     if model.flags.get("rope-scaling-factor", 8) != 8:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
@@ -349,50 +238,6 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     written.notes += [*device_notes, *notes]
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
-
-
-def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
-    """Returns the settings of the scripts.
-
-    Raises:
-        PlannerError: Options of a container without one.
-    """
-    iterations = options.train_iters
-    if options.train_samples is not None:
-        iterations = options.train_samples // plan.training.global_batch_size
-    container = None
-    if options.container:
-        container = Container(options.container, options.container_runtime, tuple(options.container_mounts))
-    elif options.container_mounts:
-        raise PlannerError("emit", "--container-mounts", options.container_mounts[0], "needs --container")
-    return LaunchOptions(
-        run_dir=options.run_dir or str(options.out.resolve()),
-        job_name=options.job_name,
-        time_limit=options.time_limit,
-        python=options.python,
-        save_interval=options.save_interval,
-        cpus_per_task=options.cpus_per_task,
-        doctor=options.doctor,
-        # How many they are when batches grow is Megatron's to say.
-        iterations=0 if options.step_batch_size_schedule else iterations,
-        notice_s=options.notice_s,
-        at_time_limit=options.at_time_limit,
-        modules=tuple(options.modules),
-        prologue=read_prologue(options.prologue),
-        container=container,
-    )
-
-
-def read_prologue(file: Path | None) -> str:
-    """Returns the text of ``--prologue``.
-
-    Raises:
-        PlannerError: It cannot be read.
-    """
-    try:
-        return file.read_text(encoding="utf-8") if file else ""
-    except (OSError, UnicodeError) as error:
-        raise PlannerError("emit", "--prologue", str(file), f"cannot be read: {error}") from None
 
 
 LOCAL_LAYERS = (
@@ -491,41 +336,3 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
         flags=model.flags,
     )
-
-
-def node_kinds(cluster: Any, options: argparse.Namespace | None = None) -> dict[str, NodeKind]:
-    """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough.
-
-    Args:
-        cluster: A ``tools.planner.inputs.cluster.Cluster``.
-        options: Of the command line, which count where the file says nothing.
-    """
-
-    def asked(slurm: Any, key: str) -> str:
-        return getattr(slurm, key) or getattr(options, key, "")
-
-    gpus = [group.gpu for group in cluster.nodes]
-    kinds: dict[str, NodeKind] = {}
-    for i, group in enumerate(cluster.nodes):
-        slurm = group.slurm
-        name = group.gpu if gpus.count(group.gpu) == 1 else f"{group.gpu} nodes[{i}]"
-        kinds[name] = NodeKind(
-            devices=group.gpus_per_node,
-            count=group.count,
-            hosts=tuple(group.hosts),
-            partition=slurm.partition or "",
-            constraint=slurm.constraint or "",
-            account=slurm.account or "",
-            gres=slurm.gres if slurm.gres is not None else "gpu",
-            gpu=group.gpu,
-            quota=group.quota,
-            zone=group.zone,
-            python=group.python or "",
-            qos=asked(slurm, "qos"),
-            reservation=asked(slurm, "reservation"),
-            licenses=asked(slurm, "licenses"),
-            mem=asked(slurm, "mem"),
-            exclusive=slurm.exclusive if slurm.exclusive is not None else getattr(options, "exclusive", None),
-            cpus=slurm.cpus or 0,
-        )
-    return kinds

@@ -89,15 +89,19 @@ def checked_sbatch(
     Raises:
         PlannerError: What cannot be.
     """
-    _check(plan, nodes, kinds, launch, elastic)
-    environment = {**_rank_environment(plan, elastic), **(launch.environment or {})}
-    return _sbatch(nodes, kinds, replace(launch, environment=environment), elastic)
+    if launch.container and launch.container.runtime != "apptainer":
+        problem = (
+            f"{launch.container.runtime} starts containers for steps only; the controller runs in the batch script"
+        )
+        raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
+    check_elastic(plan, nodes, kinds, launch, elastic)
+    return _sbatch(nodes, kinds, replace(launch, environment=elastic_environment(plan, launch, elastic)), elastic)
 
 
-def _check(
+def check_elastic(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
-    """The plans belong to one training, and the job's nodes can run each of them.
+    """Check that the plans belong to one training, and that the job's nodes can run each of them.
 
     Raises:
         PlannerError: What cannot be.
@@ -110,11 +114,6 @@ def _check(
             "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes",
             "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
         )
-    if launch.container and launch.container.runtime != "apptainer":
-        problem = (
-            f"{launch.container.runtime} starts containers for steps only, and the controller runs in the batch script"
-        )
-        raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
     pool = [
         Process(i * 4096 + slot, f"node {i}", kinds[node.kind].gpu or node.kind)
         for i, node in enumerate(nodes)
@@ -232,7 +231,7 @@ def _sbatch(
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
     text += f"export NODES={len(nodes)}\n"
-    text += _START + NEWEST + AWAIT + _how(elastic) + in_container(_CONTROL, options)
+    text += _START + NEWEST + AWAIT + how(elastic) + in_container(_CONTROL, options)
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
     return text + _END + go_on(options, SCRIPT) + 'fi\nexit "$rc"\n'
 
@@ -284,7 +283,7 @@ def _het_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> st
     return text + '        scancel --state=PENDING "${!job}" || true\n    done\n}\ntrap forget EXIT\n'
 
 
-def _how(elastic: ElasticOptions) -> str:
+def how(elastic: ElasticOptions) -> str:
     """Bash: where the controller's plans come from."""
     words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
     for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
@@ -292,10 +291,11 @@ def _how(elastic: ElasticOptions) -> str:
     return f"HOW=({' '.join(words)})\n"
 
 
-def _rank_environment(plan: Plan, elastic: ElasticOptions) -> dict[str, str]:
+def elastic_environment(plan: Plan, launch: LaunchOptions, elastic: ElasticOptions) -> dict[str, str]:
     """Variables of every rank: what one of the plans needs, and what a plan that is searched may need."""
     found: dict[str, str] = {}
     for one in (plan, *(other for _, other in elastic.more)):
         found |= environment_of(one)
     # It is read once, when CUDA starts; a later plan with TP would be refused without it.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **found} if elastic.inputs else found
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **found} if elastic.inputs else found
+    return {**found, **(launch.environment or {})}

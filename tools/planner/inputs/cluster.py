@@ -72,6 +72,25 @@ class SlurmSettings(BaseModel):
         return value
 
 
+class KubernetesSettings(BaseModel):
+    """Holds where Kubernetes finds nodes of this kind: their labels, and what it calls their GPUs."""
+
+    model_config = _STRICT
+
+    node_selector: dict[str, str] = {}
+    resource: str = Field(default="nvidia.com/gpu", min_length=1, max_length=200)
+
+
+class SkypilotSettings(BaseModel):
+    """Holds where SkyPilot finds nodes of this kind: its name of the GPU, cloud and region, spot machines."""
+
+    model_config = _STRICT
+
+    accelerators: str = ""
+    infra: str = ""
+    use_spot: bool = False
+
+
 MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
 
 
@@ -120,6 +139,8 @@ class NodeGroup(BaseModel):
     hosts: tuple[str, ...] = ()
     python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")
     slurm: SlurmSettings = SlurmSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    skypilot: SkypilotSettings = SkypilotSettings()
 
     @field_validator("gpu", "zone", "region")
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_het.plan.limits import LARGEST
+from megatron_het.plan.validate import LARGEST
 
 from ..command import command
 from ..errors import PlannerError, validated

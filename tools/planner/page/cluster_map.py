@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_het.plan import Plan
-from megatron_het.schedule.columns import Effect
-from megatron_het.schedule.durations import layer_share, message_bytes
+from megatron_het.schedule.cost import layer_share, message_bytes
 from megatron_het.schedule.ir import RECEIVES
+from megatron_het.schedule.kinds import Effect
 from megatron_het.schedule.result import Result
 
 from ..costs.candidate import Candidate, Group

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Role, Stream, Work, complete
-from megatron_het.schedule.durations import layer_share, message_bytes
+from megatron_het.schedule.cost import layer_share, message_bytes
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Op
+from megatron_het.schedule.kinds import Role, Stream, Work, complete
 from megatron_het.schedule.result import Result
 
 from .data import Lane, TimelineData

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
 from megatron_het.plan import Plan
-from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import Direction
 
 from ..inputs.catalog import Gpu
 from ..inputs.cluster import Cluster, NodeGroup, ZoneLink

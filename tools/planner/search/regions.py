@@ -19,7 +19,7 @@ class Merged:
 
 def _key(node: NodeGroup) -> tuple[object, ...]:
     """Returns what has to be equal; only the zone may differ."""
-    skipped = {"count", "max_gpus", "zone", "region", "hosts", "slurm"}
+    skipped = {"count", "max_gpus", "zone", "region", "hosts", "slurm", "kubernetes", "skypilot"}
     return (node.where, *(getattr(node, name) for name in NodeGroup.model_fields if name not in skipped))
 
 

@@ -12,7 +12,7 @@ from math import inf
 from struct import Struct
 from typing import NamedTuple
 
-from megatron_het.plan.limits import most_chunks
+from megatron_het.plan.validate import most_chunks
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator, Unit, allocate

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_het.features import features_of
 from megatron_het.lowering import programs
-from megatron_het.lowering.costs import planned_costs
-from megatron_het.lowering.programs import schedule_shape
+from megatron_het.lowering.programs import planned_costs, schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Parts

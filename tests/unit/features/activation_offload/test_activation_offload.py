@@ -7,7 +7,7 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
-from megatron_het.features.activation_offload.offload import ActivationOffload
+from megatron_het.features.activation_offload.runtime import ActivationOffload
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.schedule.ir import Kind
 

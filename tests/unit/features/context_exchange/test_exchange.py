@@ -21,10 +21,9 @@ from megatron_het.attention.layer_exchange import NO_EXCHANGE
 from megatron_het.attention.places import UNLIMITED, SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
-from megatron_het.features.context_exchange.exchange import ContextExchange
+from megatron_het.features.context_exchange.exchange import ContextExchange, ExchangeError
 from megatron_het.features.context_exchange.limits import Limits, first_layers
-from megatron_het.features.context_exchange.slot import ExchangeError
-from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.slices.sequences import most_held, passes_of
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower

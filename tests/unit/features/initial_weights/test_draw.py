@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_het.features.initial_weights.draw import BLOCK_ROWS, fill
-from megatron_het.lowering.shards import Segment, segments
+from megatron_het.features.initial_weights.runtime import BLOCK_ROWS, fill
+from megatron_het.lowering.ranks import Segment, segments
 
 ROWS, COLUMNS = 2 * BLOCK_ROWS + 40, 24
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.documents.runtime import DocumentsFeature, of_microbatches
-from megatron_het.features.documents.starts import DocumentStarts, starts_of
+from megatron_het.features.documents.runtime import DocumentsFeature, DocumentStarts, of_microbatches, starts_of
 from megatron_het.features.slices.sequences import SlicedSequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_het.features.vocab_parallel.embedding import token_edges
-from megatron_het.features.vocab_parallel.layers import VocabularyShard
-from megatron_het.features.vocab_parallel.messages import Team, edges, sides_of
+from megatron_het.features.vocab_parallel.layers import Team, VocabularyShard, edges, sides_of
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
-from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind
 
 MODEL = ModelShape(3, 64, 8, 4, 32)

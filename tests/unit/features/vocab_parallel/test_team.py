@@ -17,7 +17,7 @@ from megatron_het.features.vocab_parallel import output_layer as team  # noqa: E
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape  # noqa: E402
 from megatron_het.report.timeline import Timeline  # noqa: E402
-from megatron_het.runtime.batches import Batches  # noqa: E402
+from megatron_het.runtime.data import Batches  # noqa: E402
 from megatron_het.runtime.feature import Call, Iteration  # noqa: E402
 from megatron_het.schedule.ir import Kind  # noqa: E402
 

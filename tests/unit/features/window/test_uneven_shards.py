@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron_het import device as platform
-from megatron_het.features.window.shards import set_shares
-from megatron_het.features.window.uneven_shards import divided
-from megatron_het.plan.shares import ALIGNMENT
+from megatron_het.features.window.shards import divided, set_shares
+from megatron_het.plan.placement import ALIGNMENT
 
 platform.activate()
 

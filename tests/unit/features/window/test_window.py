@@ -331,7 +331,7 @@ def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
 
 def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
     """The result is that of one pass over everything, in upstream's order."""
-    from megatron_het.features.window.closed_chunks import chunk_by_chunk
+    from megatron_het.features.window.chunk import chunk_by_chunk
     from megatron_het.features.window.memory import WindowUse
 
     class Upstream:
@@ -382,7 +382,7 @@ def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
 
 
 def test_copies_in_two_ministages_of_a_rank_get_one_sum() -> None:
-    from megatron_het.features.window.classes import StageSums
+    from megatron_het.features.window.state import StageSums
 
     class Doubled:
         """Another stage has as much again."""

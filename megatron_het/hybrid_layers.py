@@ -1,4 +1,4 @@
-"""Layers of hybrid models without Transformer Engine: ``--spec megatron_het.families.hybrid_layers local_stack_spec``.
+"""Layers of hybrid models without Transformer Engine: ``--spec megatron_het.hybrid_layers local_stack_spec``.
 
 Megatron's own are of Transformer Engine.  These are the parts of Megatron's local GPT layers, one at a time.  Plans ask
 for them by themselves; the flag is for stock Megatron.
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_het.latent_attention import LatentAttention, LatentCoreAttention
+from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
 
 _LOCAL = LocalSpecProvider()
 
@@ -66,6 +67,9 @@ class LocalHybridStack(HybridStack):
     def __init__(
         self, config: Any, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True, **keywords: Any
     ) -> None:
+        missing = sorted(set(keywords.get("layer_type_list") or ()) & set(WHOLE_SEQUENCES))
+        if missing:
+            raise ValueError(f"{missing[0]} ({KINDS[missing[0]]}): there are no such layers without Transformer Engine")
         super().__init__(config, submodules, post_layer_norm=False, **keywords)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:

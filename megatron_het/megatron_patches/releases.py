@@ -1,0 +1,139 @@
+"""The releases of megatron-core that patches and features were read against.
+
+Hashes beside patches and features are those of the first release.  A name that another release has changed is listed
+here with its hash there, once the change has been read: ``python -m megatron_het.megatron_patches --against CHECKOUT``
+shows changes, and docs/megatron_releases.md says what to do with each.  Where a patch has to do different things for
+different releases, it asks :func:`release_of`; nothing outside of this package does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_het.megatron_patches.found import Megatron, PatchError, find
+
+_CORE, _TRAINING = "megatron.core", "megatron.training"
+_ROPE, _LINEAR = f"{_CORE}.models.common.embeddings.rope_utils", f"{_CORE}.tensor_parallel.layers"
+_SCHEDULES, _MTP = f"{_CORE}.pipeline_parallel.schedules", f"{_CORE}.transformer.multi_token_prediction"
+_HYBRID, _MODELS = f"{_CORE}.models.hybrid", f"{_TRAINING}.models"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One release.
+
+    Attributes:
+        name: Its first two numbers.
+        version: The newest version of it that was read.
+        origin: Where it comes from.
+        changed: Hashes of names whose source differs from that of the first release.
+    """
+
+    name: str
+    version: str
+    origin: str
+    changed: Mapping[str, str] = field(default_factory=dict)
+
+
+RELEASES = (
+    Release("0.19", "0.19.2", "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2"),
+    Release(
+        "0.20",
+        "0.20.0",
+        "a checkout of the main branch, commit d98e8a64dd (August 2026)",
+        {
+            f"{_CORE}.distributed.param_and_grad_buffer.group_params_for_buffers": (
+                "99190f6269e2fe49116f9ab21dc8a86cf57c90558698921aae30c45b62ef9820"
+            ),
+            f"{_ROPE}._apply_rotary_pos_emb_bshd": ("366e3353e0f83f7afb562c1c1723a0a62973798ce5e8bfdbd00aa0b63c0493ed"),
+            f"{_ROPE}.apply_rotary_pos_emb": ("4379fd9789709b6799e4594a62c9986bb5371ef52f1b5f8dccce66deb7774634"),
+            f"{_HYBRID}.hybrid_block.HybridStack.__init__": (
+                "9b479848591eec077d017f94c34f34355a266f62d1a995e3a3e666dab820a5ad"
+            ),
+            f"{_HYBRID}.hybrid_model.HybridModel.forward": (
+                "a93ca14d12d078d6c05448fea37b4e7020537924ea5bf381b980b36579d24ff8"
+            ),
+            f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable": (
+                "7cdfe48e0461fc9b5d3b70c8892a59834cf3f7ede29be4e8deb361039f139708"
+            ),
+            f"{_CORE}.packed_seq_params.PackedSeqParams": (
+                "4f00fefbcd01173486ac6bd2b5648be89a235825a08f93426b7afad3a65d963d"
+            ),
+            f"{_SCHEDULES}.backward_step": ("3fca651af10a63a900336c94241955ad7698287914bc03efb16ce2f499fc1d6e"),
+            f"{_SCHEDULES}.forward_step": ("550eac9a6281ca28810347932eb34dea4e2529e54f00a569806a7df3bebb7862"),
+            f"{_LINEAR}.ColumnParallelLinear.forward": (
+                "d6c53e55893a34676462d06b1246d9e67f20122ef0c28eb2795a36cb2dc1a4bb"
+            ),
+            f"{_LINEAR}.LinearWithGradAccumulationAndAsyncCommunication": (
+                "2b1f0fb448ddd09c49e0acac39d7d3c70c181827053246e9119b9c96cc5eb878"
+            ),
+            f"{_CORE}.transformer.attention.Attention.forward": (
+                "1eb554e40cf2975e2baf0d4f1184fd44032d1a3830b494815d94a7c3fb2512b6"
+            ),
+            f"{_MTP}.MultiTokenPredictionBlock.forward": (
+                "ab3797da5716344286d14f42752ff588d3cb5402dcc6b6d315e5f49fdc9fc64f"
+            ),
+            f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": (
+                "1da1c14737505a9b5d0d8511084e6ce7355554f821d3f3532441bbc561524038"
+            ),
+            f"{_MTP}._roll_tensor_packed_seq": ("8191d2b59792438bb041a13ca58a6c4227cd25ecac36336c5c08309b28b1df4f"),
+            f"{_MTP}.roll_tensor": ("2fad2eb0487765ba9f4427fdd53bb6f1cdeb9468b49f1f145694b6a6e06d9cdd"),
+            f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__": (
+                "6c22ec472be77204d757fdbf347b91f83e6dc9519c584c231f7504911e20ac78"
+            ),
+            f"{_TRAINING}.arguments.validate_args": (
+                "2129f0e1f9f9ebe1652968b5888a047a33f565211b75add7689eb6a165aae806"
+            ),
+            f"{_TRAINING}.checkpointing.generate_state_dict": (
+                "02b0435bb737fa4907204d41b894ef6ef34e5930a99644640a50a783373df53b"
+            ),
+            f"{_MODELS}.dist_utils.prepare_existing_model_chunks_for_distributed_training": (
+                "3fa558b97b9a132d30219351f7ddefdc9444cbda96fc17de95086b46cdf6172a"
+            ),
+            f"{_MODELS}.gpt.GPTModelBuilder.build_distributed_models": (
+                "3a580fe68c8925a83e9e2808169239e27c53d14c54fc8f75127e29122cf0d185"
+            ),
+            f"{_MODELS}.hybrid.HybridModelBuilder.build_distributed_models": (
+                "e5684a85091be165d53206d54910815feef858bf250904f109f0917691a31112"
+            ),
+            f"{_TRAINING}.pretrain": ("c3d588bae60e8ed768cec12ecd47d8804e79276699c0b667096c413a27a504e7"),
+            f"{_TRAINING}.training.initialize_megatron": (
+                "c43d40e0025961021e1547d40e304cc45317aa3d18d30bfd17ea18f01ad32bd8"
+            ),
+            f"{_TRAINING}.training.load_checkpoint": (
+                "967da2509ebb29d1627be4f1d5258997db267e6cc8fa7bbabae9dd487b0af134"
+            ),
+            f"{_TRAINING}.training.training_log": ("023790356a3fbad696cf1ea67870d311155dd89b7187ec73e914e31fd4414cef"),
+        },
+    ),
+)
+
+
+def release_of(megatron: Megatron) -> Release | None:
+    """The release that a Megatron is of; None where it was not read."""
+    name = megatron.version.rsplit(".", 1)[0]
+    return next((release for release in RELEASES if release.name == name), None)
+
+
+def check(megatron: Megatron) -> None:
+    """Refuse a release that the patches were not written for.
+
+    Patches compare the source that they replace as well; this says so before anything is imported.
+
+    Raises:
+        PatchError: A release that is not among :data:`RELEASES`.
+    """
+    if release_of(megatron) is None:
+        known = " and ".join(release.name for release in RELEASES)
+        raise PatchError(
+            f"{megatron}: this release of megatron_het knows megatron-core {known}. "
+            f"Use {', or '.join(release.origin for release in RELEASES)}"
+        )
+
+
+@functools.cache
+def installed_release() -> Release:
+    """The release that ``import megatron.core`` takes; the first one where it was not read."""
+    return release_of(find()) or RELEASES[0]

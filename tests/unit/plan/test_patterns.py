@@ -1,0 +1,196 @@
+"""Hybrid models in plans and flags: layers by symbol, cut anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_het.families import GPT, HYBRID, family_of
+from megatron_het.families.hybrid import LOCAL_SPEC
+from megatron_het.features.context_exchange.runtime import windows_of
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.slices.spec import cutting_of, keys_per_token
+from megatron_het.launch.megatron_args import apply_after_validation, apply_plan, check_arguments
+from megatron_het.lowering.programs import schedule_shape
+from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
+from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.patterns import later_layers, layers_of, problem_of, with_chunks, without_chunks
+from megatron_het.plan.validate import check_plan
+from tests.unit.plan.megatron_flags import flags
+from tests.unit.plan.test_refusals import Arguments, arguments
+
+_BASE = "--num-attention-heads 8 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+
+
+def plan(pattern: str, schedule: str = "1f1b", more: str = "", ranks: int = 2, **parameters: Any) -> Plan:
+    words = [*flags(f"{_BASE} {more}"), "--hybrid-layer-pattern", pattern]
+    made, _ = plan_from_flags(words, ranks, ScheduleSpec(schedule, parameters))
+    check_plan(made)
+    return made
+
+
+def given(pattern: str, **changed: Any) -> Arguments:
+    named = {
+        "num_layers": None,
+        "hybrid_layer_pattern": pattern,
+        "transformer_impl": "local",
+        "untie_embeddings_and_output_weights": True,
+        "make_vocab_size_divisible_by": 32,
+        "kv_channels": 8,
+        "ffn_hidden_size": 256,
+    }
+    return arguments(**{**named, **changed})
+
+
+def test_patterns_are_read() -> None:
+    assert layers_of("*-|E*/*-/*-") == "*-E*" and later_layers("*-|E*/*-/*-") == ("*-", "*-")
+    assert without_chunks("*-|E*/*-") == "*-E*/*-"
+    assert with_chunks("*-E*/*-", [1, 0, 3]) == "*||-E*/*-"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("*-x", "'x' is no kind of layer; known are M Mamba"),
+        ("", "no layers"),
+        ("/*-", "no layers before"),
+        ("*-/*-/*", "made of the same layers"),
+        ("*-/", "needs a layer"),
+        ("*-+-", "either attention \\* or latent"),
+    ],
+)
+def test_bad_patterns_are_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        plan(pattern)
+    assert problem_of(pattern)
+    with pytest.raises(PlanError, match="--hybrid-layer-pattern.*" + reason):
+        check_arguments(plan("*-*-"), given(pattern), 2)
+
+
+def test_flags_give_even_stages_or_those_of_the_pattern() -> None:
+    even = plan("*-*-/*-")
+    assert even.model.pattern == "*-*-/*-" and (even.model.num_layers, even.model.mtp_num_layers) == (4, 1)
+    assert [stage.layers for stage in even.stages] == [(2,), (2,)]
+    assert [stage.layers for stage in plan("*|-*-").stages] == [(1,), (3,)]
+    assert [stage.layers for stage in plan("*|-*|-*|--", "interleaved").stages] == [(1, 2), (2, 2)]
+    # In a V the path comes back: the third part of the pattern is of the second stage.
+    assert [stage.layers for stage in plan("*|-*|-*-|--", "zb-v").stages] == [(1, 2), (2, 3)]
+    with pytest.raises(PlanError, match="its 3 chunks do not divide over 2 stages"):
+        plan("*|-|*-")
+
+
+def test_attention_is_counted_in_the_order_of_the_path() -> None:
+    found = plan("*|--|*-*|-", "zb-v")
+    assert found.attention_layers == ((1, 0), (0, 2))
+    assert schedule_shape(found).attention_layers == ((1, 0), (0, 2))
+    assert schedule_shape(plan("*-*-")).attention == ((1,), (1,))
+    dense, _ = plan_from_flags([*flags(f"--num-layers 4 {_BASE}")], 2, ScheduleSpec("1f1b"))
+    assert dense.attention_layers == ((2,), (2,)) and schedule_shape(dense).attention == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"pattern": "*-*"}, "has 3 layers where model.num_layers is 4"),
+        ({"pattern": "*-*-/*-"}, "has 1 layers where model.mtp_num_layers is 0"),
+        ({"pattern": "*-|*-"}, r"chunks are in stages\[\*\].layers"),
+        ({"pattern": "*-?-"}, "no kind of layer"),
+    ],
+)
+def test_a_plan_is_one_model(changed: dict[str, Any], reason: str) -> None:
+    made = plan("*-*-")
+    with pytest.raises(PlanError, match=r"model.pattern.*" + reason):
+        check_plan(replace(made, model=replace(made.model, **changed)))
+
+
+def test_the_plans_json_has_a_pattern_only_where_there_is_one() -> None:
+    made = plan("*-*-")
+    assert made.to_json()["model"]["pattern"] == "*-*-" and Plan.from_json(made.to_json()) == made
+    dense, _ = plan_from_flags([*flags(f"--num-layers 4 {_BASE}")], 2, ScheduleSpec("1f1b"))
+    assert "pattern" not in dense.to_json()["model"]
+
+
+def test_another_model_than_the_plans_is_refused() -> None:
+    check_arguments(plan("*-*-"), given("*-*-"), 2)
+    check_arguments(plan("*-*-"), given("*-|*-"), 2)  # the plan's own boundaries
+    with pytest.raises(PlanError, match=r"chunks begin at other layers than in the plan, which has \*-\|\*-"):
+        check_arguments(plan("*-*-"), given("*|-*-"), 2)
+    with pytest.raises(PlanError, match="model.pattern.*for another model; the arguments say '\\*--\\*'"):
+        check_arguments(plan("*-*-"), given("*--*"), 2)
+    with pytest.raises(PlanError, match="model.pattern.*the arguments say ''"):
+        check_arguments(plan("*-*-"), given("", hybrid_layer_pattern=None, num_layers=4), 2)
+    with pytest.raises(PlanError, match="--hybrid-override-pattern.*old name"):
+        check_arguments(plan("*-*-"), given("*-*-", hybrid_override_pattern="*-*-"), 2)
+
+
+def test_what_megatron_would_derive_is_derived_before_the_checks() -> None:
+    args = given("+-+-/+-")
+    check_arguments(plan("+-+-/+-"), args, 2)
+    assert (args.num_layers, args.mtp_num_layers, args.multi_latent_attention) == (4, 1, True)
+
+
+def test_the_layout_is_written_into_the_pattern() -> None:
+    made = plan("*|-*-/*-")
+    args = given("*|-*-/*-")
+    check_arguments(made, args, 2)
+    apply_plan(made, Placement(made), args, 0)
+    assert args.hybrid_layer_pattern == "*|-*-/*-" and args.spec == list(LOCAL_SPEC)
+    assert args.pipeline_model_parallel_layout is None
+    alone = replace(
+        made, stages=(replace(made.stages[0], layers=(1, 3)),), schedule=ScheduleSpec("ministage"), model=made.model
+    )
+    args = given("*-*-/*-", pipeline_model_parallel_size=1)
+    check_arguments(alone, args, 1)
+    apply_plan(alone, Placement(alone), args, 0)
+    assert args.hybrid_layer_pattern == "*-*-/*-"  # Megatron's validation refuses chunks of one stage
+    apply_after_validation(alone, args)
+    assert args.hybrid_layer_pattern == "*|-*-/*-" and args.virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("symbol", ["M", "G", "D"])
+def test_layers_that_need_whole_sequences(symbol: str) -> None:
+    pattern = f"{symbol}-+-" if symbol == "D" else f"{symbol}-*-"
+    check_plan_alone(plan(pattern))
+    check_arguments(plan(pattern), given(pattern, transformer_impl="transformer_engine"), 2)
+    with pytest.raises(PlanError, match=f"layers {symbol} .*need whole sequences"):
+        check_plan_alone(plan(pattern, "slimpipe", slices=4))
+    with pytest.raises(PlanError, match=f"layers {symbol} .*need whole sequences"):
+        check_plan_alone(plan(pattern, more="--context-parallel-size 2", ranks=4))
+    with pytest.raises(PlanError, match=f"layers {symbol} .*of Transformer Engine only"):
+        check_arguments(plan(pattern), given(pattern), 2)
+    made = plan(pattern, ranks=8)
+    replicas = made.stages[0].replicas
+    mixed = (replace(replicas[0], ranks=(0, 1)), *replicas[2:])
+    stages = (replace(made.stages[0], replicas=mixed), made.stages[1])
+    with pytest.raises(PlanError, match=f"different TP or EP.*layers {symbol} "):
+        check_arguments(
+            replace(made, stages=stages), given(pattern, transformer_impl="transformer_engine"), made.world_size
+        )
+
+
+def test_the_exchange_needs_attention_in_every_chunk() -> None:
+    check_plan_alone(plan("*-|*-", "slimpipe", slices=4, context_exchange=True))
+    with pytest.raises(PlanError, match="a chunk has no attention"):
+        check_plan_alone(plan("*-*|-", "slimpipe", slices=4, context_exchange=True))
+
+
+def test_windows_count_layers_with_attention() -> None:
+    pytest.importorskip("megatron.core")
+    args = given("*-*-*-", num_layers=6, window_size=(8, 0), window_attn_skip_freq=[1, 0, 0, 0, 1, 0])
+    assert HYBRID.attention_numbers(args) == (1, 3, 5) and family_of(args) is HYBRID
+    assert windows_of(args) == [8, None, 8]
+    assert GPT.attention_numbers(Arguments(num_layers=2)) == (1, 2)
+    made = plan("*-*-*-", "slimpipe", slices=4)
+    assert cutting_of(made, args).window_share == pytest.approx(2 / 3)
+
+
+def test_equal_work_counts_the_layers_between_attention() -> None:
+    def figure(pattern: str | None) -> float:
+        args = given(pattern or "", num_query_groups=8, hidden_size=64, swiglu=True, kv_channels=8)
+        args.hybrid_layer_pattern = pattern
+        return keys_per_token(args)
+
+    assert figure("*-*-") == figure(None)
+    assert figure("*---") == pytest.approx(3 * figure("*-") - 2 * figure("*"))

@@ -1,0 +1,322 @@
+"""Launches without Slurm: ``jobset.yaml`` for Kubernetes, and ``skypilot.yaml`` for clouds; see docs/kubernetes.md.
+
+Every node is a pod (or a machine) of its kind.  The pod runs the script of its node, whose number is a constant of the
+kind plus the pod's index; an elastic job's pods run an agent, and one more pod the controller.  What a user writes is a
+value of the file and never part of a command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ..errors import PlannerError
+from .elastic import ElasticOptions, how
+from .nodes import Component, NodeKind
+from .scripts import SHELLCHECK, LaunchOptions, settings
+
+Target = Literal["slurm", "jobset", "skypilot"]
+FILES: dict[Target, str] = {"jobset": "jobset.yaml", "skypilot": "skypilot.yaml"}
+ELASTIC_SCRIPT = "elastic-node.sh"
+CONTROLLER = "controller"
+_PORT, _CONTROLLER_PORT = 29500, 29400
+_LONGEST_NAME = 63
+_RETRIES = 1000
+"""Pods of an elastic job that may be replaced: any number that a training can need."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """Holds what a launch without Slurm is told.
+
+    Attributes:
+        target: Which file is written.
+        image: Of all containers; SkyPilot can do without.
+        volumes: Where the folder of the run is seen by all nodes: names of claims (JobSet) or addresses of buckets
+            (SkyPilot), by the folder where they are mounted.
+        queue: Kueue's queue; empty: none.
+        restarts: How often a JobSet starts again after a failure.
+        kinds: What tells the nodes of each kind apart, by its name.
+    """
+
+    target: Target
+    image: str = ""
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    queue: str = ""
+    restarts: int = 10
+    kinds: Mapping[str, PodKind] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PodKind:
+    """Holds where nodes of one kind are.
+
+    Attributes:
+        node_selector: Labels of Kubernetes' nodes.
+        resource: Name of the GPUs as a resource of Kubernetes; empty on nodes without.
+        accelerators: What SkyPilot calls the GPU; empty on nodes without.
+        infra: Where SkyPilot takes them from, like ``aws/us-east-1``.
+        use_spot: Whether SkyPilot may take machines that can be taken away.
+    """
+
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    resource: str = "nvidia.com/gpu"
+    accelerators: str = ""
+    infra: str = ""
+    use_spot: bool = False
+
+
+_SECTIONS = {"jobset": "kubernetes: {node_selector: {LABEL: VALUE}}", "skypilot": "skypilot: {accelerators: NAME}"}
+
+
+def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Returns a name for each component that DNS allows, after its GPU."""
+    found: list[str] = []
+    for part in parts:
+        gpu = kinds[part.kind].gpu or part.kind
+        name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:30] or "nodes"
+        same = sum(other == name or re.fullmatch(rf"{re.escape(name)}-n\d+", other) is not None for other in found)
+        found.append(f"{name}-n{same}" if same or name == CONTROLLER else name)
+    return found
+
+
+def check_pods(
+    parts: Sequence[Component], kinds: Mapping[str, NodeKind], launch: LaunchOptions, pods: PodOptions
+) -> None:
+    """Check what the file is made from.
+
+    Raises:
+        PlannerError: A name that DNS does not allow, no image, no volume, or kinds that cannot be told apart.
+    """
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", launch.job_name):
+        problem = "is no name of DNS: small letters, digits and '-', with a letter first"
+        raise PlannerError("emit", "--job-name", launch.job_name, problem)
+    names = part_names(parts, kinds)
+    for name, part in zip(names, parts, strict=True):
+        longest = f"{launch.job_name}-{name}-0-{len(part.nodes) - 1}"
+        if len(longest) > _LONGEST_NAME:
+            problem = f"makes the name {longest}, which is longer than the {_LONGEST_NAME} letters of a host"
+            raise PlannerError("emit", "--job-name", launch.job_name, problem, "Give a shorter one")
+    if pods.target == "jobset" and not pods.image:
+        raise PlannerError("emit", "--container", "", "is needed: the image of the pods", "Give --container IMAGE")
+    if not any(Path(launch.run_dir).is_relative_to(folder) for folder in pods.volumes):
+        problem = f"no volume has the run's folder {launch.run_dir}, which all nodes must see"
+        raise PlannerError("emit", "--volume", list(pods.volumes), problem, "Give --volume NAME:FOLDER, and --run-dir")
+    asked: dict[str, str] = {}
+    for part in parts:
+        pod, gpu = pods.kinds.get(part.kind, PodKind()), kinds[part.kind].gpu or part.kind
+        key = str(sorted(pod.node_selector.items())) if pods.target == "jobset" else f"{pod.accelerators} {pod.infra}"
+        other = asked.setdefault(key, gpu)
+        if other != gpu:
+            section = _SECTIONS[pods.target]
+            problem = f"{other} and {gpu} are asked for by the same words, so that either may get the other's nodes"
+            raise PlannerError("cluster", part.kind, key, problem, f"Give both groups '{section}'")
+
+
+def render(
+    parts: Sequence[Component],
+    kinds: Mapping[str, NodeKind],
+    launch: LaunchOptions,
+    pods: PodOptions,
+    elastic: ElasticOptions | None = None,
+) -> dict[str, str]:
+    """Returns the files of a launch without Slurm, by name.
+
+    Raises:
+        PlannerError: see :func:`check_pods`.
+    """
+    check_pods(parts, kinds, launch, pods)
+    texts = {} if elastic is None else {ELASTIC_SCRIPT: elastic_script(launch, elastic)}
+    roles = _roles(parts, kinds, launch, pods, elastic is not None)
+    documents = [_jobset(roles, launch, pods, elastic is not None)]
+    if pods.target == "skypilot":
+        header: dict[str, Any] = {"name": launch.job_name, "execution": "parallel"}
+        header |= {"primary_tasks": [CONTROLLER]} if elastic else {}
+        documents = [header, *(_task(role, launch, pods) for role in roles)]
+    note = "# Start with: kubectl apply -f jobset.yaml\n"
+    if pods.target == "skypilot":
+        note = "# Start with: sky jobs launch skypilot.yaml (SkyPilot calls its job groups experimental)\n"
+    text = yaml.safe_dump_all(documents, sort_keys=False, width=1000)
+    return {**texts, FILES[pods.target]: note + text}
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """Holds one group of equal pods."""
+
+    name: str
+    count: int
+    gpus: int
+    kind: PodKind
+    environment: Mapping[str, str]
+
+
+def _roles(
+    parts: Sequence[Component], kinds: Mapping[str, NodeKind], launch: LaunchOptions, pods: PodOptions, elastic: bool
+) -> list[_Role]:
+    """Returns all groups of pods, the one that the others wait for first."""
+    names, first = part_names(parts, kinds), 0
+    leader = CONTROLLER if elastic else names[0]
+    common = {"RUN_DIR": launch.run_dir, "MASTER_ADDR": _host(leader, launch, pods), "MASTER_PORT": str(_PORT)}
+    # Pods share no home folder.
+    common["MEGATRON_HET_TOKEN_FILE"] = f"{launch.run_dir}/token"
+    if elastic:
+        port = str(_CONTROLLER_PORT)
+        common = {"RUN_DIR": launch.run_dir, "CONTROLLER_HOST": common["MASTER_ADDR"], "CONTROLLER_PORT": port}
+    roles = []
+    if elastic:
+        count = sum(len(part.nodes) for part in parts)
+        roles.append(_Role(CONTROLLER, 1, 0, PodKind(), {**common, "HET_NODES": str(count)}))
+    for name, part in zip(names, parts, strict=True):
+        kind = kinds[part.kind]
+        own = {"HET_FIRST_NODE": str(first)}
+        if elastic:
+            own = {"HET_GROUP": name, "HET_DEVICE": kind.gpu or part.kind, "HET_WORKERS": str(part.per_node)}
+            own |= {"PYTHON": kind.python} if kind.python else {}
+        roles.append(
+            _Role(name, len(part.nodes), part.per_node, pods.kinds.get(part.kind, PodKind()), {**common, **own})
+        )
+        first += len(part.nodes)
+    return roles
+
+
+def _host(role: str, launch: LaunchOptions, pods: PodOptions) -> str:
+    """Returns the host of a group's first pod."""
+    pod = f"{role}-0" if pods.target == "skypilot" else f"{launch.job_name}-{role}-0-0"
+    return f"{pod}.{launch.job_name}"
+
+
+_START = [
+    # Another one for every start of the JobSet, the same for all pods that take each other's place in it.
+    {
+        "name": "HET_START",
+        "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+    }
+]
+_NODE = 'exec bash "$RUN_DIR/torchrun-node-$((HET_FIRST_NODE + INDEX)).sh"'
+_ELASTIC_NODE = f'exec bash "$RUN_DIR/{ELASTIC_SCRIPT}"'
+
+
+def _command(index: str, elastic: bool) -> str:
+    return _ELASTIC_NODE if elastic else _NODE.replace("INDEX", index)
+
+
+def _jobset(roles: Sequence[_Role], launch: LaunchOptions, pods: PodOptions, elastic: bool) -> dict[str, Any]:
+    """Returns the JobSet: one replicated job for each group of pods, each an indexed job."""
+    metadata: dict[str, Any] = {"name": launch.job_name}
+    if pods.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": pods.queue}
+    spec: dict[str, Any] = {
+        "network": {"enableDNSHostnames": True, "subdomain": launch.job_name, "publishNotReadyAddresses": True},
+        # All pods begin again together, from the newest checkpoint; an elastic job replaces its pods one by one.
+        "failurePolicy": {"maxRestarts": 0 if elastic else pods.restarts, "restartStrategy": "BlockingRecreate"},
+    }
+    if elastic:
+        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": [CONTROLLER]}
+    spec["replicatedJobs"] = [
+        {
+            "name": role.name,
+            "replicas": 1,
+            "template": {
+                "spec": {
+                    "parallelism": role.count,
+                    "completions": role.count,
+                    "completionMode": "Indexed",
+                    "backoffLimit": _RETRIES if elastic else 0,
+                    "template": {"spec": _pod(role, pods, elastic)},
+                }
+            },
+        }
+        for role in roles
+    ]
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
+    """Returns the specification of a pod."""
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": pods.image,
+        "command": ["bash", "-c", _command("JOB_COMPLETION_INDEX", elastic)],
+        "env": [*({"name": name, "value": value} for name, value in role.environment.items()), *_START[: int(elastic)]],
+        "volumeMounts": [
+            *({"name": f"volume-{i}", "mountPath": folder} for i, folder in enumerate(pods.volumes)),
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if role.gpus and role.kind.resource:
+        container["resources"] = {"limits": {role.kind.resource: role.gpus}}
+    pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
+    if role.kind.node_selector:
+        pod["nodeSelector"] = dict(role.kind.node_selector)
+    pod["volumes"] = [
+        *(
+            {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
+            for i, claim in enumerate(pods.volumes.values())
+        ),
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return pod
+
+
+def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any]:
+    """Returns a task of SkyPilot's job group."""
+    elastic = "HET_FIRST_NODE" not in role.environment
+    kind, resources = role.kind, dict[str, Any]()
+    if role.gpus and kind.accelerators:
+        resources["accelerators"] = f"{kind.accelerators}:{role.gpus}"
+    if kind.infra:
+        resources["infra"] = kind.infra
+    if kind.use_spot:
+        resources["use_spot"] = True
+    if pods.image:
+        resources["image_id"] = f"docker:{pods.image}"
+    return {
+        "name": role.name,
+        "num_nodes": role.count,
+        **({"resources": resources} if resources else {}),
+        "file_mounts": {folder: {"source": bucket, "mode": "MOUNT"} for folder, bucket in pods.volumes.items()},
+        "envs": dict(role.environment),
+        "run": _command("SKYPILOT_NODE_RANK", elastic) + "\n",
+    }
+
+
+_BODY = """
+# The controller, or the agent of a node.  All see $ELASTIC; only the owner can read the job's token.
+umask 077
+export ELASTIC="$RUN_DIR/elastic" LOST_S="${LOST_S:-30}"
+CONTROLLER="$CONTROLLER_HOST:$CONTROLLER_PORT"
+mkdir -p "$ELASTIC"
+if [[ -n "${HET_NODES:-}" ]]; then
+    # A controller that comes back goes on from its file: the ranks are still there.  Those of an earlier start are not.
+    start=${HET_START:-${SKYPILOT_TASK_ID:-}}
+    if [[ -e "$ELASTIC/state.json" && "$(cat "$ELASTIC/start" 2>/dev/null)" != "$start" ]]; then
+        rm -f "$ELASTIC/token"
+        mv -f "$ELASTIC/state.json" "$ELASTIC/state-before-$(date +%s).json"
+    fi
+    echo "$start" >"$ELASTIC/start"
+    exec "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
+        --folder "$ELASTIC" --controller-only --nodes "$HET_NODES" --lost-s "$LOST_S" "${HOW[@]}"
+fi
+for ((i = 0; i < 6000; i++)); do
+    [[ ! -s "$ELASTIC/token" ]] || break
+    sleep 0.1
+done
+source "$RUN_DIR/args.sh"
+# Ranks load the newest checkpoint that is whole, and begin anew where no save has ever ended.
+flags=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist --load "$CHECKPOINTS")
+exec "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
+    --folder "$ELASTIC" --node "$HET_GROUP-${JOB_COMPLETION_INDEX:-$SKYPILOT_NODE_RANK}" \\
+    --device "$HET_DEVICE" --workers "$HET_WORKERS" -- "${ELASTIC_ARGS[@]}" "${flags[@]}"
+"""
+
+
+def elastic_script(launch: LaunchOptions, elastic: ElasticOptions) -> str:
+    """Returns what a pod of an elastic job runs."""
+    head = f"#!/bin/bash\n# One pod of an elastic job.\n{SHELLCHECK}set -euo pipefail\n\n"
+    return head + settings(launch) + how(elastic) + _BODY
