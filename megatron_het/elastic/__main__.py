@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _connection(parser)
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
-    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it")
+    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it; "
+                        "of a node with several kinds, these with numbers, like 'A100-40*4,V100-16*4'")  # fmt: skip
     parser.add_argument("--workers", type=count(0, 4096), default=0, help="workers of this node (default: its GPUs, "
                         "or 1)")  # fmt: skip
     parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="how often a device gets "

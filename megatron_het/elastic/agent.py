@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -51,6 +52,12 @@ class Node:
     folder: Path
     flags: tuple[str, ...]
     restarts: int
+
+    def device(self, slot: int) -> str:
+        """Kind of a device: ``A100*4,V100*2`` names those of a node with several kinds in their order."""
+        runs = [re.fullmatch(r"(.+)\*([0-9]{1,4})", run) for run in self.setting.device.split(",")]
+        kinds = [run[1] for run in runs if run is not None for _ in range(int(run[2]))]
+        return kinds[slot] if all(runs) and slot < len(kinds) else self.setting.device
 
 
 class Log:
@@ -252,7 +259,9 @@ class Agent:
         folder, identity = file.parent, secrets.token_hex(8)
         with contextlib.suppress(OSError):  # a full disk: the log is lost
             folder.mkdir(parents=True, exist_ok=True)
-        setting = replace(self._node.setting, process=number, folder=str(folder), identity=identity)
+        setting = replace(
+            self._node.setting, device=self._node.device(slot), process=number, folder=str(folder), identity=identity
+        )
         environment = dict(os.environ)
         where = {"LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(self._node.workers), SAME_DEVICES: "1"}
         environment.update({ENVIRONMENT: setting.to_text(), "PYTHONUNBUFFERED": "1", **where})

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,7 +152,7 @@ class SearchedPlans:
     def __init__(self, cluster: Path, search: Searcher, say: Callable[[str], None]) -> None:
         self._cluster, self._search, self._say = cluster, search, say
         search.check()
-        self._whole: dict[str, Any] = read_yaml(cluster)
+        self._whole: dict[str, Any] = _single_kinds(cluster)
         self._known: dict[str, Plan | NoPlanError] = {}
         self._rejected: list[tuple[Plan, str]] = []
         self._queue: deque[str] = deque()
@@ -219,7 +219,7 @@ class SearchedPlans:
             ValueError: The cluster file is missing or wrong; all stays as it is.
         """
         self._search.check()
-        whole = read_yaml(self._cluster)
+        whole = _single_kinds(self._cluster)
         kinds = {group["gpu"] for group in whole["nodes"]}
         own = [group for group in self._whole["nodes"] if group["gpu"] in self._taught - kinds]
         gpus = {name: gpu for name, gpu in self._whole.get("gpus", {}).items() if name in self._taught}
@@ -326,6 +326,14 @@ class SearchedPlans:
         return json.dumps(limited(self._whole, pool))
 
 
+def _single_kinds(cluster: Path) -> dict[str, Any]:
+    """The cluster file's document, with a group of its own for every kind in nodes of several kinds."""
+    document: dict[str, Any] = read_yaml(cluster)
+    if any("gpus" in group for group in document["nodes"]):
+        document = {**document, "nodes": planner("inputs.cluster").single_kinds(document["nodes"], str(cluster))[0]}
+    return document
+
+
 def limited(cluster: dict[str, Any], pool: Sequence[Process]) -> dict[str, Any]:
     """The cluster file's document with the nodes that are there.
 
@@ -336,14 +344,24 @@ def limited(cluster: dict[str, Any], pool: Sequence[Process]) -> dict[str, Any]:
     Raises:
         NoPlanError: A node's kind is not in the file.
     """
-    sizes = Counter((process.node, process.device) for process in pool)
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
+    for process in pool:
+        sizes[process.node][process.device] += 1
     found = copy.deepcopy(cluster)
     groups = {group["gpu"]: group for group in reversed(found["nodes"])}
-    if strange := sorted({device for _, device in sizes} - set(groups)):
+    if strange := sorted({process.device for process in pool} - set(groups)):
         known = ", ".join(sorted(groups))
         raise NoPlanError(f"--device {strange[0] or '(none)'} is no kind of GPU of the cluster file, which has {known}")
     found["nodes"] = []
-    for (device, workers), count in sorted(Counter((d, n) for (_, d), n in sizes.items()).items()):
-        group = {key: value for key, value in groups[device].items() if key not in ("hosts", "max_gpus")}
-        found["nodes"].append({**group, "count": count, "gpus_per_node": workers})
+    alike = Counter(tuple(sorted(kinds.items())) for kinds in sizes.values())
+    left_out = ("hosts", "max_gpus", "shared_node", "devices")
+    for i, (kinds, count) in enumerate(sorted(alike.items())):
+        first = 0
+        for device, workers in kinds:
+            group = {key: value for key, value in groups[device].items() if key not in left_out}
+            group |= {"count": count, "gpus_per_node": workers}
+            if len(kinds) > 1:
+                group |= {"shared_node": f"nodes {i}", "devices": list(range(first, first + workers))}
+            first += workers
+            found["nodes"].append(group)
     return found

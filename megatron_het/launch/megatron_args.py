@@ -181,7 +181,8 @@ def check_device_kind(plan: Plan, rank: int, name: str) -> None:
             f"rank {rank}",
             name,
             f"the plan has {kinds[rank]} there, not {others[0]}: processes are on other nodes than planned",
-            "With Slurm every kind needs a gres type, constraint or partition of its own",
+            "With Slurm every kind needs a gres type, constraint or partition of its own; in nodes "
+            "with several, the cluster file lists 'gpus' in the order of nvidia-smi",
         )
 
 

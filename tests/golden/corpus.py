@@ -97,6 +97,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "links": [{"between": ["a", "b"], "bytes_per_s": 1.0e9, "latency_s": 0.01, "usd_per_gb": 0.02}],
     },
 }
+SHARED = {"nodes": [{"gpus": [{"type": "A100-40", "count": 2}, {"type": "V100-16", "count": 2}], "count": 1}]}
 _DENSE: dict[str, Any] = {
     "num_layers": 6,
     "hidden_size": 512,
@@ -133,6 +134,7 @@ PLANS: dict[str, tuple[str, str, str]] = {
     "zorse": ("mixed", "large", "--search zorse"),
     "sailor": ("zones", "dense", "--search sailor"),
     "poplar": ("three", "dense", "--search poplar"),
+    "two kinds in a node": ("shared", "dense", "--schedules 1f1b"),
     "margin": ("mixed", "tied", "--memory-margin 0.01 --schedules 1f1b"),
 }
 """Cluster, model and options by name."""
@@ -158,7 +160,7 @@ def plan_json(name: str) -> str:
     cluster, model, words = PLANS[name]
     said = io.StringIO()
     with in_folder() as folder, contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTERS[cluster]), encoding="utf-8")
+        (folder / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTERS, "shared": SHARED}[cluster]), encoding="utf-8")
         (folder / "model.yaml").write_text(yaml.safe_dump(MODELS[model]), encoding="utf-8")
         code = het_plan(
             ["plan", "--cluster", "cluster.yaml", "--model", "model.yaml", *words.split(), "--no-verify", "--json"]
@@ -194,12 +196,22 @@ def sliced() -> Plan:
     return replace(even_plan(), schedule=ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True}))
 
 
+def in_one_node() -> Plan:
+    """Both kinds in the same node, of which not all devices are used."""
+    return replace(uneven_plan(), notes="in one node")
+
+
+IN_ONE_NODE = {
+    "big": replace(KINDS["big"], gres="gpu", shared_node="both", numbers=(2, 3, 4, 5)),
+    "small": replace(KINDS["small"], gres="gpu", shared_node="both", numbers=(0, 1), hosts=("n1", "n2")),
+}
 EMITTED: dict[str, tuple[Callable[[], Plan], dict[str, Any], bool]] = {
     "even": (even_plan, {}, False),
     "uneven": (uneven_plan, {"doctor": True, "save_interval": 50}, False),
     "context-parallel": (context_parallel_plan, {"environment": {"NCCL_DEBUG": "WARN"}}, False),
     "slices": (sliced, {"time_limit": "01:00:00", "job_name": "sliced"}, False),
     "elastic": (uneven_plan, {}, True),
+    "in one node": (in_one_node, {}, True),
 }
 """Plan, changed options, and whether the pool may change, by name."""
 
@@ -212,7 +224,8 @@ def emitted() -> Corpus:
         with in_folder() as folder:
             groups = {"MODEL": model_arguments(plan, ModelOptions()), "TRAINING": ["--train-iters", "10"]}
             elastic = ElasticOptions((("the rest", plan),)) if is_elastic else None
-            emit(plan, folder / "run", KINDS, groups, replace(LAUNCH, iterations=10, **options), elastic=elastic)
+            kinds = IN_ONE_NODE if made is in_one_node else KINDS
+            emit(plan, folder / "run", kinds, groups, replace(LAUNCH, iterations=10, **options), elastic=elastic)
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 text = file.read_text(encoding="utf-8").replace(str(folder), "FOLDER")
                 found[f"{name}/{file.relative_to(folder / 'run')}"] = text.rstrip()

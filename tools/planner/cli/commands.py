@@ -297,7 +297,7 @@ def emit(options: argparse.Namespace) -> int:
         "files": files,
         "model_notes": model.notes,
         "notes": written.notes,
-        "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
+        "nodes": [{"kind": n.name, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
     }
     say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
     return 0

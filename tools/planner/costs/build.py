@@ -42,7 +42,7 @@ from .schedules import is_ordered, schedule_of
 
 def rooms_of(cluster: Cluster) -> list[Room]:
     """The cluster's nodes, as TP groups are packed into them."""
-    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone) for n in cluster.nodes]
+    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone, n.shared_node) for n in cluster.nodes]
 
 
 def seats(cluster: Cluster, stages: tuple[Stage, ...], cp: int = 1) -> list[list[list[Seat]]] | None:

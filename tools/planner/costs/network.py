@@ -74,13 +74,14 @@ class Network:
 
     def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
         """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
-        runtime = self.runtime
+        runtime, nodes = self.runtime, self.cluster.nodes
+        local = local or self.cluster.in_one_node(nodes[first], nodes[second])
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
         if link is not None:
             copies = 1 if local or runtime.split_transfers or runtime.leader_transfers else second_tp
             return runtime.transfer_latency_s + link.latency_s + copies * size / link.bytes_per_s
         if local:
-            return runtime.transfer_latency_s + size / self.intra[second]
+            return runtime.transfer_latency_s + size / min(self.intra[first], self.intra[second])
         _, latency, _ = self.pair(first, second)
         once = runtime.split_transfers or runtime.leader_transfers
         streams = 1 if runtime.leader_transfers else min(first_tp, second_tp)
@@ -108,8 +109,9 @@ class Network:
         factor = share * 2.0 * (replicas - 1) / replicas
         pools = tuple(sorted({g.pool for g in groups}))
         worst = 0.0
-        single_node = (
-            len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
+        nodes = [self.cluster.nodes[p] for p in pools]
+        single_node = (len(pools) == 1 and sum(g.count * g.tp for g in groups) <= nodes[0].gpus_per_node) or (
+            len(pools) > 1 and all(self.cluster.in_one_node(nodes[0], other) for other in nodes[1:])
         )
         link = self._link("all_reduce", pools, replicas, single_node) if self.measured else None
         for group in groups:

@@ -219,7 +219,8 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
                 for first in range(0, len(replica.ranks), replica.tp):
                     group = replica.ranks[first : first + replica.tp]
                     seen = [node_of[rank] for rank in group]
-                    gpus = sorted({kinds[node.kind].gpu or node.kind for node in seen})
+                    names = [node.kind_of(rank) for node, rank in zip(seen, group, strict=True)]
+                    gpus = sorted({kinds[name].gpu or name for name in names})
                     if gpus != [replica.device]:
                         problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {replica.device}"
                         raise PlannerError(file, where, list(group), problem, hint)

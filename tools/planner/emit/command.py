@@ -52,7 +52,7 @@ from .flags import (
     plan_arguments,
     stock_arguments,
 )
-from .nodes import Node, NodeKind, components, place
+from .nodes import Node, NodeKind, components, place, whole_kind
 from .options import launch_options, node_kinds, pod_options, training_group
 from .pods import PodOptions
 from .pods import render as pod_texts
@@ -109,6 +109,8 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
+    if any(node.kinds for node in nodes):  # devices have the numbers of the bus; CUDA's own begin with the fastest
+        launch = replace(launch, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(launch.environment or {})})
     if turns is not None:
         check_turns(plan, turns, nodes, kinds)
     args = args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns)
@@ -155,7 +157,7 @@ def _slurm_texts(
     result: Emitted,
 ) -> dict[str, str]:
     """Returns the batch scripts by name, and says in ``result`` what the reader should know of them."""
-    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
+    alike = check_told_apart({node.name: whole_kind(node, kinds) for node in nodes})
     texts = {}
     if elastic is not None:
         texts[SCRIPT] = checked_sbatch(plan, nodes, kinds, launch, elastic)

@@ -7,6 +7,7 @@ job that the node is in, and tells the agent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron_het.plan import Plan, PlanError, load_plan
 from ..errors import PlannerError, from_plan_error
 from ..inputs.names import quote
 from .flags import named_plans
-from .nodes import Component, Node, NodeKind, components
+from .nodes import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
 from .scripts import (
     AWAIT,
     NEWEST,
@@ -115,9 +116,9 @@ def check_elastic(
             "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
         )
     pool = [
-        Process(i * 4096 + slot, f"node {i}", kinds[node.kind].gpu or node.kind)
+        Process(i * 4096 + slot, f"node {i}", device)
         for i, node in enumerate(nodes)
-        for slot in range(len(node.ranks))
+        for slot, device in enumerate(devices_of(node, kinds))
     ]
     for file, other in elastic.more:
         for key, value, first in (
@@ -135,7 +136,9 @@ def check_elastic(
                 "stages",
                 None,
                 f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
-                + ", ".join(f"{len(node.ranks)} x {kinds[node.kind].gpu or node.kind}" for node in nodes),
+                + ", ".join(
+                    f"{n} x {device}" for node in nodes for device, n in Counter(devices_of(node, kinds)).items()
+                ),
                 "Give the plan that needs most nodes first",
             )
 
@@ -225,13 +228,13 @@ def _sbatch(
         blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
     else:
         parts = _leader_first(parts)
-        blocks = [resources(part, kinds[part.kind], options, tasks_per_node=1) for part in parts]
+        blocks = [resources(part, kinds, options, tasks_per_node=1) for part in parts]
     text += "#SBATCH hetjob\n".join("#SBATCH " + " ".join([*words, "--no-kill"]) + "\n" for words in blocks)
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
     text += f"export NODES={len(nodes)}\n"
-    text += _START + NEWEST + AWAIT + how(elastic) + in_container(_CONTROL, options)
+    text += _START + NEWEST + AWAIT + how(elastic) + in_container(_control(nodes, kinds), options)
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
     return text + _END + go_on(options, SCRIPT) + 'fi\nexit "$rc"\n'
 
@@ -259,7 +262,18 @@ def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
     kind = kinds[part.kind]
     if kind.python:
         words = *words, quote(f"--export=ALL,PYTHON={kind.python}")
-    return " ".join(['start_agent "$host"', quote(kind.gpu or part.kind), str(part.per_node), *words])
+    node = part.nodes[0]
+    visible = chosen_devices(node, kinds)
+    start = f'HET_DEVICES="{visible}" start_agent "$host"' if visible else 'start_agent "$host"'
+    return " ".join([start, quote(device_words(node, kinds)), str(part.per_node), *words])
+
+
+def _control(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: how agents are started; they choose devices where Slurm gives out more of a node than the plan uses."""
+    if not any(chosen_devices(node, kinds) for node in nodes):
+        return _CONTROL
+    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES="$HET_DEVICES"\n'
+    return _CONTROL.replace("as_agent() {\n", "as_agent() {\n" + choice)
 
 
 def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:

@@ -9,8 +9,9 @@ from megatron_het.doctor.expectations import Expectations, LayerExpectation, Lay
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import Plan, plan_hash
 
+from ..costs.build import rooms_of
 from ..inputs.cluster import Cluster, load_cluster
-from ..inputs.packing import Room, Seat, seat_replicas
+from ..inputs.packing import Seat, seat_replicas
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 
 
@@ -53,8 +54,7 @@ def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -
 
 def seats_of(plan: Plan, cluster: Cluster) -> Mapping[int, Seat]:
     """The node of every rank, as the launch files place it."""
-    rooms = [Room(node.gpu, node.gpus_per_node, node.count, node.quota, node.zone) for node in cluster.nodes]
-    seated = seat_replicas(plan, rooms)
+    seated = seat_replicas(plan, rooms_of(cluster))
     return {
         rank: seat
         for stage, replicas in zip(plan.stages, seated)
@@ -66,9 +66,9 @@ def seats_of(plan: Plan, cluster: Cluster) -> Mapping[int, Seat]:
 def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) -> LinkExpectation:
     """One pair of GPUs alone: what a node's network gives, at most what one GPU reaches."""
     a, b = (cluster.nodes[seats[rank].pool] for rank in (first, second))
-    if seats[first][:2] == seats[second][:2]:
-        rate = a.intra_node_bytes_per_s or cluster.gpu(a.gpu).intra_node_bytes_per_s
-        return LinkExpectation(first, second, 0.0, rate)
+    if seats[first].host == seats[second].host:
+        rates = [node.intra_node_bytes_per_s or cluster.gpu(node.gpu).intra_node_bytes_per_s for node in (a, b)]
+        return LinkExpectation(first, second, 0.0, min(rates))
     rate, latency_s, _ = cluster.link(a, b)
     streams = [node.stream_bytes_per_s for node in (a, b) if node.stream_bytes_per_s is not None]
     return LinkExpectation(first, second, latency_s, min([rate, *streams]))

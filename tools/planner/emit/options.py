@@ -304,5 +304,7 @@ def node_kinds(cluster: Any, options: argparse.Namespace | None = None) -> dict[
             mem=asked(slurm, "mem"),
             exclusive=slurm.exclusive if slurm.exclusive is not None else getattr(options, "exclusive", None),
             cpus=slurm.cpus or 0,
+            shared_node=group.shared_node,
+            numbers=group.devices,
         )
     return kinds

@@ -17,7 +17,7 @@ import yaml
 
 from ..errors import PlannerError
 from .elastic import ElasticOptions, how
-from .nodes import Component, NodeKind
+from .nodes import Component, NodeKind, device_words, whole_kind
 from .scripts import SHELLCHECK, LaunchOptions, settings
 
 Target = Literal["slurm", "jobset", "skypilot"]
@@ -78,7 +78,7 @@ def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> lis
     """Returns a name for each component that DNS allows, after its GPU."""
     found: list[str] = []
     for part in parts:
-        gpu = kinds[part.kind].gpu or part.kind
+        gpu = whole_kind(part.nodes[0], kinds).gpu or part.kind
         name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:30] or "nodes"
         same = sum(other == name or re.fullmatch(rf"{re.escape(name)}-n\d+", other) is not None for other in found)
         found.append(f"{name}-n{same}" if same or name == CONTROLLER else name)
@@ -109,7 +109,7 @@ def check_pods(
         raise PlannerError("emit", "--volume", list(pods.volumes), problem, "Give --volume NAME:FOLDER, and --run-dir")
     asked: dict[str, str] = {}
     for part in parts:
-        pod, gpu = pods.kinds.get(part.kind, PodKind()), kinds[part.kind].gpu or part.kind
+        pod, gpu = pods.kinds.get(part.kind, PodKind()), whole_kind(part.nodes[0], kinds).gpu or part.kind
         key = str(sorted(pod.node_selector.items())) if pods.target == "jobset" else f"{pod.accelerators} {pod.infra}"
         other = asked.setdefault(key, gpu)
         if other != gpu:
@@ -173,14 +173,17 @@ def _roles(
         count = sum(len(part.nodes) for part in parts)
         roles.append(_Role(CONTROLLER, 1, 0, PodKind(), {**common, "HET_NODES": str(count)}))
     for name, part in zip(names, parts, strict=True):
-        kind = kinds[part.kind]
+        node = part.nodes[0]
+        kind = whole_kind(node, kinds)
         own = {"HET_FIRST_NODE": str(first)}
         if elastic:
-            own = {"HET_GROUP": name, "HET_DEVICE": kind.gpu or part.kind, "HET_WORKERS": str(part.per_node)}
+            own = {"HET_GROUP": name, "HET_DEVICE": device_words(node, kinds), "HET_WORKERS": str(part.per_node)}
             own |= {"PYTHON": kind.python} if kind.python else {}
-        roles.append(
-            _Role(name, len(part.nodes), part.per_node, pods.kinds.get(part.kind, PodKind()), {**common, **own})
-        )
+        if elastic and node.kinds:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.devices))
+        # A pod has all GPUs of a node with several kinds, of which its ranks choose: a number tells no kinds apart.
+        gpus = kind.devices if node.kinds else part.per_node
+        roles.append(_Role(name, len(part.nodes), gpus, pods.kinds.get(part.kind, PodKind()), {**common, **own}))
         first += len(part.nodes)
     return roles
 

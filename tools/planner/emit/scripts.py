@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..inputs.names import comment, default_of, is_feature, quote
-from .nodes import Component, Node, NodeKind, components, task_ranks
+from .nodes import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
 
 AtTimeLimit = Literal["requeue", "chain", "stop"]
 """What a job does that has saved before its time is over: it is queued again, it submits the next one, or it ends."""
@@ -249,22 +249,24 @@ def _table(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_per_node: int = 0) -> list[str]:
+def resources(
+    part: Component, kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+) -> list[str]:
     """Returns words of an ``#SBATCH`` line.
 
     Args:
         part: A component of the job.
-        kind: Of its nodes.
+        kinds: Node kinds by name.
         options: Settings of the scripts.
         tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
     """
-    tasks = tasks_per_node or part.per_node
+    kind, tasks = whole_kind(part.nodes[0], kinds), tasks_per_node or part.per_node
     words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
     cores = (options.cpus_per_task * part.per_node or kind.cores(part.per_node)) // tasks
     words += [f"--cpus-per-task={cores}"] if cores else []
     words += _values(kind, "partition", "constraint", "account", "qos", "reservation", "licenses")
-    if kind.gres:
-        words.append(f"--gres={quote(f'{kind.gres}:{part.per_node}')}")
+    if gres := asked_gres(part.nodes[0], kinds):
+        words.append(f"--gres={quote(gres)}")
     return words + _share(kind, is_whole=part.is_whole, has_cores=cores > 0)
 
 
@@ -324,7 +326,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     """
     parts = components(nodes, kinds)
     text = head(options, "Submit with: sbatch train.sbatch")
-    blocks = ["#SBATCH " + " ".join(resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    blocks = ["#SBATCH " + " ".join(resources(p, kinds, options)) + "\n" for p in parts]
     text += "#SBATCH hetjob\n".join(blocks)
     several = len(parts) > 1
     groups = ",".join(str(i) for i in range(len(parts)))
@@ -333,9 +335,9 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     text += "set -euo pipefail\n\n" + settings(options)
     text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
-    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds)
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds) + _devices(parts, kinds)
     text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
     return text + _steps(options, "train.sbatch", f"srun {step}", "--distribution=block")
 
 
@@ -353,6 +355,24 @@ def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> 
     """Bash: the interpreter of every task, where kinds have their own."""
     words = [kinds[part.kind].python for part in parts for _ in part.ranks]
     return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
+
+
+def _devices(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: the devices that every task may see, where Slurm gives out more of a node than the plan uses."""
+    words = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
+    return f"export HET_DEVICES={quote(' '.join(word or '-' for word in words))}\n" if any(words) else ""
+
+
+def _as_task(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: what a task does."""
+    if not _devices(parts, kinds):
+        return _AS_TASK
+    more = """\
+    local devices
+    read -ra devices <<<"$HET_DEVICES"
+    [[ "${devices[$SLURM_PROCID]}" == - ]] || export CUDA_VISIBLE_DEVICES="${devices[$SLURM_PROCID]}"
+"""
+    return _AS_TASK.replace('    "${1:-train}"\n', more + '    "${1:-train}"\n')
 
 
 def _doctor_step(options: LaunchOptions, step: str) -> str:
@@ -397,6 +417,8 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
         return ""
     if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
         return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
+    if any(p.nodes[0].kinds and kinds[p.kind].gres for p in parts):
+        return "nodes with several kinds of GPUs are asked for so many of each, and a plain job asks every node alike"
     names = {kinds[p.kind].constraint for p in parts}
     if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
@@ -419,14 +441,15 @@ def plain_resources(
     tasks = tasks_per_node or most
     words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
     # One request for all nodes: what the smallest of them has.
-    least = min(kinds[p.kind].cores(min(most, kinds[p.kind].devices)) for p in parts)
+    whole = [whole_kind(p.nodes[0], kinds) for p in parts]
+    least = min(kind.cores(min(most, kind.devices)) for kind in whole)
     cores = (options.cpus_per_task * most or least) // tasks
     words += [f"--cpus-per-task={cores}"] if cores else []
     words += _values(first, *_OF_A_JOB)
     if first.gres:
         # Types differ between the kinds; the features choose the nodes.
-        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
-        words.append(f"--gres={quote(f'{gres}:{most}')}")
+        several = f"{first.gres.split(':')[0]}:{most}"
+        words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
     if len(parts) > 1:
         wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
         words.append(f"--constraint={quote(f'[{wanted}]')}")
@@ -457,9 +480,9 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     text += "#SBATCH " + " ".join(words) + "\n"
     text += "set -euo pipefail\n\n" + settings(options)
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _interpreters(parts, kinds) + _host_file(parts, kinds)
+    text += _interpreters(parts, kinds) + _devices(parts, kinds) + _host_file(parts, kinds)
     text += master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
     return text + _steps(options, "train-plain.sbatch", 'srun --ntasks="$WORLD_SIZE" ', "--distribution=arbitrary")
 
 
@@ -510,10 +533,12 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
     ranks = [r for n in nodes for r in n.ranks]
     main_host = nodes[0].host
     text = "#!/bin/bash\n"
-    place = comment(node.kind + (f", {node.host}" if node.host else ""))
+    place = comment(node.name + (f", {node.host}" if node.host else ""))
     text += f"# Node {index} of {len(nodes)} ({place}): "
     text += f"ranks {_table(node.ranks)} of the plan.\n"
     text += SHELLCHECK + "set -euo pipefail\n\n" + settings(options)
+    if node.devices != tuple(range(len(node.devices))):
+        text += f"export {default_of('CUDA_VISIBLE_DEVICES', ','.join(map(str, node.devices)))}\n"
     if main_host:
         text += f"export {default_of('MASTER_ADDR', main_host)}\n"
     elif len(nodes) > 1:

@@ -117,6 +117,8 @@ class NodeGroup(BaseModel):
         hosts: Host names, for generated scripts; ``node[01-04]`` stands for four.
         python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
             None = that of ``emit --python``.
+        shared_node: Name of the nodes, where groups of other kinds have more GPUs of the same nodes; empty: none.
+        devices: Numbers of these GPUs within such a node, in the order of the PCI bus.
     """
 
     model_config = _STRICT
@@ -139,6 +141,8 @@ class NodeGroup(BaseModel):
     hosts: tuple[str, ...] = ()
     python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")
     slurm: SlurmSettings = SlurmSettings()
+    shared_node: str = ""
+    devices: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = ()
     kubernetes: KubernetesSettings = KubernetesSettings()
     skypilot: SkypilotSettings = SkypilotSettings()
 
@@ -156,6 +160,17 @@ class NodeGroup(BaseModel):
             if len(found) > MAX_GPUS:
                 raise ValueError(f"more than {MAX_GPUS} hosts")
         return tuple(found)
+
+    @model_validator(mode="after")
+    def _has_its_devices(self) -> NodeGroup:
+        wanted = self.gpus_per_node if self.shared_node else 0
+        if len(set(self.devices)) != wanted or len(self.devices) != wanted:
+            raise ValueError(f"a group {'with' if wanted else 'without'} shared_node has {wanted} different devices")
+        return self
+
+    def shares_nodes_with(self, other: NodeGroup) -> bool:
+        """Whether both are GPUs of the same nodes."""
+        return bool(self.shared_node) and self.shared_node == other.shared_node
 
     def measured_rate(self, streams: int, size: float) -> float:
         """Bytes per second of so many streams with messages of ``size`` bytes, from ``measured_rates``.
@@ -213,7 +228,7 @@ class Cluster(BaseModel):
         hosts: dict[str, int] = {}
         for i, node in enumerate(nodes):
             for host in map(str.lower, node.hosts):
-                if host in hosts:
+                if host in hosts and not node.shares_nodes_with(nodes[hosts[host]]):
                     raise ValueError(f"host {host} is there twice (nodes[{hosts[host]}] and nodes[{i}])")
                 hosts[host] = i
             if node.hosts and len(node.hosts) != node.count:
@@ -246,10 +261,18 @@ class Cluster(BaseModel):
         """All GPUs within the quotas."""
         return sum(n.quota for n in self.nodes)
 
+    @staticmethod
+    def in_one_node(first: NodeGroup, second: NodeGroup) -> bool:
+        """Whether all GPUs of two groups of different kinds are in one and the same node."""
+        return first is not second and first.count == second.count == 1 and first.shares_nodes_with(second)
+
     def link(self, first: NodeGroup, second: NodeGroup) -> tuple[float, float, float]:
         """(bytes_per_s of a node, latency_s, usd_per_gb) between nodes of two groups."""
         rate = min(first.network_bytes_per_s, second.network_bytes_per_s)
         latency = max(first.network_latency_s, second.network_latency_s)
+        if self.in_one_node(first, second):
+            each = [n.intra_node_bytes_per_s or self.gpu(n.gpu).intra_node_bytes_per_s for n in (first, second)]
+            return min(each) * min(first.gpus_per_node, second.gpus_per_node), 0.0, 0.0
         if first.zone == second.zone:
             return rate, latency, 0.0
         for names in ((first.zone, second.zone), (first.where, second.where)):
@@ -279,11 +302,120 @@ def cluster_from_document(document: Any, file: str) -> Cluster:
         if text_problem(name) or not name.strip():
             raise PlannerError(file, "gpus", name, "a name needs characters that can be shown, at most 200")
     own = {name: parse_gpu(body, file, name) for name, body in own_bodies.items()}
-    cluster: Cluster = validated(Cluster, {**document, "gpus": own_bodies}, file)
-    for i, node in enumerate(cluster.nodes):
-        find_gpu(node.gpu, own, file, f"nodes[{i}].gpu")
+    groups, keys = single_kinds(document.get("nodes"), file)
+    cluster: Cluster = validated(Cluster, {**document, "nodes": groups, "gpus": own_bodies}, file)
+    for node, key in zip(cluster.nodes, keys, strict=True):
+        find_gpu(node.gpu, own, file, key)
+    _check_shared_nodes(cluster, file)
     _check_links(cluster, file)
     return cluster
+
+
+class GpusOfNode(BaseModel):
+    """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group.
+
+    Attributes:
+        type: Kind of GPU.
+        count: How many of them a node has.  Entries follow each other as devices do on the PCI bus.
+        max_gpus, usd_per_gpu_hour, intra_node_bytes_per_s, host_bytes_per_s: As of a node group, for this kind.
+        gres: Slurm's name for this kind.
+    """
+
+    model_config = _STRICT
+
+    type: str
+    count: int = Field(ge=1, le=1024)
+    max_gpus: int | None = Field(default=None, ge=0)
+    usd_per_gpu_hour: float | None = Field(default=None, ge=0)
+    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
+    host_bytes_per_s: float | None = Field(default=None, gt=0)
+    gres: str | None = None
+
+
+_OF_WHOLE_NODE = ("network_bytes_per_s", "host_memory_bytes")
+"""What the kinds of a node share, each by its number of GPUs."""
+
+
+def single_kinds(groups: Any, file: str) -> tuple[Any, list[str]]:
+    """Groups of a single kind each, and where in the file each says its kind.
+
+    The first kind of mixed nodes takes the place of their group, so that errors name the right entry; the other kinds
+    come after all groups.
+
+    Raises:
+        PlannerError: Malformed mixed nodes.
+    """
+    if not isinstance(groups, list):
+        return groups, []
+    out, keys = list(groups), [f"nodes[{i}].gpu" for i in range(len(groups))]
+    for i, group in enumerate(groups):
+        if isinstance(group, dict) and "gpus" in group:
+            out[i], *more = _kinds_of_nodes(group, file, f"nodes[{i}]")
+            out += more
+            keys[i] = f"nodes[{i}].gpus"
+            keys += [keys[i]] * len(more)
+    return out, keys
+
+
+def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[str, Any]]:
+    for key, hint in {
+        "gpu": "Each entry of 'gpus' has a 'type'",
+        "gpus_per_node": "Each entry of 'gpus' has a 'count'",
+        "max_gpus": "Give it in the entries of 'gpus'",
+        "shared_node": "It is for groups of a single kind",
+        "devices": "The order of 'gpus' says it",
+    }.items():
+        if key in group:
+            raise PlannerError(file, f"{where}.{key}", group[key], "does not go with 'gpus'", hint)
+    if not isinstance(group["gpus"], list) or not group["gpus"]:
+        raise PlannerError(file, f"{where}.gpus", group["gpus"], "expected a list", "Like [{type: T4, count: 2}]")
+    entries: list[GpusOfNode] = []
+    for j, body in enumerate(group["gpus"]):
+        try:
+            entries.append(validated(GpusOfNode, body, file))
+        except PlannerError as error:
+            key = f"{where}.gpus[{j}]" + ("" if error.key == "(document)" else f".{error.key}")
+            raise PlannerError(file, key, error.value, error.problem, error.hint) from None
+    kinds: dict[str, list[int]] = {}
+    total = 0
+    for entry in entries:
+        kinds.setdefault(entry.type, []).extend(range(total, total + entry.count))
+        total += entry.count
+    common = {key: value for key, value in group.items() if key != "gpus"}
+    out = []
+    for kind, devices in kinds.items():
+        mine = [entry for entry in entries if entry.type == kind]
+        own = {
+            key: value
+            for entry in mine
+            for key, value in entry.model_dump(exclude={"type", "count"}).items()
+            if value is not None
+        }
+        if "gres" in own:
+            own["slurm"] = {**(group.get("slurm") or {}), "gres": own.pop("gres")}
+        for key in _OF_WHOLE_NODE:
+            whole = group.get(key, NodeGroup.model_fields[key].default)
+            if isinstance(whole, int | float) and not isinstance(whole, bool):
+                own[key] = whole * len(devices) / total
+        out.append(common | own | {"gpu": kind, "gpus_per_node": len(devices)})
+        if len(kinds) > 1:
+            out[-1] |= {"shared_node": where, "devices": devices}
+    return out
+
+
+def _check_shared_nodes(cluster: Cluster, file: str) -> None:
+    """Groups of the same nodes are of different kinds and devices, under the same names."""
+    for i, first in enumerate(cluster.nodes):
+        for k, second in enumerate(cluster.nodes[:i] if first.shared_node else ()):
+            if not first.shares_nodes_with(second):
+                continue
+            for key in ("count", "hosts", "python"):
+                if getattr(first, key) != getattr(second, key):
+                    problem = f"nodes[{k}] says otherwise of the same nodes ({first.shared_node})"
+                    raise PlannerError(file, f"nodes[{i}].{key}", getattr(first, key), problem)
+            if first.gpu == second.gpu or set(first.devices) & set(second.devices):
+                problem = f"nodes[{k}] has some of the same nodes ({first.shared_node}) already"
+                raise PlannerError(file, f"nodes[{i}].devices", list(first.devices), problem)
 
 
 def _check_links(cluster: Cluster, file: str) -> None:

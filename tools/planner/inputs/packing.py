@@ -19,6 +19,7 @@ class Room(NamedTuple):
         count: Nodes that there are; None: as many as needed.
         quota: GPUs that may be used in all; None: those that there are.
         zone: Where they are; empty: unknown.
+        shared_node: Name of the nodes where other rooms have more devices of the same nodes; empty: none.
     """
 
     gpu: str
@@ -26,6 +27,7 @@ class Room(NamedTuple):
     count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     quota: int | None = None
     zone: str = ""
+    shared_node: str = ""
 
     @property
     def total(self) -> int | None:
@@ -35,11 +37,20 @@ class Room(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """Where a rank sits: entry of ``cluster.nodes``, node within the entry, GPU within the node."""
+    """Where a rank sits: entry of ``cluster.nodes``, node within the entry, GPU within those of the entry in the node.
+
+    Entries that are GPUs of the same nodes have the same ``first_pool``, that of the first of them; -1 for others.
+    """
 
     pool: int
     node: int
     gpu: int
+    first_pool: int = -1
+
+    @property
+    def host(self) -> tuple[int, int]:
+        """The node: the same for all ranks on it, whatever their kinds."""
+        return (self.pool if self.first_pool < 0 else self.first_pool), self.node
 
 
 Wanted = tuple[Sequence[int], int]
@@ -95,13 +106,15 @@ class _Filled:
 
 def _fill(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | None:
     filled = [_Filled(room) for room in rooms]
+    names = [room.shared_node for room in rooms]
+    first_pool = [names.index(name) if name else -1 for name in names]
     out = []
     for choices, size in wanted:
         for r in choices:
             place = filled[r].take(size)
             if place is not None:
                 node, first = place
-                out.append([Seat(r, node, first + t) for t in range(size)])
+                out.append([Seat(r, node, first + t, first_pool[r]) for t in range(size)])
                 break
         else:
             return None

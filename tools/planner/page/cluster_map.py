@@ -60,9 +60,9 @@ def transfer_flow(seated: Seats, result: Result) -> Flow:
         for op in ops:
             if op.kind not in RECEIVES:
                 continue
-            edge = flat[op.peer][:2], flat[d][:2]
-            if edge[0] == edge[1]:
+            if flat[op.peer].host == flat[d].host:
                 continue
+            edge = flat[op.peer][:2], flat[d][:2]
             key = (op.kind, op.peer, op.peer_chunk, op.start, op.stop, relative[op.microbatch])
             if key not in sizes:
                 sizes[key] = message_bytes(result.costs, result.program, op.peer, op)
@@ -77,7 +77,7 @@ def collective_flow(estimator: Estimator, candidate: Candidate, seated: Seats, r
     flow: Flow = {}
     for s, stage in enumerate(seated):
         d = len(stage) * candidate.cp
-        nodes = list(dict.fromkeys(seat[:2] for replica in stage for seat in replica))
+        nodes = list({seat.host: seat[:2] for replica in stage for seat in replica}.values())
         if d < 2 or len(nodes) < 2:
             continue
         gathered, reduced = moved[s]

@@ -122,28 +122,32 @@ def _split(cluster: Cluster, leaving: Mapping[int, tuple[list[Seat], str]], note
     """The cluster with some GPUs in groups of nodes of their own."""
     nodes: list[NodeGroup] = []
     gpus = dict(cluster.gpus)
-    by_node: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    by_node: dict[tuple[int, int], list[tuple[list[int], str]]] = {}
     for seats, name in leaving.values():
-        by_node.setdefault((seats[0].pool, seats[0].node), []).append((len(seats), name))
+        by_node.setdefault((seats[0].pool, seats[0].node), []).append(([seat.gpu for seat in seats], name))
     for pool, group in enumerate(cluster.nodes):
-        mine = {node: parts for (p, node), parts in by_node.items() if p == pool}
-        hosts = group.hosts
+        touched = [n for p, n in by_node if p == pool or group.shares_nodes_with(cluster.nodes[p])]
+        mine = {node: by_node.get((pool, node), []) for node in touched}
+        hosts, shares = group.hosts, bool(group.shared_node)
         if len(mine) < group.count:
             kept = tuple(host for i, host in enumerate(hosts) if i not in mine)
-            taken = sum(size for parts in mine.values() for size, _ in parts)
+            taken = sum(len(gpus) for parts in mine.values() for gpus, _ in parts)
             quota = None if group.max_gpus is None else max(0, group.max_gpus - taken)
             nodes.append(_group(group, count=group.count - len(mine), hosts=kept, max_gpus=quota))
         for node, parts in mine.items():
-            whole = len(parts) == 1 and parts[0][0] == group.gpus_per_node
+            whole = shares or (len(parts) == 1 and len(parts[0][0]) == group.gpus_per_node)
             host = (hosts[node],) if hosts and whole else ()
             if hosts and not whole:
                 notes.append(f"{hosts[node]} has GPUs of several kinds now: hosts of these groups are left open")
-            rest = group.gpus_per_node - sum(size for size, _ in parts)
-            if rest > 0:
-                nodes.append(_group(group, count=1, gpus_per_node=rest, hosts=(), max_gpus=None))
-            for size, name in parts:
-                gpus[name] = cluster.gpu(group.gpu)
-                nodes.append(_group(group, gpu=name, count=1, gpus_per_node=size, hosts=host, max_gpus=None))
+            left = set(range(group.gpus_per_node)).difference(*(there for there, _ in parts))
+            for there, name in [(sorted(left), group.gpu), *parts]:
+                if name != group.gpu:
+                    gpus[name] = cluster.gpu(group.gpu)
+                if there:
+                    found = _group(group, gpu=name, count=1, gpus_per_node=len(there), hosts=host, max_gpus=None)
+                    devices = tuple(group.devices[i] for i in there) if shares else ()
+                    name_of_node = f"{group.shared_node} {node}" if shares else ""
+                    nodes.append(found.model_copy(update={"shared_node": name_of_node, "devices": devices}))
     return cluster.model_copy(update={"nodes": tuple(nodes), "gpus": gpus})
 
 

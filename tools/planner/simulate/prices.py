@@ -102,7 +102,7 @@ def costs_of(
         fixed = min(seconds, estimator.runtime.transfer_latency_s)
         return Link(fixed, size / max(seconds - fixed, 1e-12))
 
-    link = Wiring([g for _, g, _ in devices], [replica[0][:2] for replica in flat], price)
+    link = Wiring([g for _, g, _ in devices], [replica[0].host for replica in flat], price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
     memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]

@@ -188,7 +188,7 @@ def _different_parts(
         here = [flat[d] for d in part.devices]
         nodes: dict[tuple[int, int], int] = {}
         cuts = [cut_of[d] for d in part.devices]
-        places = tuple((s[0].pool, cut, nodes.setdefault(s[0][:2], len(nodes))) for s, cut in zip(here, cuts))
+        places = tuple((s[0].pool, cut, nodes.setdefault(s[0].host, len(nodes))) for s, cut in zip(here, cuts))
         if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
             key: object = places
             if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):

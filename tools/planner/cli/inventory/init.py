@@ -18,7 +18,7 @@ from ...inputs.files import check_target, write_text
 from ...inputs.names import comment
 from ...report.tables import say
 from .naming import Named
-from .probes import GIB, Nodes, host_names, slurm_nodes, this_machine
+from .probes import GIB, Nodes, Seen, host_names, slurm_nodes, this_machine
 
 UNKNOWN = "FILL-IN"
 
@@ -32,7 +32,7 @@ def init(options: argparse.Namespace) -> int:
         )
     found, source, left_out = _found(options)
     text = cluster_text(found, source)
-    todo = [n.seen for n in found if n.gpu is None]
+    todo = [gpu.name for nodes in found for gpu in nodes.gpus if gpu.gpu is None]
     if not todo:  # what is written can be read
         cluster_from_document(parse_yaml(text, options.out), options.out)
     write_text(options.out, text)
@@ -40,8 +40,9 @@ def init(options: argparse.Namespace) -> int:
         "cluster": options.out,
         "source": source,
         "nodes": [
-            {"gpu": n.gpu.name if n.gpu else None, "seen": n.seen, "count": n.count, "gpus_per_node": n.gpus_per_node}
-            for n in found
+            {"gpu": g.gpu.name if g.gpu else None, "seen": g.name, "count": nodes.count, "gpus_per_node": g.count}
+            for nodes in found
+            for g in nodes.gpus
         ],
         "unknown": todo,
         "left_out": left_out,
@@ -62,8 +63,8 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     hosts = host_names(options.hosts) if options.hosts else ()
     if options.gpu:
         find_gpu(options.gpu, {}, "command line", "--gpu")
-        nodes = Nodes(options.gpu, Named(options.gpu), options.gpus_per_node, len(hosts) or 1, hosts)
-        return [nodes], "the command line", []
+        seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node)
+        return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
         nodes_of_slurm = slurm_nodes()
         if nodes_of_slurm and nodes_of_slurm[0]:
@@ -104,27 +105,31 @@ def cluster_text(found: Sequence[Nodes], source: str) -> str:
 
 
 def _group(nodes: Nodes) -> list[str]:
-    lines = [f"  # Found: {nodes.count} x {nodes.gpus_per_node} {comment(nodes.seen)}."]
-    if nodes.gpu is None:
-        lines += [
-            "  # The catalog has no such GPU: CHECK. Name the nearest one, or describe it under 'gpus:'.",
-            f"  - gpu: {UNKNOWN}",
-        ]
+    several = len(nodes.gpus) > 1
+    lines = [f"  # Found: {nodes.count} x {comment(_seen(nodes))}."]
+    if any(seen.gpu is None for seen in nodes.gpus):
+        which = "a GPU of these" if several else "such GPU"
+        lines.append(f"  # The catalog has no {which}: CHECK. Name the nearest one, or describe it under 'gpus:'.")
+    if several:
+        lines.append("  - gpus:  # CHECK: in the order of nvidia-smi" if nodes.gpus[0].gres else "  - gpus:")
+        for seen in nodes.gpus:
+            gres = f", gres: {_word(seen.gres)}" if seen.gres else ""
+            lines.append(f"      - {{type: {_catalog_word(seen)}, count: {seen.count}{gres}}}{_doubt(seen)}")
     else:
-        doubt = f"  # CHECK: {nodes.gpu.doubt}" if nodes.gpu.doubt else ""
-        lines += [f"  - gpu: {_word(nodes.gpu.name)}{doubt}"]
-    lines += [
-        f"    count: {nodes.count}",
-        f"    gpus_per_node: {nodes.gpus_per_node}",
-        "    zone: local                  # nodes near each other; us-a-1 is in region us-a",
-    ]
+        lines.append(f"  - gpu: {_catalog_word(nodes.gpus[0])}{_doubt(nodes.gpus[0])}")
+    lines.append(f"    count: {nodes.count}")
+    if not several:
+        lines.append(f"    gpus_per_node: {nodes.gpus[0].count}")
+    lines += ["    zone: local                  # nodes near each other; us-a-1 is in region us-a"]
     if nodes.network:
         rate, known = nodes.network
         lines.append(f"    network_bytes_per_s: {rate:g}   # of a whole node, one direction: {known}")
     else:
         lines.append("    network_bytes_per_s: 12.5e9  # CHECK: of a whole node, one direction; 12.5e9 is 100 Gbit/s")
-    price = catalog()[nodes.gpu.name].usd_per_hour if nodes.gpu else None
-    lines.append(f"    # usd_per_gpu_hour: {price if price is not None else 2.0}       # your price, for costs")
+    first = nodes.gpus[0]
+    price = catalog()[first.gpu.name].usd_per_hour if first.gpu else None
+    where = ", in the entries of gpus" if several else ""
+    lines.append(f"    # usd_per_gpu_hour: {price if price is not None else 2.0}       # your price, for costs{where}")
     if nodes.memory_bytes:
         lines.append(
             f"    # host_memory_bytes: {0.8 * nodes.memory_bytes:.0f}   # main memory that plans may offload to; "
@@ -132,9 +137,22 @@ def _group(nodes: Nodes) -> list[str]:
         )
     if nodes.hosts:
         lines.append(f"    hosts: [{', '.join(_word(host) for host in nodes.hosts)}]")
-    if nodes.slurm:
-        lines.append(f"    slurm: {{{', '.join(f'{key}: {_word(text)}' for key, text in nodes.slurm)}}}")
+    slurm = dict(nodes.slurm) | ({"gres": first.gres} if first.gres and not several else {})
+    if slurm:
+        lines.append(f"    slurm: {{{', '.join(f'{key}: {_word(text)}' for key, text in slurm.items())}}}")
     return lines
+
+
+def _seen(nodes: Nodes) -> str:
+    return " + ".join(f"{seen.count} {seen.name}" for seen in nodes.gpus)
+
+
+def _catalog_word(seen: Seen) -> str:
+    return UNKNOWN if seen.gpu is None else _word(seen.gpu.name)
+
+
+def _doubt(seen: Seen) -> str:
+    return f"  # CHECK: {seen.gpu.doubt}" if seen.gpu is not None and seen.gpu.doubt else ""
 
 
 def _word(text: str) -> str:
@@ -143,9 +161,13 @@ def _word(text: str) -> str:
 
 
 def _lines(found: Sequence[Nodes], source: str, out: str) -> list[Any]:
-    lines = [f"{n.count} x {n.gpus_per_node} {n.seen}: {n.gpu.name if n.gpu else 'not in the catalog'}" for n in found]
+    lines = [
+        f"{nodes.count} x {_seen(nodes)}: "
+        + " + ".join(seen.gpu.name if seen.gpu else "not in the catalog" for seen in nodes.gpus)
+        for nodes in found
+    ]
     lines.append(f"wrote {out} (from {source})")
-    if any(n.gpu is None for n in found):
+    if any(seen.gpu is None for nodes in found for seen in nodes.gpus):
         lines.append(f"Replace {UNKNOWN} in it: name the nearest GPU of the catalog, or describe yours under 'gpus:'")
     lines.append(f"Next: check it, then '{command()} plan --cluster {out} --model MODEL'")
     return lines

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import PlannerError
 from ...inputs.names import SLURM_RULES, expanded_hosts, host_problem
@@ -21,24 +23,36 @@ _UNUSABLE = re.compile(r"down|drain|fail|maint|reserved|power(ed|ing)_down|unkno
 """States of nodes that no job of today gets; a star marks one that does not answer."""
 
 
+class Seen(NamedTuple):
+    """GPUs of a node that were found.
+
+    Attributes:
+        name: What the driver or Slurm calls the GPU.
+        gpu: The same in the catalog, None when it has none.
+        count: How many a node has.
+        gres: Slurm's name; empty where nobody said one.
+    """
+
+    name: str
+    gpu: Named | None
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    gres: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """Equal nodes that were found.
 
     Attributes:
-        seen: What the driver or Slurm calls the GPU.
-        gpu: The same in the catalog, None when it has none.
-        gpus_per_node: GPUs of each node.
+        gpus: Those of each node, in the order in which they were listed.
         hosts: Their names, when known.
         count: How many nodes.
         memory_bytes: Main memory of a node.
         network: Bytes per second of a node, and how that is known.
-        slurm: Partition, constraint and gres, as far as known.
+        slurm: Partition and constraint, as far as known.
     """
 
-    seen: str
-    gpu: Named | None
-    gpus_per_node: int
+    gpus: tuple[Seen, ...]
     count: int = 1
     hosts: tuple[str, ...] = ()
     memory_bytes: float | None = None
@@ -74,24 +88,16 @@ def this_machine(hosts: Sequence[str] = ()) -> list[Nodes]:
         hosts: Names of nodes like this one; this one alone when empty.
     """
     said = ask(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
-    kinds: dict[tuple[str, float | None], int] = {}
+    found: list[tuple[str, float | None]] = []
     for line in (said or "").splitlines()[:1024]:
         name, _, size = (part.strip() for part in line.partition(","))
         if name:
             memory = float(size) * 2.0**20 if re.fullmatch(r"[0-9]{1,9}", size) else None
-            kinds[name, memory] = kinds.get((name, memory), 0) + 1
-    return [
-        Nodes(
-            seen=name,
-            gpu=catalog_name(name, memory),
-            gpus_per_node=count,
-            count=len(hosts) or 1,
-            hosts=tuple(hosts) if len(kinds) == 1 else (),
-            memory_bytes=_main_memory(),
-            network=_network(),
-        )
-        for (name, memory), count in kinds.items()
-    ]
+            found.append((name, memory))
+    if not found:
+        return []
+    gpus = tuple(Seen(name, catalog_name(name, size), len(list(same))) for (name, size), same in groupby(found))
+    return [Nodes(gpus, len(hosts) or 1, tuple(hosts), memory_bytes=_main_memory(), network=_network())]
 
 
 def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
@@ -109,7 +115,7 @@ def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
         raise PlannerError("sinfo", "(answer)", None, problem, "Write the cluster file by hand (docs/planner.md)")
     rows = [line.split("|") for line in lines if line.count("|") in (4, 5)]
     rows.sort(key=lambda row: not row[1].strip().endswith("*"))
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, str, str, tuple[tuple[str, int], ...]], list[str]] = {}
     placed: set[str] = set()
     left_out = []
     for host, partition, gres, features, memory, *state in ([cell.strip() for cell in row] for row in rows):
@@ -119,29 +125,31 @@ def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
         if state and _UNUSABLE.search(state[0].lower()):
             left_out += [f"{host} ({state[0][:20]})"] if _gpus_of(gres) else []
             continue
-        for kind, count in _gpus_of(gres):
-            groups.setdefault((partition.rstrip("*"), kind, str(count), features, memory), []).append(host)
-    return [_slurm_group(key, hosts) for key, hosts in groups.items()], left_out
+        if gpus := tuple(_gpus_of(gres)):
+            groups.setdefault((partition.rstrip("*"), features, memory, gpus), []).append(host)
+    return [_slurm_group(*key, hosts) for key, hosts in groups.items()], left_out
 
 
-def _slurm_group(key: tuple[str, ...], hosts: list[str]) -> Nodes:
-    partition, kind, count, features, memory = key
+def _slurm_group(
+    partition: str, features: str, memory: str, gpus: tuple[tuple[str, int], ...], hosts: list[str]
+) -> Nodes:
     words = [word for word in features.split(",") if word not in ("", "(null)")]
-    named = catalog_name(kind) if kind else None
     by_feature = {word: found for word in words if (found := catalog_name(word))}
     constraint = next(iter(by_feature), "")
-    if constraint and (named is None or named.doubt):
-        named = by_feature[constraint] if named is None or not by_feature[constraint].doubt else named
-    slurm = {"partition": partition, "constraint": constraint, "gres": f"gpu:{kind}" if kind else "gpu"}
-    kept = tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text))
+    seen = []
+    for kind, count in gpus:
+        named = catalog_name(kind) if kind else None
+        if constraint and len(gpus) == 1 and (named is None or named.doubt):  # a feature is that of the node
+            named = by_feature[constraint] if named is None or not by_feature[constraint].doubt else named
+        gres = f"gpu:{kind}" if kind else "gpu"
+        seen.append(Seen(kind or ",".join(words) or "gpu", named, count, "" if SLURM_RULES["gres"](gres) else gres))
+    slurm = {"partition": partition, "constraint": constraint}
     return Nodes(
-        seen=kind or ",".join(words) or "gpu",
-        gpu=named,
-        gpus_per_node=int(count),
+        tuple(seen),
         count=len(hosts),
         hosts=tuple(hosts),
         memory_bytes=float(memory) * 2.0**20 if re.fullmatch(r"[0-9]{1,12}", memory) else None,
-        slurm=kept,
+        slurm=tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text)),
     )
 
 
@@ -194,4 +202,4 @@ def _number(file: Path, pattern: str) -> float | None:
     return float(found.group(1)) if found else None
 
 
-__all__ = ["GIB", "Nodes", "ask", "host_names", "slurm_nodes", "this_machine"]
+__all__ = ["GIB", "Nodes", "Seen", "ask", "host_names", "slurm_nodes", "this_machine"]
