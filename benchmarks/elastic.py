@@ -54,7 +54,7 @@ from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S, _SHORT = 200.0, 64
+_LIMIT_S, _SHORT, _LAST = 200.0, 64, 5
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
@@ -407,14 +407,13 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
         every = iterations / (changes + 1)
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
-        away = ""
-        for number in range(1, changes + 1):
+        away, number = "", 1
+        while number <= changes and (number + 1) * every < iterations:
             job.until(lambda at=int(number * every): job.reached() >= at, f"iteration {number * every:g}")  # type: ignore[misc]
             samples.append(used(steady, job.folder / "job"))
             act, node = "join", away
             if not away:
                 act, node = rng.choice(("death", "leave")), rng.choice("bc")
-            made[act] += 1
             if act == "death":
                 job.kill_worker(node)
             elif act == "leave":
@@ -422,7 +421,14 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
             else:
                 job.start(node)
             away = "" if act == "join" else node
-            job.until(functools.partial(job.has_opened, number), f"change {number}, a {act} of {node}")
+            job.until(
+                lambda at=number: job.has_opened(at) or job.reached() >= iterations - _LAST,  # type: ignore[misc]
+                f"change {number}, a {act} of {node}",
+            )
+            if not job.has_opened(number):  # the training was faster than the start of a node
+                break
+            made[act] += 1
+            number += 1
         samples.append(used(steady, job.folder / "job"))
         job.end()
         losses, repeated = losses_of(folder / "long" / "report"), len(job.history()) - 1
