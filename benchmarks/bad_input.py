@@ -48,7 +48,7 @@ _MODULES = (
     ),
     *(
         "megatron_het.schedule.view.cli",
-        "tools.planner.cli.analysis",
+        "tools.planner.cli.commands",
         "tools.planner.cli.check",
         "tools.planner.cli.commands",
         "tools.planner.emit.command",

@@ -55,7 +55,7 @@ from tools.planner.inputs.profile_schema import (
 from tools.planner.replan.corrections import correct
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import estimator_of, predicted_s
-from tools.planner.report.complete import complete
+from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate
 

@@ -10,11 +10,10 @@ from typing import Any
 from megatron_het.schedule import Kind
 from tools.planner.__main__ import parser_of
 from tools.planner.cli.commands import load, priced
-from tools.planner.page.collect import collect
+from tools.planner.page.collect import Event, collect, pack
 from tools.planner.page.data import Figure, Lane, PageData, Row
 from tools.planner.page.html import write_page
 from tools.planner.page.markup import size
-from tools.planner.page.timeline import Event, pack
 
 
 def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], file: Path) -> None:

@@ -25,4 +25,5 @@ def test_init_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert (big.gpu, big.count, big.gpus_per_node) == ("A100-80", 2, 4)
     assert big.hosts == ("127.0.0.11", "127.0.0.12")
     assert (big.slurm.partition, big.slurm.gres, big.slurm.constraint) == ("all", "gpu:a100", "a100_80gb")
+    assert big.slurm.cpus == 4
     assert (small.gpu, small.count, small.gpus_per_node) == ("T4", 1, 2)

@@ -269,7 +269,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out what needs further searches: alternatives, and what one more node brings",
     )
-    parser.set_defaults(limit_s=120.0, run=_call("cli.report", "report"))
+    parser.set_defaults(limit_s=120.0, run=_call("cli.commands", "report"))
 
 
 def _page_option(parser: argparse.ArgumentParser) -> None:
@@ -280,14 +280,14 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("cli.analysis", "explain"))
+    parser.set_defaults(run=_call("cli.commands", "explain"))
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("cli.analysis", "compare"))
+    parser.set_defaults(run=_call("cli.commands", "compare"))
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import yaml
 
 from megatron_het.plan import load_plan
 from tools.planner.__main__ import main
-from tools.planner.report import complete as module
+from tools.planner.report import analysis as module
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 MODEL = {

@@ -105,7 +105,7 @@ def test_sinfo(tools, tmp_path, capsys):
         "n1|debug|gpu:a100:8(S:0-1)|a100_80gb,ib|1031000",
         "n1|big*|gpu:a100:8(S:0-1)|a100_80gb,ib|1031000",
         "n2|big*|gpu:a100:8(S:0-1)|a100_80gb,ib|1031000",
-        "m1|old|gpu:4|v100-32gb|385000",
+        "m1|old|gpu:4|v100-32gb|385000|idle|48",
         "m2|old|gpu:strange:2|(null)|385000",
         "login|big*|(null)|(null)|64000",
         "$(reboot)|big*|gpu:a100:8|(null)|1",
@@ -121,6 +121,7 @@ def test_sinfo(tools, tmp_path, capsys):
     assert (first.gpu, first.hosts, first.slurm.partition) == ("A100-80", ("n1", "n2"), "big")
     assert first.slurm.constraint == "a100_80gb" and first.slurm.gres == "gpu:a100"
     assert (second.gpu, second.gpus_per_node, second.slurm.constraint) == ("V100-32", 4, "v100-32gb")
+    assert (first.slurm.cpus, second.slurm.cpus) == (None, 48)
     assert third.gpus_per_node == 2 and third.slurm.constraint is None
 
 

@@ -19,11 +19,10 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.inputs.cluster import cluster_from_document
 from tools.planner.inputs.model import model_from_document
-from tools.planner.page.collect import collect
+from tools.planner.page.collect import COLUMNS, collect, group_of, timeline_of
 from tools.planner.page.data import PageData
 from tools.planner.page.html import render
 from tools.planner.page.markup import embedded_json, seconds, significant, size, tag, usd
-from tools.planner.page.timeline import COLUMNS, group_of, timeline_of
 from tools.planner.simulate.simulation import program_of
 
 CLUSTER = {

@@ -12,7 +12,7 @@ from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.report.alternatives import alternatives, differences
+from tools.planner.report.analysis import alternatives, differences
 from tools.planner.report.tables import plans_tables, summary, summary_tables
 from tools.planner.search.outcome import Found, Outcome
 

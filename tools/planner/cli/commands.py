@@ -16,10 +16,23 @@ from ..costs.estimate import Estimate, Estimator
 from ..costs.most_passes import larger_micro_batches
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target
-from ..report.complete import complete
-from ..report.tables import GIB, bound_lines, say, search_body, shown_progress, summary, summary_tables
+from ..page.collect import collect, gains_of, rows_of
+from ..page.html import write_page
+from ..page.searched import ENDINGS, check_page, notes_of, page_of_search, written
+from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
+from ..report.tables import (
+    GIB,
+    bound_lines,
+    plans_tables,
+    say,
+    search_body,
+    shown_progress,
+    summary,
+    summary_tables,
+    table,
+)
 from ..search.goal import Goal
-from ..search.limit import cpu_limit, left_s, nothing_found, searching_s
+from ..search.limit import cpu_limit, each_s, left_s, nothing_found, searching_s
 from ..search.methods import search
 from ..search.outcome import Found, Outcome, Progress
 from ..search.paused import collector_paused
@@ -300,4 +313,75 @@ def emit(options: argparse.Namespace) -> int:
         "nodes": [{"kind": n.name, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
     }
     say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
+    return 0
+
+
+# The commands ``explain`` and ``compare``.
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
+    check_page(options)
+    estimator, goal = estimator_from(options), goal_from(options)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
+    body["search"] = search_body(outcome, goal)
+    body["binding"] = binding(estimator, goal, best)
+    body["runners_up"] = alternatives(estimator, outcome, best)
+    seconds = each_s(options, len(estimator.cluster.nodes))
+    with shown_progress("searching with one node more of each kind", options):
+        body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
+    shown = [row_of(estimator, "this plan", best, best), *body["runners_up"]]
+    runners = plans_tables("Plans of other kinds", "differs by", shown)
+    more = table("One more node", "kind", "s per iteration", "change")
+    for row in body["one_more_node"]:
+        more.add_row(f"{row['gpu']} ({row['zone']})", f"{row['iteration_s']:.4g}", f"{100 * row['change']:+.1f} %")
+    page = page_of_search(
+        estimator, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
+    )
+    lines = [*bound_lines(outcome, goal), *[f"- {text}" for text in body["binding"]]]
+    say(body | page, options, *summary_tables(body), *lines, *runners, more, *written(page))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """The plan against an even split, single GPU types and single schedules."""
+    check_page(options)
+    estimator, goal = estimator_from(options), goal_from(options)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    seconds = each_s(options, len(estimator.cluster.nodes) + len(goal.schedules))
+    with shown_progress("searching on single kinds and with single schedules", options):
+        rows = comparison(estimator, goal, best, seconds)
+    shown = plans_tables("Comparison", "what", rows)
+    page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
+    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *written(page))
+    return 0
+
+
+# The command ``report``: the page of a plan file.
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page."""
+    check_target(options.html, "--html", ENDINGS)
+    goal = goal_from(options)
+    estimator, made = load(options)
+    check_prices(estimator, goal, options.cluster)
+    refuse_unrunnable(made, options.plan)
+    candidate, estimate, seated = priced(estimator, made, options)
+    title = f"Plan for {estimator.model.name} on {estimator.cluster.name}"
+    notes = notes_of(options, options.plan)
+    page, body = collect(estimator, candidate, estimate, made, seated, title=title, notes=notes)
+    if not options.no_search:
+        mine = Found(candidate, estimate, body["iteration_s"])
+        kinds = len(estimator.cluster.nodes)
+        seconds = each_s(options, 2 * kinds + len(goal.schedules))
+        body["comparison"] = comparison(estimator, goal, mine, seconds)
+        body["one_more_node"] = one_more_node(estimator, goal, mine, seconds)
+        page["comparison"] = rows_of(estimator, body["comparison"])
+        page["one_more_node"] = gains_of(body["one_more_node"])
+    write_page(page, options.html)
+    say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
     return 0

@@ -2,7 +2,8 @@
 
 Writes into one folder: ``plan.json``, ``args.sh``, ``train.sbatch`` (heterogeneous),
 ``train-plain.sbatch`` where an ordinary job can do it, ``torchrun-node-<n>.sh``, and ``layout.txt``
-with Megatron's own layout string when the plan needs no extension.
+with Megatron's own layout string when the plan needs no extension.  In place of the batch scripts ``jobset.yaml`` or
+``skypilot.yaml``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 
 from megatron_het.doctor.expectations import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
@@ -16,7 +17,7 @@ from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 
 
 def expectations_of_files(plan: Plan, cluster: str | os.PathLike[str], profile: str | None) -> Expectations:
-    """The same as :func:`expectations`, of files.
+    """Returns what cluster file and profile promise; see :func:`expectations`.
 
     Raises:
         PlannerError: A bad file, or a plan that does not fit the cluster.
@@ -35,15 +36,7 @@ def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -
     if profile is None:
         return Expectations(plan_hash(plan), links)
     model = profile.model
-    shape = LayerModel(
-        model.hidden_size,
-        model.ffn_hidden_size,
-        model.num_attention_heads,
-        model.num_query_groups,
-        model.vocab_size,
-        model.seq_length,
-        model.precision,
-    )
+    shape = LayerModel(**{field.name: getattr(model, field.name) for field in fields(LayerModel)})
     layers = []
     for device in profile.devices:
         found = [t for t in device.timings if t.layer == "layer" and t.tp == 1 and not t.context_tokens]
@@ -86,5 +79,10 @@ def _distance(timing: LayerTiming, plan: Plan) -> tuple[int, int, bool]:
 
 def _layer(kind: str, timing: LayerTiming) -> LayerExpectation:
     return LayerExpectation(
-        kind, timing.micro_batch_size, timing.slice_tokens, timing.recompute, timing.forward_s, timing.backward_s
+        kind=kind,
+        micro_batch_size=timing.micro_batch_size,
+        tokens=timing.slice_tokens,
+        recompute=timing.recompute,
+        forward_s=timing.forward_s,
+        backward_s=timing.backward_s,
     )

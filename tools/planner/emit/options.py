@@ -17,33 +17,13 @@ from .scripts import AtTimeLimit, Container, LaunchOptions
 
 
 def training_group(options: argparse.Namespace) -> list[str]:
-    """Flags of the optimization that the command line offers."""
-    return [
-        *(["--train-samples", str(options.train_samples)] if options.train_samples else []),
-        *([] if options.train_samples else ["--train-iters", str(options.train_iters)]),
-        "--lr",
-        options.lr,
-        "--min-lr",
-        f"{float(options.lr) / 10:g}",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-warmup-fraction",
-        "0.01",
-        "--weight-decay",
-        "0.1",
-        "--adam-beta2",
-        "0.95",
-        "--clip-grad",
-        "1.0",
-        "--log-interval",
-        "10",
-        "--eval-interval",
-        "1000",
-        "--eval-iters",
-        "10",
-        "--distributed-timeout-minutes",
-        "10",
-    ]
+    """Returns the flags of the optimization that the command line offers."""
+    length = ["--train-samples", str(options.train_samples)]
+    if not options.train_samples:
+        length = ["--train-iters", str(options.train_iters)]
+    more = "--lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
+    more += " --log-interval 10 --eval-interval 1000 --eval-iters 10 --distributed-timeout-minutes 10"
+    return [*length, "--lr", options.lr, "--min-lr", f"{float(options.lr) / 10:g}", *more.split()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +182,9 @@ def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
     if options.container and options.target == "slurm":
         container = Container(options.container, options.container_runtime, tuple(options.container_mounts))
     elif options.container_mounts:
-        raise PlannerError("emit", "--container-mounts", options.container_mounts[0], "needs --container")
+        raise PlannerError(
+            "emit", "--container-mounts", options.container_mounts[0], "is for Slurm jobs with --container"
+        )
     return LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
         job_name=options.job_name,

@@ -4,10 +4,180 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from .data import Figure, NodeGain, PageData, Row, StageRow, TimelineData
-from .map_section import cluster_section
-from .markup import Html, cell, seconds, share, shown, significant, size, table, tag, usd
-from .replay_section import replay_section
+from .data import (
+    ClusterMap,
+    Course,
+    Figure,
+    LinkOnMap,
+    NodeGain,
+    NodeOnMap,
+    PageData,
+    PoolOnMap,
+    Row,
+    StageRow,
+    TimelineData,
+)
+from .markup import Html, cell, join, scaled, seconds, share, shown, significant, size, table, tag, usd
+
+# The cluster as boxes: zones, nodes, and GPUs in the colour of their stage; links are drawn by a script.
+
+
+FULL = 0.5
+"""Load of a link from which it is drawn as a busy one."""
+
+
+def cluster_section(cluster: ClusterMap, hues: Sequence[int]) -> Iterator[Html]:
+    """The map and the table of links."""
+    yield tag(
+        "p",
+        "Every square is a GPU in the colour and with the number of its stage; empty squares stay unused. The line "
+        "under a node is the share of the iteration in which its network is busy.",
+        class_="hint",
+    )
+    regions = {zone["region"] for zone in cluster["zones"]}
+    zones = []
+    for zone in cluster["zones"]:
+        title = zone["name"] + (f" ({zone['region']})" if len(regions) > 1 and zone["region"] != zone["name"] else "")
+        pools = [_pool(p, cluster["pools"], hues) for p in zone["pools"]]
+        zones.append(tag("div", tag("h3", title), tag("div", *pools, class_="pools"), class_="zone"))
+    drawing = Html('<svg class="links" aria-hidden="true"></svg>')
+    yield tag("div", drawing, *zones, class_="map", id="map")
+    for pool in cluster["pools"]:
+        if pool["left_out"]:
+            yield tag("p", f"{pool['gpu']}: {pool['left_out']}.", class_="left-out")
+    if cluster["links"]:
+        yield _links(cluster)
+
+
+def _pool(index: int, pools: Sequence[PoolOnMap], hues: Sequence[int]) -> Html:
+    pool = pools[index]
+    price = pool["usd_per_gpu_hour"]
+    network = pool["network_bytes_per_s"]
+    each = f"{pool['gpus_per_node']} " if pool["gpus_per_node"] > 1 else ""
+    facts = [f"{pool['count']} × {each}{_pool_name(index, pools)}"]
+    if pool["used_gpus"] != pool["quota"]:
+        facts.append(f"{pool['used_gpus']} of {pool['quota']} used")
+    if network:
+        facts.append(f"network {scaled(network, 'B/s')}")
+    if price:
+        facts.append(f"{usd(price)} an hour each")
+    nodes = [_node(pool["gpu"], node, hues) for node in pool["nodes"]]
+    title = tag("p", tag("b", facts[0]), tag("small", " · ".join(facts[1:])))
+    return tag("div", title, tag("div", *nodes, class_="nodes"), class_="pool", data_pool=index)
+
+
+def _node(gpu: str, node: NodeOnMap, hues: Sequence[int]) -> Html:
+    squares = []
+    for g, held in enumerate(node["gpus"]):
+        if not held:
+            squares.append(tag("i", class_="gpu", data_tip=f"{node['name']}, GPU {g}: {gpu}, unused"))
+            continue
+        stage, replica, rank = held
+        tip = f"{node['name']}, GPU {g}: {gpu}, stage {stage}, replica {replica}, rank {rank}"
+        style = f"--hue:{hues[stage]}"
+        squares.append(tag("i", str(stage), class_="gpu used", style=style, data_tip=tip, data_stage=stage))
+    busy = (
+        f"{node['name']}: network busy {share(node['load'])} of the iteration; sends {size(node['sent_bytes'])}, "
+        f"receives {size(node['received_bytes'])}"
+    )
+    width = min(1.0, node["load"])
+    line = tag("u", style=f"width:{100 * width:.2f}%", class_="full" if node["load"] > FULL else None)
+    wide = "node wide-node" if len(squares) > 4 else "node"
+    return tag("div", tag("div", *squares, class_="gpus"), tag("div", line, class_="load", data_tip=busy), class_=wide)
+
+
+_LINK_COLUMNS = ("between", "activations and gradients", "reductions and gathers", "bandwidth", "busiest link busy")
+
+
+def _links(cluster: ClusterMap) -> Html:
+    names = [_pool_name(p, cluster["pools"]) for p in range(len(cluster["pools"]))]
+    zones = {p: zone["name"] for zone in cluster["zones"] for p in zone["pools"]}
+    return table(_LINK_COLUMNS, (list(_link(link, names, zones)) for link in cluster["links"]))
+
+
+def _pool_name(index: int, pools: Sequence[PoolOnMap]) -> str:
+    """The kind of GPU, with a number where several pools have it."""
+    gpu = pools[index]["gpu"]
+    alike = [p for p, pool in enumerate(pools) if pool["gpu"] == gpu]
+    return f"{gpu} #{alike.index(index) + 1}" if len(alike) > 1 else gpu
+
+
+def _link(link: LinkOnMap, names: Sequence[str], zones: dict[int, str]) -> Iterator[Html]:
+    first, second = link["first"], link["second"]
+    if first == second:
+        text = f"nodes of {names[first]}"
+    elif zones[first] == zones[second]:
+        text = f"{names[first]} – {names[second]}"
+    else:
+        text = f"{names[first]} ({zones[first]}) – {names[second]} ({zones[second]})"
+    load = link["load"]
+    bar = tag("i", class_="c-full" if load > FULL else "c-compute", style=f"width:{100 * min(1.0, load):.2f}%")
+    yield tag("th", text, scope="row")
+    yield cell(_LINK_COLUMNS[1], size(link["transfer_bytes"]))
+    yield cell(_LINK_COLUMNS[2], size(link["collective_bytes"]))
+    yield cell(_LINK_COLUMNS[3], scaled(link["bytes_per_s"], "B/s"))
+    yield cell(_LINK_COLUMNS[4], tag("div", bar, class_="bar"), tag("small", share(load)), class_="wide")
+
+
+# The section of a replay: what a job gets done under each policy, over time and in figures.
+
+
+_WIDTH, _HEIGHT, _MOST_POINTS = 1000.0, 260.0, 1000
+_STYLES = ("stroke-width:3", "stroke-width:2;stroke-dasharray:9 4", "stroke-width:2;stroke-dasharray:2 4")
+_WORDS = ("solid line", "dashed line", "dotted line")
+
+
+def replay_section(courses: Sequence[Course], end_s: float) -> Html:
+    """Curves of iterations that count, and a table.
+
+    Args:
+        courses: By policy.
+        end_s: When the trace ends.
+    """
+    most = max((n for course in courses for _, n in course["curve"]), default=0.0) or 1.0
+    lines = [_line(course, end_s, most, _STYLES[i % 3]) for i, course in enumerate(courses)]
+    drawing = tag(
+        "svg",
+        *lines,
+        viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
+        role="img",
+        aria_label="iterations that count over time, by policy",
+        preserveAspectRatio="none",
+        style="width:100%;height:auto;border-left:1px solid var(--soft);border-bottom:1px solid var(--soft)",
+    )
+    words = ", ".join(f"{course['policy']} as a {_WORDS[i % 3]}" for i, course in enumerate(courses))
+    hint = f"Iterations that count, up to {significant(most)}, over {seconds(end_s)}: {words}."
+    return join([drawing, tag("p", hint, class_="hint"), _table(courses)])
+
+
+def _line(course: Course, end_s: float, most: float, style: str) -> Html:
+    """A curve; of very many points some are left out."""
+    points = [(t, n) for t, n in course["curve"] if t <= end_s]
+    points = [*points[:: max(1, len(points) // _MOST_POINTS)], points[-1]]
+    places = " ".join(f"{_WIDTH * t / end_s:.1f},{_HEIGHT * (1 - 0.96 * n / most):.1f}" for t, n in points)
+    return tag("polyline", points=places, style=f"fill:none;stroke:var(--accent);{style}")
+
+
+def _table(courses: Sequence[Course]) -> Html:
+    head = ["policy", "iterations", "goodput", "", "repeated", "training", "paused", "idle", "changes"]
+    body = []
+    for course in courses:
+        width = f"width:{100 * min(1.0, course['goodput']):.2f}%"
+        body.append(
+            [
+                tag("th", course["policy"], scope="row"),
+                cell("iterations", f"{course['iterations']:,.0f}"),
+                cell("goodput", share(course["goodput"])),
+                tag("td", tag("div", tag("i", class_="c-compute", style=width), class_="bar"), class_="wide"),
+                cell("repeated", f"{course['repeated_iterations']:,.1f}"),
+                cell("training", seconds(course["training_s"])),
+                cell("paused", seconds(course["paused_s"])),
+                cell("idle", seconds(course["idle_s"])),
+                cell("changes", str(course["changes"])),
+            ]
+        )
+    return table(head, body)
+
 
 _HUES = (215, 28, 150, 280, 0, 190, 52, 325)
 """Of up to eight stages; of more, the colour circle is divided."""

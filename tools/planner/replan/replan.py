@@ -16,7 +16,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile_schema import Profile
-from ..report.complete import complete
+from ..report.analysis import complete
 from ..search.goal import Goal
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress

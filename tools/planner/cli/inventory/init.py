@@ -139,7 +139,8 @@ def _group(nodes: Nodes) -> list[str]:
         lines.append(f"    hosts: [{', '.join(_word(host) for host in nodes.hosts)}]")
     slurm = dict(nodes.slurm) | ({"gres": first.gres} if first.gres and not several else {})
     if slurm:
-        lines.append(f"    slurm: {{{', '.join(f'{key}: {_word(text)}' for key, text in slurm.items())}}}")
+        words = (f"{key}: {text if key == 'cpus' else _word(text)}" for key, text in slurm.items())
+        lines.append(f"    slurm: {{{', '.join(words)}}}")
     return lines
 
 

@@ -49,7 +49,7 @@ class Nodes:
         count: How many nodes.
         memory_bytes: Main memory of a node.
         network: Bytes per second of a node, and how that is known.
-        slurm: Partition and constraint, as far as known.
+        slurm: Partition, constraint and cores, as far as known.
     """
 
     gpus: tuple[Seen, ...]
@@ -106,32 +106,33 @@ def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
     A node counts in the first partition that lists it, the default one first.  Nodes that are down, drained or
     reserved are left out.
     """
-    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T"])
+    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T|%c"])
     if said is None:
         return None
     lines = said.splitlines()
     if len(lines) > _MOST_LINES:
         problem = f"{len(lines)} lines, more than the {_MOST_LINES} of any cluster file"
         raise PlannerError("sinfo", "(answer)", None, problem, "Write the cluster file by hand (docs/planner.md)")
-    rows = [line.split("|") for line in lines if line.count("|") in (4, 5)]
+    rows = [line.split("|") for line in lines if line.count("|") in (4, 5, 6)]
     rows.sort(key=lambda row: not row[1].strip().endswith("*"))
-    groups: dict[tuple[str, str, str, tuple[tuple[str, int], ...]], list[str]] = {}
+    groups: dict[tuple[str, str, str, str, tuple[tuple[str, int], ...]], list[str]] = {}
     placed: set[str] = set()
     left_out = []
-    for host, partition, gres, features, memory, *state in ([cell.strip() for cell in row] for row in rows):
+    for host, partition, gres, features, memory, *more in ([cell.strip() for cell in row] for row in rows):
         if host in placed or host_problem(host):
             continue
         placed.add(host)
-        if state and _UNUSABLE.search(state[0].lower()):
-            left_out += [f"{host} ({state[0][:20]})"] if _gpus_of(gres) else []
+        state, cores = [*more, "", ""][:2]
+        if _UNUSABLE.search(state.lower()):
+            left_out += [f"{host} ({state[:20]})"] if _gpus_of(gres) else []
             continue
         if gpus := tuple(_gpus_of(gres)):
-            groups.setdefault((partition.rstrip("*"), features, memory, gpus), []).append(host)
+            groups.setdefault((partition.rstrip("*"), features, memory, cores, gpus), []).append(host)
     return [_slurm_group(*key, hosts) for key, hosts in groups.items()], left_out
 
 
 def _slurm_group(
-    partition: str, features: str, memory: str, gpus: tuple[tuple[str, int], ...], hosts: list[str]
+    partition: str, features: str, memory: str, cores: str, gpus: tuple[tuple[str, int], ...], hosts: list[str]
 ) -> Nodes:
     words = [word for word in features.split(",") if word not in ("", "(null)")]
     by_feature = {word: found for word in words if (found := catalog_name(word))}
@@ -144,12 +145,13 @@ def _slurm_group(
         gres = f"gpu:{kind}" if kind else "gpu"
         seen.append(Seen(kind or ",".join(words) or "gpu", named, count, "" if SLURM_RULES["gres"](gres) else gres))
     slurm = {"partition": partition, "constraint": constraint}
+    kept = tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text))
     return Nodes(
         tuple(seen),
         count=len(hosts),
         hosts=tuple(hosts),
         memory_bytes=float(memory) * 2.0**20 if re.fullmatch(r"[0-9]{1,12}", memory) else None,
-        slurm=tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text)),
+        slurm=kept + ((("cpus", cores),) if re.fullmatch(r"[1-9][0-9]{0,2}", cores) else ()),
     )
 
 
