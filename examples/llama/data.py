@@ -20,6 +20,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_het.safe_io import ends_with_its_reader
+
 VOCAB_SIZE = 257
 END_OF_DOCUMENT = 256
 
@@ -146,6 +148,7 @@ def _write(files: Sequence[Path], prefix: Path) -> int:
     return tokens
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Write the standard library's sources as Megatron datasets.")

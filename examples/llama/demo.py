@@ -38,6 +38,7 @@ from examples.llama.devices import (
 )
 from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, load_plan, save_plan
+from megatron_het.safe_io import ends_with_its_reader
 from tools.planner import __main__ as planner
 from tools.planner.profile.command import default_environment, free_port
 
@@ -112,6 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit code is 0 when the report has been written."""
     options = parse(argv)

@@ -28,6 +28,7 @@ from examples.llama.devices import (
 from examples.llama.job import gpus_here
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+from megatron_het.safe_io import ends_with_its_reader
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.profile_schema import Profile, ProfiledModel
@@ -128,6 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit code is the doctor's."""
     options = parse(argv)

@@ -28,6 +28,7 @@ from examples.llama.data import DataFiles
 from examples.llama.devices import available_cores
 from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+from megatron_het.safe_io import ends_with_its_reader
 from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
 from tools.planner.profile.command import default_environment, free_port
 
@@ -279,6 +280,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit code is 0 when the worker came back and the training ended."""
     parser = argparse.ArgumentParser(prog="python -m examples.llama.elastic_demo", description=__doc__)

@@ -21,12 +21,13 @@ from megatron_het.doctor.options import Inputs, checks_of, parse, patience, read
 from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, connect, hear, is_ending
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
-from megatron_het.safe_io import shown, write_json
+from megatron_het.safe_io import ends_with_its_reader, shown, write_json
 from megatron_het.store import Documents
 
 _ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
 
 
+@ends_with_its_reader
 def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0 fit, 1 not fit, 2 bad input), the same on all ranks."""
     options = parse(sys.argv[1:] if words is None else words)

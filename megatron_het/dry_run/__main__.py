@@ -13,9 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_het.safe_io import ends_with_its_reader
+
 _POLL_S = 0.05
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)

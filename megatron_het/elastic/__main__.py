@@ -19,7 +19,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, count, forget_reader, shown, write_text
+from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, write_text
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
@@ -32,18 +32,14 @@ class UsageError(ValueError):
     """A command line that cannot work; the message says what to do."""
 
 
+@ends_with_its_reader
 def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0 done, 1 the job failed, 2 bad input."""
     words = list(sys.argv[1:] if words is None else words)
     try:
         if words[:1] and words[0] in _COMMANDS:
-            code = _ask(words)
-            sys.stdout.flush()
-            return code
+            return _ask(words)
         return _run(words)
-    except BrokenPipeError:
-        forget_reader()
-        return 0
     except (UsageError, PlanError, FileError, ImportError) as error:
         sys.stderr.write(f"het-run: {error}\n")
         return 2

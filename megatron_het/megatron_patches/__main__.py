@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import megatron_het
+from megatron_het.safe_io import ends_with_its_reader
 
 _IMPORT_S = 600
 
@@ -36,6 +37,7 @@ def patch_folder() -> Path:
     raise FileNotFoundError(f"no git patches in {' or '.join(map(str, places))}: install megatron-het again")
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print patches and what features lean on; returns 1 when upstream source differs from the known ones."""
     parser = argparse.ArgumentParser(

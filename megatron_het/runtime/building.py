@@ -194,7 +194,12 @@ class PlacedHybridModelBuilder(HybridModelBuilder):
         """See Megatron."""
         axis: Axis = pg_collection.pp
         with axis.known_to_torch():
-            return super().build_model(pg_collection, *positional, **keywords)
+            model = super().build_model(pg_collection, *positional, **keywords)
+        if not (model.decoder.layers or model.pre_process or model.post_process):
+            # What a chunk without layers gives must be another tensor than what it gets, whose memory is given back at
+            # another time; a GPTModel sees to that itself.
+            model.decoder.register_forward_hook(lambda _stack, _given, hidden: hidden.clone())
+        return model
 
 
 class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):

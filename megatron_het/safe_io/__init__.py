@@ -11,7 +11,7 @@ from megatron_het.safe_io.reading import MAX_BYTES, MAX_DEVICES, MAX_PASSES, amo
 from megatron_het.safe_io.writing import (
     check_replaces,
     check_target,
-    forget_reader,
+    ends_with_its_reader,
     write_bytes,
     write_json,
     write_text,
@@ -27,7 +27,7 @@ __all__ = [
     "check_replaces",
     "check_target",
     "count",
-    "forget_reader",
+    "ends_with_its_reader",
     "one_line",
     "parse_json",
     "parse_yaml",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,19 @@ def _umask() -> int:
     return mask
 
 
-def forget_reader() -> None:
-    """Send what is still to be printed nowhere: after ``| head`` nobody reads it, and the exit must not fail by it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def ends_with_its_reader[**Words](main: Callable[Words, int]) -> Callable[Words, int]:
+    """Make a command end well when nobody reads on, as after ``| head``; its help, too."""
+
+    @functools.wraps(main)
+    def command(*args: Words.args, **kwargs: Words.kwargs) -> int:
+        code = 0
+        try:
+            try:
+                code = main(*args, **kwargs)
+            finally:  # also where argparse leaves after --help
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return code
+
+    return command

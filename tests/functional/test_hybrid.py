@@ -52,7 +52,7 @@ CASES = [
     as_hybrid(
         in_chunks(dense("window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
         "hybrid-latent",
-        [[1, 2], [3, 2]],
+        [[1, 0], [3, 4]],  # a chunk without layers, between others
     ),
     as_hybrid(in_chunks(dense("later", [[1], [1]]), "zb-v"), "hybrid-later", [[3, 1], [2, 2]]),
     as_hybrid(sliced("latent-slices", chunks=2, recompute="full"), "hybrid-latent-experts", [[3, 1], [2, 2]]),

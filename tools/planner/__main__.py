@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count, forget_reader
+from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
 
 from .command import command
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import PlannerError
 
 COMMANDS = {
+    "quickstart": "from this machine or Slurm and a model to the command that starts a job: init, plan, check, emit",
     "init": "write a cluster file from what nvidia-smi or Slurm says",
     "profile": "measure layer times, memory and links on this node",
     "plan": "choose GPUs, stages, TP, layers, microbatches and schedule",
@@ -38,6 +39,7 @@ COMMANDS = {
 }
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
     words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
@@ -59,15 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .inputs.files import check_outputs
 
         check_outputs(options.command, options)
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
+        return int(options.run(options))
     except PlannerError as error:
         _say_error(options, error)
         return 2
-    except BrokenPipeError:
-        forget_reader()
-        return 0
+    except BrokenPipeError:  # is an OSError
+        raise
     except OSError as error:  # a folder that cannot be written, a full disk
         _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
         return 2
@@ -208,9 +207,30 @@ def _goal(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _quickstart_options(parser: argparse.ArgumentParser) -> None:
+    from pathlib import Path
+
+    _model(parser)
+    parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
+    _whom_to_ask(parser)
+    parser.add_argument("--out", type=Path, default=Path("run"), metavar="FOLDER", help="new folder (default run)")
+    parser.add_argument("--extra", metavar="FLAGS", help="further Megatron flags in one string: data, tokenizer, ...")
+    parser.add_argument(
+        "--limit-s", type=amount(1.0, 1e6), default=120.0, metavar="S", help="CPU seconds to plan (default 120)"
+    )
+    parser.add_argument("--force", action="store_true", help="write into a folder that is there")
+    parser.set_defaults(json=False, run=_call("cli.quickstart", "quickstart"))
+
+
 def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="cluster.yaml", metavar="FILE", help="file to write (default cluster.yaml)")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
+    _whom_to_ask(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=_call("cli.inventory.init", "init"))
+
+
+def _whom_to_ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="source",
@@ -221,8 +241,6 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", metavar="NAMES", help="nodes like this one, as n1,n2 or n[01-16]")
     parser.add_argument("--gpu", metavar="KIND", help="ask nobody: nodes with this GPU of the catalog")
     parser.add_argument("--gpus-per-node", type=count(1, 1024), default=8, metavar="N", help="with --gpu (default 8)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_call("cli.inventory.init", "init"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -362,6 +380,7 @@ def _call(module: str, name: str) -> Any:
 
 
 _OPTIONS = {
+    "quickstart": _quickstart_options,
     "init": _init_options,
     "profile": _profile_options,
     "plan": _plan_options,

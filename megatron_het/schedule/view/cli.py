@@ -14,7 +14,16 @@ from typing import NoReturn
 from megatron_het.features import FEATURES
 from megatron_het.features.base import ViewFlag
 from megatron_het.lowering.programs import assemble
-from megatron_het.safe_io import MAX_PASSES, amount, check_target, count, forget_reader, one_line, read_text, shown
+from megatron_het.safe_io import (
+    MAX_PASSES,
+    amount,
+    check_target,
+    count,
+    ends_with_its_reader,
+    one_line,
+    read_text,
+    shown,
+)
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.generators import GENERATORS
@@ -166,6 +175,7 @@ def result_json(result: Result) -> dict[str, object]:
 _COUNT = count(1, MAX_PASSES)
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -174,12 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        code = int(options.run(options))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        forget_reader()
-        return 0
+        return int(options.run(options))
+    except BrokenPipeError:  # is an OSError
+        raise
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

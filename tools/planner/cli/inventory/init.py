@@ -66,7 +66,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
         seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node)
         return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
-        nodes_of_slurm = slurm_nodes()
+        nodes_of_slurm = _of_slurm(options)
         if nodes_of_slurm and nodes_of_slurm[0]:
             return nodes_of_slurm[0], "sinfo", nodes_of_slurm[1]
         if options.source == "slurm":
@@ -84,6 +84,16 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
         "Run it on a node with GPUs or where Slurm's commands work, or say what there is: "
         "--gpu A100-40 --gpus-per-node 8 --hosts n[1-4]",
     )
+
+
+def _of_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:
+    """Nodes that Slurm lists; where nobody insists on Slurm, one that does not answer is no error if there are GPUs."""
+    try:
+        return slurm_nodes()
+    except PlannerError:
+        if options.source == "slurm" or not this_machine():
+            raise
+        return None
 
 
 def cluster_text(found: Sequence[Nodes], source: str) -> str:

@@ -1,0 +1,62 @@
+"""``quickstart``: what it runs, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.planner.__main__ import main
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "seq_length": 128,
+    "global_batch_size": 8,
+    "micro_batch_sizes": [1],
+    "precision": "fp16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two V100 and a Slurm that does not answer."""
+    for name, script in {
+        "nvidia-smi": "echo Tesla V100-SXM2-16GB, 16384; echo Tesla V100-SXM2-16GB, 16384",
+        "sinfo": "exit 1",
+    }.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HET_PLAN_VERIFY", "0")
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text(yaml.safe_dump(MODEL))
+    return tmp_path
+
+
+def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", " --mock-data"]) == 0
+    said = capsys.readouterr().out
+    shown = [line for line in said.splitlines() if line.startswith("$ ")]
+    assert [line.split(" tools.planner ")[-1].split()[0] for line in shown] == ["init", "plan", "check", "emit"]
+    assert "--precision fp16" in shown[1]
+    assert said.endswith("Start the job with:\nbash run/job/torchrun-node-0.sh\n")
+    assert "--mock-data" in Path("run/job/args.sh").read_text()
+    assert main(["quickstart", "--model", "model.yaml"]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "H100-SXM", "--gpus-per-node", "8", "--hosts", "n[1-2]", "--limit-s", "1", "--out", "r"]
+    assert main(["quickstart", "--model", "Mistral-7B", *words, "--global-batch-size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "--seq-length 4096 --global-batch-size 64" in said and "r/job/torchrun-node-1.sh   # on node 1" in said
+    assert main(["quickstart", "--model", "mistral-8b"]) == 2
+    assert "mistral-7b" in capsys.readouterr().err and not Path("run").exists()
