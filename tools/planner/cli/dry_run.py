@@ -20,8 +20,6 @@ from typing import Any
 from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..costs.build import check_same_model
-from ..emit.command import model_options
-from ..emit.flags import model_arguments, plan_arguments
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target, write_json
 from ..inputs.model import model_of
@@ -145,6 +143,10 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
     Raises:
         PlannerError: A model that a dry run cannot train.
     """
+    # Here, because emit knows of Slurm, pods and the doctor, and most plans are made without dry runs.
+    from ..emit.command import model_options
+    from ..emit.flags import model_arguments, plan_arguments
+
     model.check_dry_run("Use the planner's estimates")
     words = model_arguments(plan, model_options(model)) + plan_arguments(plan)
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]

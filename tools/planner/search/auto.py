@@ -19,6 +19,8 @@ FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
+OF_A_PART = replace(OF_A_SIZE, parts=0)
+"""For what is left of a cluster that has been searched as a whole."""
 MOST_LEFT_OUT = 4
 """Nodes that are left out one after the other."""
 LEAST_S = {True: 2.0, False: 0.3}
@@ -157,7 +159,8 @@ def _alone(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal:
         return False
     ground.progress.text = "parts alone"
     before = outcome.best
-    _join(ground, outcome, _thorough(ground, outcome, limits, known, goal))
+    effort = replace(ground.asked, parts=0) if ground.asked else OF_A_PART
+    _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), goal, effort))
     best = outcome.best
     return best is not None and (before is None or best.value(ground.goal) < before.value(ground.goal))
 

@@ -52,6 +52,7 @@ class Book:
         limits: GPUs that may be used of each pool; None: all.
         known: Another book of the same estimator and goal, whose sketches and layers are used too.
         bound: Value of a plan that is known already: what looks much worse is of no use.
+        simulated: The same of a plan that has been simulated: what computes longer is of no use.
     """
 
     KEEP = 1000
@@ -64,6 +65,7 @@ class Book:
         limits: Limits | None = None,
         known: Book | None = None,
         bound: float = inf,
+        simulated: float = inf,
     ) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
         self.limits = limits or all_gpus(estimator)
@@ -71,7 +73,7 @@ class Book:
         self.balanced: dict[object, Candidate | None] = known.balanced if known else {}
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
-        self.best, self.bound = inf, bound
+        self.best, self.bound, self.simulated = inf, bound, simulated
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
@@ -184,11 +186,11 @@ class Book:
         self.good = {candidate: entry for candidate, entry in self.good.items() if candidate in kept}
 
     def finalists(self, count: int) -> list[tuple[Candidate, Estimate]]:
-        """The best candidates, up to ``count`` of every schedule with and without an order of its own."""
-        taken: dict[tuple[str, bool], int] = {}
+        """The best candidates, up to ``count`` of every schedule with and without an order, or a split vocabulary."""
+        taken: dict[tuple[str, bool, bool], int] = {}
         out = []
         for candidate, estimate in self.top(len(self.good)):
-            kind = candidate.schedule, is_ordered(candidate)
+            kind = candidate.schedule, is_ordered(candidate), bool(candidate.rows)
             taken[kind] = taken.get(kind, 0) + 1
             if taken[kind] <= count:
                 out.append((candidate, estimate))

@@ -11,14 +11,14 @@ from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import schedule_of
 from ..errors import PlannerError
-from ..simulate.simulation import block_s, operations_of
+from ..simulate.simulation import block_s, work_of
 from .book import Book
 from .goal import Goal
 from .least import least_s
 from .outcome import Found
 
 MOST_OPERATIONS = 20_000
-"""Plans with more compute operations are not simulated for every trial."""
+"""Plans that take longer to simulate than so many compute operations are not simulated for every trial."""
 
 
 def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False) -> Found:
@@ -60,7 +60,7 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
         hidden_s = simulated(_hiding(passes, transfers))
         if hidden_s is None or hidden_s >= found.iteration_s:
             return found
-    if operations_of(estimator, candidate) <= MOST_OPERATIONS:
+    if work_of(estimator, candidate) <= MOST_OPERATIONS:
         chosen = choose_depths(passes, transfers, simulated)
         return tried[chosen] if chosen else found
     for depths in dict.fromkeys((choose_depths(passes, transfers, estimated), _hiding(passes, transfers))):

@@ -68,7 +68,7 @@ class Effort:
 NORMAL = Effort()
 MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160, hasty=True, spread=True)
 """For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
-LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=2, simulated_operations=30_000, refined=4)
+LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=2, simulated_operations=30_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
 
 

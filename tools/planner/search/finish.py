@@ -22,12 +22,14 @@ from ..search.goal import Goal
 from ..search.least import least_s
 from ..search.outcome import Found, Outcome, Progress
 from ..search.refine import refine
-from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
+from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 
-Class = tuple[str, bool, tuple[tuple[int, ...], ...]]
-"""Schedule, whether the narrowest stage divides all others, and the pools of every stage."""
+Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
+"""Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
 COMPILED = 8
 """So many operations of 1F1B, whose loops are compiled, take the time of one of other schedules."""
+BUILT = 4
+"""One of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more."""
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000
@@ -91,7 +93,7 @@ def finish(
             queues.pop(name, None)
             continue
         left = each - spent.get(name[0], 0)
-        is_allowed = _taken(candidate, operations, 1) <= most if ratios.is_new(name[0]) else operations <= left
+        is_allowed = _taken(candidate, operations, 1) <= (most if ratios.is_new(name[0]) else left)
         least = least_s(book.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
         too_slow = least > bound
         if too_slow or (found and not is_allowed):
@@ -116,6 +118,8 @@ def finish(
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
+    if candidate.rows:
+        return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
 
@@ -164,14 +168,14 @@ def _improve_best(
         known: Value of a plan that is known already.
     """
     found.sort(key=lambda f: f.value(goal))
-    best = found[0].value(goal)
+    best = min(known, found[0].value(goal))
     deepened = 0
     for i, entry in enumerate(found):
         if progress.spent:
             return
         if not schedule_of(entry.candidate).has_depths or entry.candidate.depths:
             continue
-        is_large = operations_of(estimator, entry.candidate) > SMALL
+        is_large = work_of(estimator, entry.candidate) > SMALL
         # A plan's price goes with its time.
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
         if hope >= best or (is_large and deepened >= DEEPENED):
@@ -182,13 +186,12 @@ def _improve_best(
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
     plain = next((f for f in found if f.candidate.schedule == PLAIN.name), None)
-    entries = [found[0]]
-    if plain is not None and plain is not found[0] and plain.value(goal) < REFINED * min(best, known):
-        entries.append(plain)
-    for entry in entries:
-        allowed = operations * effort.refined if entry is plain else operations
-        better = refine(estimator, goal, entry, allowed, simulate, effort.regroups)
-        if better is not entry:
+    for chosen in dict.fromkeys((found[0], plain or found[0])):
+        if chosen.value(goal) > REFINED * best:
+            continue
+        allowed = operations * effort.refined if chosen is plain else operations
+        better = refine(estimator, goal, chosen, allowed, simulate, effort.regroups)
+        if better is not chosen:
             found.append(better)
     found.sort(key=lambda f: f.value(goal))
 
@@ -235,7 +238,7 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
         kinds = tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
         divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
         entry = candidate, estimate, operations_of(book.estimator, candidate)
-        out.setdefault((candidate.schedule, divided, kinds), []).append(entry)
+        out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
     return out
 
 

@@ -15,7 +15,7 @@ from ..search.moves import neighbours
 from ..search.outcome import Found
 from ..search.pools import all_gpus
 from ..search.sketch import Sketch
-from ..simulate.simulation import operations_of
+from ..simulate.simulation import work_of
 
 LEAST_TRIES = 4
 """Plans of which not even so many changes could be simulated are left as they are."""
@@ -38,7 +38,7 @@ def refine(
         operations: Compute operations that may be simulated.
         regroups: Replicas may move between stages too.
     """
-    each = operations_of(estimator, found.candidate)
+    each = work_of(estimator, found.candidate)
     if len(found.candidate.stages) < 3 or each * LEAST_TRIES > operations:
         return found
     current, improved = found, True
@@ -49,7 +49,7 @@ def refine(
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
             if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
-            operations -= operations_of(estimator, candidate)
+            operations -= work_of(estimator, candidate)
             if operations < 0:
                 return current
             tried = simulate(candidate, estimate, current.value(goal))

@@ -230,7 +230,9 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
         choices = ((point, tp) for point in points for tp in tp_choices(estimator, subset, point, whole))
         for like, tp in choices:
             used = {p: max(tp[p], limits[p] * share) for p in subset}
-            if given >= limit or _least(book, like, tp, used) > SLACK * min(book.to_beat, hope[0] * WORTH):
+            if given >= limit or _least(book, like, tp, used) > min(
+                SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated
+            ):
                 continue
             cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, like, limits)) for blocks in ways]
             for (least, cut), stages in product(cuts, STAGE_COUNTS):
@@ -277,7 +279,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
                     if book.goal.objective == "cost":
                         guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
-                    if guess < book.to_beat and work_s <= slowest_s:
+                    if guess < book.to_beat and work_s <= slowest_s and guess <= book.simulated:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
     for _, _, chosen, point in nsmallest(count, found):

@@ -116,8 +116,11 @@ class Sketch:
         self._compiled = loops()
         self._out = (c_double * 3)()
 
-    def value(self, groups: Groups, like: Candidate, most: float = inf) -> float:
+    def value(self, groups: Groups, like: Candidate, most: float = inf, simulated: float = inf) -> float:
         """About the seconds or USD of the best layers for these stages.
+
+        Args:
+            simulated: Value of a plan that has been simulated: stages that compute longer are of no use.
 
         Returns:
             Infinite when they cannot run, or certainly look worse than ``most``.
@@ -132,14 +135,15 @@ class Sketch:
         if not rate:
             return inf
         usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
-        if usd * wanted > most * rate:
+        if usd * wanted > min(most, simulated) * rate:
             return inf
         caps = _caps(found, point.schedule.fills_by_stages)
         lacking = wanted - sum(caps)
         if lacking > 0:
             factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
             usd, caps = usd * factor, [wanted] * (last + 1)
-        value = usd * self._seconds(groups, point, found, caps, most / usd if usd else inf)
+        limits = (most / usd, simulated / usd) if usd else (inf, inf)
+        value = usd * self._seconds(groups, point, found, caps, *limits)
         if value < inf:
             point.values[groups] = value
         return value
@@ -178,12 +182,14 @@ class Sketch:
             rate += entry.rate
         return found, rate
 
-    def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most: float) -> float:
-        """Infinite where the slowest stage alone takes longer than ``most``."""
+    def _seconds(
+        self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
+    ) -> float:
+        """Infinite where the slowest stage alone takes longer than ``most_s``, or computes longer than another plan."""
         like, schedule = point.like, point.schedule
         cut = like.chunks * like.slices
         busy_s, passes, tail = self._stages_s(found, caps, BACKWARD / cut)
-        if busy_s + tail > most:
+        if busy_s + tail > most_s or busy_s > simulated_s:
             return inf
         if len(groups) == 1:
             return busy_s + passes / cut + tail

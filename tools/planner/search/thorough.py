@@ -9,7 +9,6 @@ from math import inf
 from ..costs.candidate import Candidate, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
-from ..search.balance import balance
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
 from ..search.depths import hide_transfers
@@ -95,7 +94,7 @@ def thorough(
     effort = effort or ground.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
     beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
-    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten)
+    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten, bound)
     ground.first = ground.first or book
     outcome = Outcome("auto")
     try:
@@ -103,7 +102,7 @@ def thorough(
         if gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
-        if not outcome.exact:
+        if effort.parts and not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
@@ -154,7 +153,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
         return sum(map(bool, limits)) > 1, cut, bounds.ideal(limits)
 
     for limits in sorted(parts(book.estimator, whole), key=order):
-        if bounds.excludes(limits, book.to_beat * (1 + effort.promising)):
+        if bounds.excludes(limits, min(book.to_beat * (1 + effort.promising), book.simulated)):
             continue
         explore(book, smaller, limits)
         left -= 1
@@ -167,13 +166,13 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
     sketched: list[tuple[float, int, Groups, Candidate]] = []
     hope = [inf]
     for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
-        value = book.sketch.value(groups, like, WORTH * min(book.to_beat, hope[0]))
+        value = book.sketch.value(groups, like, WORTH * min(book.to_beat, hope[0]), book.simulated)
         if len(groups) > 1 and len({sum([g.count for g in stage]) for stage in groups}) == 1:
             book.even.setdefault((groups, like.micro_batch_size, like.recompute, like.zero_stage), like)
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
-        if book.progress.spent:
+        if i % 64 == 0 and book.progress.spent:
             break
     sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
@@ -270,7 +269,7 @@ def _promising(
     for i, (groups, like) in enumerate(
         neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits, effort.spread)
     ):
-        value = book.sketch.value(groups, like, most)
+        value = book.sketch.value(groups, like, most, book.simulated)
         if value < most:
             found.append((value, i, groups, like))
             if i >= MANY and value < clear:
@@ -309,24 +308,32 @@ def _even_seeds(book: Book, limits: Limits) -> None:
 
     Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.
     """
-    schedules = book.goal.allowed
-    looked_at: dict[str, list[tuple[float, int, Groups, Candidate]]] = {s.name: [] for s in schedules}
+    looked_at: dict[tuple[str, bool], list[tuple[float, int, Groups, Candidate]]] = {}
+    known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
-    for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met) if schedules else ():
-        balanced = balance(book.estimator, groups, like)
-        if balanced is None:
-            continue
-        for schedule in schedules:
-            if like.rows and schedule.shards_parameters:
-                continue
-            mine = looked_at[schedule.name]
-            for variant in schedule.variants(book.estimator, balanced):
-                value = book.sketch.value(groups, variant, POLISHED * book.to_beat)
-                if value < inf:
-                    mine.append((value, len(mine), groups, variant))
+    for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met):
+        kind = like, len(groups), sum([g.count for g in groups[0]])
+        if kind not in known:
+            known[kind] = _even_variants(book, groups, like)
+        for variant in known[kind]:
+            value = book.sketch.value(groups, variant, POLISHED * book.to_beat, book.simulated)
+            if value < inf:
+                mine = looked_at.setdefault((variant.schedule, bool(variant.rows)), [])
+                mine.append((value, len(mine), groups, variant))
     for mine in looked_at.values():
-        for _, _, groups, variant in sorted(mine, key=lambda item: item[:2])[:MOST_EVEN_TRIED]:
-            book.try_groups(groups, variant)
+        usable = 0
+        for _, _, groups, variant in sorted(mine, key=lambda item: item[:2])[: 4 * MOST_EVEN_TRIED]:
+            usable += book.try_groups(groups, variant)[0] < inf
+            if usable == MOST_EVEN_TRIED:
+                break
+
+
+def _even_variants(book: Book, groups: Groups, like: Candidate) -> list[Candidate]:
+    """Every schedule for stages of this number and width, taken to have equally many layers."""
+    layers = book.estimator.model.num_layers // len(groups)
+    plain = like.with_(stages=tuple([Stage(layers, stage) for stage in groups]))
+    schedules = [s for s in book.goal.allowed if layers and not (like.rows and s.shards_parameters)]
+    return [variant for schedule in schedules for variant in schedule.variants(book.estimator, plain)]
 
 
 def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:

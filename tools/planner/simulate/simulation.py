@@ -30,6 +30,8 @@ from .quick import can_price, compute_orders, makespan_s
 
 MOST_REMEMBERED = 500_000
 """Compute operations of plans that are kept for other orders of the same."""
+WHOLE_PROGRAM = 16
+"""So many operations of programs that only compute take the time of one of a program with others, which is built."""
 MOST_COUPLED = 60_000
 """Compute operations up to which plans whose parts gather together are simulated as a whole."""
 
@@ -58,6 +60,11 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
         return 0
     microbatches = estimator.model.global_batch_size // candidate.micro_batch_size // candidate.blocks
     return 2 * len(candidate.path) * candidate.slices * microbatches
+
+
+def work_of(estimator: Estimator, candidate: Candidate) -> int:
+    """The same, in operations of programs that only compute, by the time that a simulation takes."""
+    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if candidate.rows or candidate.exchange else 1)
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:
