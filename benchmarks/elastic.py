@@ -11,6 +11,16 @@ Keys: ``pause_ratio`` (restart over kill-free, by kind of change; at least 5 for
 round with all three changes, copied after every iteration; at most 1), ``copy_overhead`` (of the copies in memory, as a
 share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_overhead_each`` (of an iteration that
 begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
+
+With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with the model that the
+controller and ``het-plan replay`` use: ``sizes`` has pauses, the state of the rank that holds most, and what the model
+says that the pause grows by over that of the first size.
+
+With ``--changes N`` a tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come
+back: ``grew`` says by which share memory, descriptors and threads of the controller, of an agent and of a worker that
+live from the start, and the bytes of the job's folder, are larger in the last quarter than in the second one (at most
+0.02); ``loss_difference`` is to an undisturbed run.  Eight hours of a model that takes 1.4 s: ``--iterations 20000
+--changes 200``.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -29,8 +40,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,10 +50,11 @@ from typing import Any
 from benchmarks.cases import Weights, common_flags
 from benchmarks.machine import command_line, write_report
 from benchmarks.runner import REPOSITORY
+from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S = 200.0
+_LIMIT_S, _SHORT, _LAST = 200.0, 64, 5
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
@@ -134,10 +147,21 @@ class ElasticJob:
 
     def kill_worker(self, node: str) -> float:
         """SIGKILL; when it was sent."""
-        agent = self._processes[node].pid
-        worker = int(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()[0])
-        os.kill(worker, signal.SIGKILL)
+        os.kill(self.worker(node), signal.SIGKILL)
         return time.time()
+
+    def process(self, name: str) -> int:
+        """Number of the controller's or an agent's process."""
+        return int(self._processes[name].pid)
+
+    def worker(self, node: str) -> int:
+        """Number of a node's worker."""
+        agent = self.process(node)
+        return int(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()[0])
+
+    def reached(self) -> int:
+        """The last iteration that was logged; logs are rotated."""
+        return max((number for _, number in self.lines()), default=0)
 
     def notify(self, node: str) -> float:
         """SIGTERM to the agent; when it was sent."""
@@ -337,14 +361,117 @@ def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict
     return found, losses_of(folder / "none" / "report")
 
 
+def sized(hidden: int) -> Callable[[int], Plan]:
+    """Plans as :func:`plan_of` makes them, of another hidden size and of short sequences."""
+
+    def make(replicas: int) -> Plan:
+        plan = plan_of(replicas)
+        model = replace(plan.model, hidden_size=hidden, ffn_hidden_size=3 * hidden // 2, seq_length=_SHORT)
+        return replace(plan, model=model)
+
+    return make
+
+
+def pauses_by_size(folder: Path, sizes: Sequence[int], iterations: int) -> list[dict[str, Any]]:
+    """Pauses at some hidden sizes, beside what the model says."""
+    found: list[dict[str, Any]] = []
+    for hidden in sizes:
+        pauses = change_pool(ElasticJob(folder / f"size-{hidden}", iterations, "1", sized(hidden)), between=3).pauses()
+        model = sized(hidden)(1).model
+        # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
+        state_bytes = 12 * 3 * (3 * hidden**2 + 3 * hidden * (model.ffn_hidden_size or 0))
+        grows = grows_s(state_bytes, LINK_BYTES_PER_S, 2 + 2 * 3)
+        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "model_grows_s": grows})
+    first_s = found[0]["model_grows_s"]
+    for row in found:
+        row["model_grew_s"] = row.pop("model_grows_s") - first_s
+        row["pause_grew_s"] = {k: p["whole"] - found[0]["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
+    return found
+
+
+def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
+    """Memory, descriptors and threads of some processes, and bytes in a folder."""
+    found: dict[str, float] = {"disk_bytes": sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file())}
+    for name, number in processes.items():
+        where = Path(f"/proc/{number}")
+        found[f"{name} memory_bytes"] = 4096.0 * int((where / "statm").read_text(encoding="ascii").split()[1])
+        found[f"{name} descriptors"] = len(list((where / "fd").iterdir()))
+        found[f"{name} threads"] = len(list((where / "task").iterdir()))
+    return found
+
+
+def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str, Any]:
+    """See the module's text on ``--changes``."""
+    rng, made, samples = random.Random(seed), Counter[str](), list[dict[str, float]]()
+    with ElasticJob(folder / "long", iterations, "1", sized(64)) as job:
+        every = iterations / (changes + 1)
+        job.until(functools.partial(job.has_logged, 4), "the first iterations")
+        steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
+        away, number = "", 1
+        while number <= changes and (number + 1) * every < iterations:
+            job.until(lambda at=int(number * every): job.reached() >= at, f"iteration {number * every:g}")  # type: ignore[misc]
+            samples.append(used(steady, job.folder / "job"))
+            act, node = "join", away
+            if not away:
+                act, node = rng.choice(("death", "leave")), rng.choice("bc")
+            if act == "death":
+                job.kill_worker(node)
+            elif act == "leave":
+                job.notify(node)
+            else:
+                job.start(node)
+            away = "" if act == "join" else node
+            job.until(
+                lambda at=number: job.has_opened(at) or job.reached() >= iterations - _LAST,  # type: ignore[misc]
+                f"change {number}, a {act} of {node}",
+            )
+            if not job.has_opened(number):  # the training was faster than the start of a node
+                break
+            made[act] += 1
+            number += 1
+        samples.append(used(steady, job.folder / "job"))
+        job.end()
+        losses, repeated = losses_of(folder / "long" / "report"), len(job.history()) - 1
+    with ElasticJob(folder / "undisturbed", iterations, "0", sized(64)) as job:
+        job.end()
+        expected = losses_of(folder / "undisturbed" / "report")
+    quarter = max(1, len(samples) // 4)
+    grew = {}
+    for key in samples[0]:
+        early, late = (
+            statistics.median(s[key] for s in part) for part in (samples[quarter : 2 * quarter], samples[-quarter:])
+        )
+        grew[key] = late / early - 1.0
+    both = losses.keys() & expected.keys()
+    return {
+        "iterations": iterations,
+        "seed": seed,
+        "changes": dict(made),
+        "generations": repeated + 1,
+        "grew": grew,
+        "samples": samples,
+        "losses_compared": len(both),
+        "loss_difference": max(abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in losses[i]),
+    }
+
+
 def main() -> None:
     """Command line."""
     parser = command_line("benchmarks.elastic", __doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=80, help="of each job (default 80)")
+    parser.add_argument("--changes", type=int, default=0, metavar="N", help="only a long run with so many changes")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="HIDDEN", help="only pauses, at these hidden sizes")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="elastic-"))
+    if options.changes:
+        write_report(options.json, long_run(folder, options.iterations, options.changes, options.seed))
+        return
+    if options.sizes:
+        write_report(options.json, {"sizes": pauses_by_size(folder, options.sizes, options.iterations)})
+        return
     changes, restarts, lost, losses = [], [], [], []
     for turn in range(options.rounds):
         found, repeated, seen = elastic_round(folder / f"elastic-{turn}", options.iterations)

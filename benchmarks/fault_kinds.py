@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.fault_plans import STEPS, Pool
 from benchmarks.fault_points import Fault
 from benchmarks.fault_trials import Trial
+from megatron_het.lowering.programs import build
 
 
 def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", **more: Any) -> Fault:
@@ -102,6 +103,63 @@ def _link(rng: random.Random, pool: Pool) -> Trial:
     return Trial("stalled link", pool, (_fault(rng, pool, "link", rng.choice(("operation", "operation", "copy"))),))
 
 
+def _disk(rng: random.Random, pool: Pool) -> Trial:
+    """The disk of the job's folder, not that of the checkpoints."""
+    act = rng.choice(("full folder", "read-only folder"))
+    faults = (_fault(rng, pool, act, iteration=3), _fault(rng, pool, "kill", iteration=rng.randrange(6, STEPS - 4)))
+    return Trial("disk of the folder", pool, faults, folder_bytes=1 << 24)
+
+
+def _clock(rng: random.Random, pool: Pool) -> Trial:
+    jump_s = rng.choice((-3600.0, 3600.0))
+    first = _fault(rng, pool, "clock", iteration=rng.randrange(2, 6), jump_s=jump_s)
+    more = (_fault(rng, pool, "kill", iteration=rng.randrange(7, STEPS - 4)),) if rng.random() < 0.5 else ()
+    return Trial("clock jumps", pool, (first, *more), unchanged=not more)
+
+
+def _second(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("second controller", pool, (_fault(rng, pool, "second controller"),), unchanged=True)
+
+
+def _stale(rng: random.Random, pool: Pool) -> Trial:
+    """The controller dies after a change, and its file is the one of before the change."""
+    first = _fault(rng, pool, "kill", iteration=rng.randrange(2, 5))
+    others = [name for name in pool.names if name != first["node"]]
+    second = _fault(rng, pool, "controller", node=rng.choice(others), slot=0, after=1, iteration=rng.randrange(8, 11))
+    return Trial("stale state", pool, (first, second), state="stale")
+
+
+def _broken(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("broken state", pool, (_fault(rng, pool, "controller"),), unchanged=True, state="broken")
+
+
+def _junk(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("junk on the port", pool, (_fault(rng, pool, "junk"),), unchanged=True)
+
+
+def _lossy(rng: random.Random, pool: Pool) -> Trial:
+    fault = _fault(rng, pool, "lossy", iteration=rng.randrange(2, 6), loss=rng.choice((0.01, 0.03)))
+    return Trial("lost packets", pool, (fault,), unchanged=True)
+
+
+def _memory(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("short of memory", pool, (_fault(rng, pool, "memory"),))
+
+
+def _inside(rng: random.Random, pool: Pool) -> Trial:
+    """A death in the first operation of a kind, on whoever comes to it first."""
+    kinds = sorted({op.kind.name for ops in build(pool.plans[0])[False].ops for op in ops})
+    return Trial("in an operation", pool, (_fault(rng, pool, "kill", f"in {rng.choice(kinds)}", anybody=True),))
+
+
+def _again(rng: random.Random, pool: Pool) -> Trial:
+    """A node dies, another one while the change goes on, and both come back during that."""
+    first = _fault(rng, pool, "agent", iteration=rng.randrange(2, 6))
+    others = [name for name in pool.names if name != first["node"]]
+    second = _fault(rng, pool, "agent", rng.choice(("opening", "agreeing")), node=rng.choice(others), slot=0, after=1)
+    return Trial("change in a change", pool, (first, second), node_returns=True)
+
+
 def _hopeless(rng: random.Random, pool: Pool) -> Trial:
     pool = replace(pool, plans=pool.plans[:1])
     return Trial("no plan", pool, (_fault(rng, pool, "kill"),), ("--restarts", "0", "--return-s", "2"), hopeless=True)
@@ -124,5 +182,18 @@ KINDS: dict[str, Callable[[random.Random, Pool], Trial]] = {
     "stalled connection": _stall,
     "vanished node": _vanish,
     "stalled link": _link,
+    "disk of the folder": _disk,
+    "clock jumps": _clock,
+    "second controller": _second,
+    "stale state": _stale,
+    "broken state": _broken,
+    "junk on the port": _junk,
+    "lost packets": _lossy,
+    "short of memory": _memory,
+    "in an operation": _inside,
+    "change in a change": _again,
     "no plan": _hopeless,
 }
+
+MOUNTS = ("full disk", "disk of the folder")
+"""Kinds that need the right to mount a small disk."""

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -23,7 +24,9 @@ from typing import Any
 
 from megatron_het.elastic import links as severing
 
-_HANGS_S = 15.0
+_HANGS_S, _SHORT_S, _WARM = 15.0, 2.0, 2
+OUTSIDE = ("full folder", "read-only folder", "second controller", "junk")
+"""What the benchmark does, and no worker, once a worker has come to the place."""
 _SAVE_S, _STALL_S = 0.4, 900.0
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 6
 Fault = dict[str, Any]
@@ -47,7 +50,7 @@ class Worker:
         self._faults = [
             fault
             for fault in json.loads((folder / "faults.json").read_text(encoding="utf-8"))
-            if (fault["node"], fault["slot"]) == self._where
+            if (fault["node"], fault["slot"]) == self._where or fault.get("anybody")
         ]
         self.generation = 0
         self.samples: list[int] = []
@@ -75,28 +78,36 @@ class Worker:
 
     def _happen(self, fault: Fault) -> None:
         act = fault["act"]
-        if act == "truncate":
-            _truncate_newest(self._folder / "saved")
-        if act in ("agent", "node"):
-            _end_node(with_workers=act == "node")
-        elif act == "vanish":
-            _stop_node()
-        elif act == "link":
-            drop_what_comes(but_from=self._port)
-        elif act in ("stop", "moment"):  # a moment ends by the benchmark's signal
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif act == "controller":
-            os.kill(int((self._folder / "controller.pid").read_text(encoding="utf-8")), signal.SIGKILL)
-        elif act == "controller hangs":
-            hung = int((self._folder / "controller.pid").read_text(encoding="utf-8"))
-            os.kill(hung, signal.SIGSTOP)
-            threading.Timer(_HANGS_S, os.kill, (hung, signal.SIGCONT)).start()
-        elif act == "stall":
-            time.sleep(_STALL_S)
-        elif fault["point"] == "save":
+        happen: dict[str, Callable[[], None]] = {
+            "truncate": lambda: _truncate_newest(self._folder / "saved"),
+            "agent": lambda: _end_node(with_workers=False),
+            "node": lambda: _end_node(with_workers=True),
+            "vanish": _stop_node,
+            "link": lambda: drop_what_comes(but_from=self._port),
+            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "moment": lambda: os.kill(os.getpid(), signal.SIGSTOP),  # ends by the benchmark's signal
+            "controller": lambda: os.kill(self._controller(), signal.SIGKILL),
+            "controller hangs": self._hang_controller,
+            "stall": lambda: time.sleep(_STALL_S),
+            "clock": lambda: _write_whole(self._folder / "clock", str(fault["jump_s"])),
+            "memory": _be_short_of_memory,
+            "lossy": lambda: lose_packets(fault["loss"]),
+            **dict.fromkeys(OUTSIDE, lambda: None),  # the benchmark sees the mark
+        }
+        if act != "kill":
+            happen[act]()
+        if act in ("truncate", "kill") and fault["point"] == "save":
             threading.Timer(fault["share"] * _SAVE_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        else:
+        elif act in ("truncate", "kill"):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _controller(self) -> int:
+        return int((self._folder / "controller.pid").read_text(encoding="utf-8"))
+
+    def _hang_controller(self) -> None:
+        hung = self._controller()
+        os.kill(hung, signal.SIGSTOP)
+        threading.Timer(_HANGS_S, os.kill, (hung, signal.SIGCONT)).start()
 
     def note(self, document: dict[str, Any]) -> None:
         """Write one line."""
@@ -138,6 +149,44 @@ def drop_what_comes(but_from: int) -> None:
                 one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
+def lose_packets(share: float) -> None:
+    """Drop that share of the packets that arrive on this process's connections, which are then sent again."""
+    load, jump, give, random_number = 0x20, 0x25, 6, 0xFFFFF038
+    rows = [(load, 0, 0, random_number), (jump, 0, 1, int(share * 2**32)), (give, 0, 0, 2**32 - 1), (give, 0, 0, 0)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    program = struct.pack("HP", len(rows), ctypes.addressof(code))
+    for one in severing.sockets():
+        with contextlib.suppress(OSError):
+            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _be_short_of_memory() -> None:
+    """Have no more memory than now for a while, as where a neighbour takes it."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used, before[1]))
+    threading.Timer(_SHORT_S, resource.setrlimit, (resource.RLIMIT_AS, before)).start()
+
+
+def have_jumping_clock(folder: Path) -> None:
+    """Add to this process's wall clock what a file of the trial says, once it is there."""
+    real, file = time.time, folder / "clock"
+
+    def jumping() -> float:
+        try:
+            return real() + float(file.read_text(encoding="utf-8"))
+        except OSError:
+            return real()
+
+    time.time = jumping
+
+
+def _write_whole(file: Path, text: str) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(file)
+
+
 def _truncate_newest(saved: Path) -> None:
     newest = max(saved.glob("iter_*"))
     largest = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
@@ -150,6 +199,7 @@ def install(folder: Path) -> None:
     Args:
         folder: Of the trial; has ``faults.json`` and a folder ``records``.
     """
+    have_jumping_clock(folder)
     worker = Worker(folder)
     _wrap_training(worker)
     _wrap_operations(worker)
@@ -218,6 +268,8 @@ def _wrap_operations(worker: Worker) -> None:
                 if not call.forward_only:
                     worker.at("operation", worker.iteration, (worker.operation, len(self._programs[False].ops)))
                     worker.operation += 1
+                    if worker.iteration > _WARM:
+                        worker.at(f"in {op.kind.name}")
                 return handler(op, call, state)
 
             return handle

@@ -6,16 +6,19 @@ import contextlib
 import functools
 import json
 import os
+import random
+import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fault_points
+from benchmarks import control_plane, fault_points
 from benchmarks.cases import MICROBATCHES
 from benchmarks.fault_plans import STEPS, Pool
 from benchmarks.fault_points import Fault
@@ -23,6 +26,7 @@ from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
 from megatron_het.elastic.__main__ import main as plain_het_run
 
 _POLL_S, _ENDS_S, _AWAY_S, _MOMENT_S, _GONE_S = 0.05, 40.0, 1.0, 3.0, 16.0
+_OUTSIDE_S, _JUNK, _REFUSED = 6.0, 100, 2
 BAR = 1e-5
 
 
@@ -41,6 +45,8 @@ class Trial:
         disk_bytes: Size of the disk for checkpoints, 0 for any.
         node_returns: Whether a node whose agent has died is started again, and one that has vanished is there again.
         controller_moves: Whether a controller that has died is started again at another port.
+        folder_bytes: Size of the disk of the job's folder, 0 for any.
+        state: What a controller that has died finds of its file: ``stale`` or ``broken``; empty for the file itself.
     """
 
     kind: str
@@ -53,6 +59,8 @@ class Trial:
     disk_bytes: int = 0
     node_returns: bool = False
     controller_moves: bool = False
+    folder_bytes: int = 0
+    state: str = ""
 
 
 @dataclass
@@ -117,9 +125,14 @@ class Processes:
         self.agents = {name: self._start_agent(name) for name in trial.pool.names}
         self._dies_s = 0.0
         self._continued: set[str] = set()
+        self._begun: set[str] = set()
         self._vanished: set[str] = set()
 
-    def _start_controller(self) -> Forked:
+    def _control(self, words: list[str]) -> int:
+        fault_points.have_jumping_clock(self._folder)
+        return plain_het_run(words)
+
+    def _start_controller(self, name: str = "controller") -> Forked:
         files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
         words = [
             *self._where,
@@ -130,9 +143,10 @@ class Processes:
             "--plans",
             *files,
         ]
-        log = self._folder / "controller.txt"
-        process = Forked(lambda: plain_het_run(words), log, self._environment)
-        (self._folder / "controller.pid").write_text(f"{process.pid}\n", encoding="utf-8")
+        log = self._folder / f"{name}.txt"
+        process = Forked(lambda: self._control(words), log, self._environment)
+        if name == "controller":
+            (self._folder / "controller.pid").write_text(f"{process.pid}\n", encoding="utf-8")
         self._known.append(process)
         return process
 
@@ -140,15 +154,20 @@ class Processes:
         workers = self._trial.pool.nodes[self._trial.pool.names.index(name)]
         words = [*self._where, *self._base, "--node", name, "--workers", str(workers), "--", *self._flags]
         setup = functools.partial(fault_points.install, self._folder)
-        process = Forked(lambda: het_run(words, setup), self._folder / f"{name}.txt", self._environment)
+        process = Forked(lambda: self._serve(words, setup), self._folder / f"{name}.txt", self._environment)
         self._known.append(process)
         return process
+
+    def _serve(self, words: list[str], setup: Callable[[], None]) -> int:
+        fault_points.have_jumping_clock(self._folder)
+        return het_run(words, setup)
 
     def look_after(self) -> bool:
         """One round; whether the job is over."""
         reap(self._known)
         self._end_moments()
         self._note_vanished()
+        self._act_outside()
         code = self.controller.poll()
         if code is not None and code < 0:  # killed: started again with the same command after a while
             self._dies_s = self._dies_s or time.monotonic()
@@ -156,6 +175,7 @@ class Processes:
                 if self._trial.controller_moves:
                     with socket.create_server(("127.0.0.1", 0)) as probe:
                         self._where = ["--controller", f"127.0.0.1:{probe.getsockname()[1]}"]
+                self._spoil_state()
                 self.controller, self._dies_s = self._start_controller(), 0.0
             return False
         if self._trial.node_returns:
@@ -168,6 +188,49 @@ class Processes:
         return code is not None and all(
             agent.poll() is not None or name in self._vanished for name, agent in self.agents.items()
         )
+
+    def _act_outside(self) -> None:
+        """Begin, and after a while end, what happens outside of the processes."""
+        state, stale = self._folder / "job" / "state.json", self._folder / "stale.json"
+        if self._trial.state == "stale" and not stale.exists():
+            with contextlib.suppress(OSError):
+                text = state.read_text(encoding="utf-8")
+                if json.loads(text)["history"]:
+                    stale.write_text(text, encoding="utf-8")
+        for fault in self._trial.faults:
+            name, mark = fault["name"], self._folder / f"happened-{fault['name']}"
+            if fault["act"] not in fault_points.OUTSIDE or name in self._continued or not mark.exists():
+                continue
+            begins = name not in self._begun
+            if begins or time.time() - mark.stat().st_mtime > _OUTSIDE_S:
+                (self._begun if begins else self._continued).add(name)
+                self._outside(fault["act"], begins)
+
+    def _outside(self, act: str, begins: bool) -> None:
+        job = self._folder / "job"
+        if act == "full folder" and begins:
+            with contextlib.suppress(OSError), (job / "filling").open("wb", buffering=0) as out:
+                while True:
+                    out.write(bytes(4096))
+        elif act == "full folder":
+            (job / "filling").unlink(missing_ok=True)
+        elif act == "read-only folder":
+            subprocess.run(["mount", "-o", f"remount,{'ro' if begins else 'rw'}", str(job)], check=True)
+        elif act == "junk" and begins:
+            port = int(self._where[1].rpartition(":")[2])
+            stranger = control_plane.Stranger(port, random.Random(port))
+            threading.Thread(target=stranger.junk, args=(_JUNK,), daemon=True).start()
+        elif act == "second controller" and begins:
+            self._second = self._start_controller("second")
+        elif act == "second controller" and self._second.poll() != _REFUSED:
+            (self._folder / "second.txt").write_text("Traceback: it was not refused", encoding="utf-8")
+
+    def _spoil_state(self) -> None:
+        state = self._folder / "job" / "state.json"
+        if self._trial.state == "stale":
+            shutil.copy(self._folder / "stale.json", state)
+        elif self._trial.state == "broken":
+            os.truncate(state, state.stat().st_size // 2)
 
     def _note_vanished(self) -> None:
         for fault in self._trial.faults:
@@ -222,7 +285,7 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
     before = descendants(os.getpid())
     flags = [*trial.pool.flags(), *start_flags]
     outcome = Outcome()
-    with _disk(folder / "saved", trial.disk_bytes):
+    with _disk(folder / "saved", trial.disk_bytes), _disk(folder / "job", trial.folder_bytes):
         if trial.saves_every:
             flags += ["--save", str(folder / "saved"), "--save-interval", str(trial.saves_every)]
         processes = Processes(trial, folder, tuple(flags))
@@ -239,8 +302,8 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
         left = descendants(os.getpid(), before)
         outcome.left = len(left) if outcome.ended else 0  # where it hangs, processes are no surprise
         end(left)
-    outcome.code = processes.controller.returncode
-    _read(folder, outcome)
+        outcome.code = processes.controller.returncode
+        _read(folder, outcome)
     return outcome
 
 

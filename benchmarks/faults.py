@@ -3,13 +3,14 @@
 Every trial is a job of ``het-run`` on this machine: a controller, agents, and workers that train over gloo.  Its pool
 and plans are random (any schedule, mixed stages and options, a list of smaller plans for what is left), and so are the
 operation, the iteration and the process at which the fault happens.  Kinds: see ``fault_kinds.KINDS``.  Processes are
-forked from one that has imported Megatron; nothing else is replaced.  A full disk needs the right to mount one.
+forked from one that has imported Megatron; nothing else is replaced.  Small disks need the right to mount.
 
-Keys: ``survived``: trials whose job ended well, after all iterations, or, where no plan was left, with one clear error;
-``hung``: jobs that were not over within ``--limit-s``; ``left_processes`` after jobs that were over;
+Keys: ``survived``: trials whose job ended well, after all iterations, or, where no plan was left, with one clear
+error; ``hung``: jobs that were not over within ``--limit-s``; ``left_processes`` after jobs that were over;
 ``samples_skipped_or_repeated``: in the iterations that count, on the first and the last stage;
 ``max_loss_difference``: largest relative one to stock Megatron in one undisturbed process, over all iterations of all
-generations, at most 1e-5; ``failed``: trials that did not survive, with the reason.
+generations, at most 1e-5; ``ended_without_reason``: jobs that ended badly and said no reason, or several; ``failed``:
+trials that did not survive, with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 
 from benchmarks import rank_server
 from benchmarks.cases import Weights, common_flags
-from benchmarks.fault_kinds import KINDS
+from benchmarks.fault_kinds import KINDS, MOUNTS
 from benchmarks.fault_plans import SCHEDULES, STEPS, Pool, draw, problems
 from benchmarks.fault_processes import Forked, adopt_orphans
 from benchmarks.fault_trials import BAR, Outcome, Trial, can_mount, loss_difference, run, wrong_samples
@@ -117,6 +118,12 @@ def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> 
     return f"{samples} samples were skipped or repeated" if samples else ""
 
 
+def reasons(outcome: Outcome) -> set[str]:
+    """Why the job ended, as its controller and its nodes say."""
+    said = (line.rpartition("the job ended: ")[2] for line in outcome.error if "Traceback" not in line)
+    return {text.removeprefix("controller: ").removeprefix("het-run: ") for text in said}
+
+
 def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict[str, Any]:
     """A trial's entry in the record, but for its seed and number."""
     if trial.disk_bytes:  # room for one checkpoint, and not for a second one
@@ -136,6 +143,7 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
         "happened": outcome.happened,
         "history": outcome.history,
         "seconds": round(time.monotonic() - start_s, 1),
+        "ended_without_reason": outcome.ended and outcome.code != 0 and len(reasons(outcome)) != 1,
         "failed": verdict(trial, outcome, difference, samples),
         "hung": not outcome.ended,
         "left_processes": outcome.left,
@@ -154,6 +162,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "trials": len(entries),
         "survived": sum(not entry["failed"] for entry in entries),
         "hung": sum(entry["hung"] for entry in entries),
+        "ended_without_reason": sum(entry.get("ended_without_reason", False) for entry in entries),
         "left_processes": sum(entry["left_processes"] for entry in entries),
         "samples_skipped_or_repeated": sum(entry["samples_skipped_or_repeated"] for entry in entries),
         "max_loss_difference": max((entry["loss_difference"] for entry in entries), default=0.0),
@@ -207,7 +216,7 @@ def main() -> int:
     done = {(entry["seed"], entry["number"]) for entry in entries}
     folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
     prepare(folder)
-    kinds = options.kinds or [kind for kind in KINDS if kind != "full disk" or can_mount(folder)]
+    kinds = options.kinds or [kind for kind in KINDS if kind not in MOUNTS or can_mount(folder)]
     numbers = range(options.first, options.first + options.trials)
     with Runner() as runner:
         lab = FaultLab(runner, folder / "lab")

@@ -454,6 +454,8 @@ class Controller:
         if not self._can_go_on(self._failed_since):
             return
         dead = sum(process not in self._members for process in generation.ranks)
+        if not dead and self._failed_since.ago_s() < self._failures.pause_s:
+            return
         if dead or not self._leads_back(generation):
             self._failures.note(self._reached(), dead, {e["error"] for e in self._ended.values() if e["error"]})
         lost = "1 rank was lost" if dead == 1 else f"{dead} ranks were lost"
@@ -552,7 +554,7 @@ class Controller:
         """Go on with the job that the file describes, if there is one."""
         if not self._state.exists():
             return
-        if (found := recalled(self._state)) is None:
+        if (found := recalled(self._state, self._say)) is None:
             return
         self._give_no_number_below(found.newest)
         if found.generation is None:

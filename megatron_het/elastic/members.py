@@ -14,7 +14,7 @@ from megatron_het.elastic.worth import change_s
 # What the controller counts of trouble: generations that fail in a row, and iterations that do not end.
 
 
-_MOST = 3
+_MOST, _FIRST_PAUSE_S = 3, 1.0
 
 
 class JobError(RuntimeError):
@@ -35,6 +35,11 @@ class Failures:
     def over(self) -> None:
         """A generation has done an iteration."""
         self._in_a_row = 0
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next try: what is short for a moment, as memory, is there again."""
+        return _FIRST_PAUSE_S * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def note(self, reached: int, dead: int, errors: Collection[str]) -> None:
         """A generation has failed.
@@ -257,7 +262,7 @@ class Lessons:
             history: Of changes.
         """
         self._generation, self._last = generation.number, int(message["last"])
-        self._planner.learn(pool, generation.plan, dict(message["measured"]), change_s(history))
+        self._planner.learn(pool, generation.plan, dict(message["measured"]), change_s(history, generation.plan))
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
         """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.

@@ -58,6 +58,10 @@ class StateFile:
 
     def _try(self, text: str) -> str:
         """Why the file could not be written."""
+        before = _before(self._path)
+        with contextlib.suppress(OSError):  # for a controller that finds the file broken
+            before.unlink(missing_ok=True)
+            os.link(self._path, before)
         try:
             write_text(self._path, text)
         except (OSError, ValueError) as error:
@@ -203,12 +207,35 @@ class Recalled:
     corrected: Any = None
 
 
-def recalled(state: Path) -> Recalled | None:
+def _before(state: Path) -> Path:
+    """The file as it was before it was written last."""
+    return state.with_name(f".{state.name}.before")
+
+
+def recalled(state: Path, say: Callable[[str], None]) -> Recalled | None:
     """Read a controller's file; None where it is of a job that is over.
+
+    A file that a disk has spoilt gives way to the one before it: workers know of what has happened since.
+
+    Args:
+        state: The file.
+        say: Writes one line of progress.
 
     Raises:
         FileError: It cannot be read, or no controller has written it.
     """
+    try:
+        return _read(state)
+    except FileError as error:
+        try:
+            found = _read(_before(state))
+        except FileError:
+            raise error from None
+        say(f"{error}. The state before it is taken")
+        return found
+
+
+def _read(state: Path) -> Recalled | None:
     document = read_json(state)
     try:
         return None if document.get("over") else _of(document)

@@ -173,16 +173,45 @@ def _pause(entry: Mapping[str, Any]) -> str:
 
 
 CHANGE_S = 10.0
-"""What a change is taken to cost before one was seen."""
+"""What a change is taken to cost before one was seen, but for what grows with the job."""
+HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
+"""State between device and host memory; over a link of which nothing is known; a group that a rank joins."""
 
 
-def change_s(history: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds that a change takes: those of the last one, from its reason to the first iteration after it."""
+def grows_s(state_bytes: float, link_bytes_per_s: float, groups: int) -> float:
+    """Seconds of a change that grow with the job, at most: whoever receives most receives all of its state.
+
+    Args:
+        state_bytes: Parameters and optimizer state of the rank that holds most.
+        link_bytes_per_s: Of the slowest link that they come over, for this rank alone.
+        groups: That a rank joins: its replica, its stage's replicas, and its neighbours.
+    """
+    return 2 * state_bytes / HOST_BYTES_PER_S + state_bytes / link_bytes_per_s + GROUP_S * groups
+
+
+def grows_for_s(plan: Plan) -> float:
+    """:func:`grows_s` of a plan, from its prediction; 0 without one of its memory."""
+    if plan.predicted is None or not plan.predicted.per_rank:
+        return 0.0
+    state_bytes = max(rank.parameter_bytes + rank.optimizer_bytes for rank in plan.predicted.per_rank)
+    links = plan.predicted.costs.links if plan.predicted.costs is not None else ()
+    slowest = min((link.bytes_per_s for link in links), default=LINK_BYTES_PER_S)
+    groups = 2 + 2 * max(len(stage.replicas) for stage in plan.stages)
+    return grows_s(state_bytes, slowest, groups)
+
+
+def change_s(history: Sequence[Mapping[str, Any]], plan: Plan | None = None) -> float:
+    """Seconds that a change takes: those of the last one, from its reason to the first iteration after it.
+
+    Args:
+        history: Of the controller.
+        plan: Of the change; before one was seen, what grows with the job is worked out from it.
+    """
     for entry in reversed(history):
         steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values()]
         if entry["generation"] > 0 and steps:  # the controller's own clock does not jump
             return float(entry["took_s"]) if "took_s" in entry else max(0.0, float(max(steps) - entry["seen"]))
-    return CHANGE_S
+    return CHANGE_S + (0.0 if plan is None else grows_for_s(plan))
 
 
 def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> str:
@@ -203,7 +232,7 @@ def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], rea
     if plan.predicted is None or present.predicted is None or last is None:
         return ""
     gain = 1.0 - plan.predicted.iteration_s / present.predicted.iteration_s
-    left, cost_s = max(0, last - reached), change_s(history)
+    left, cost_s = max(0, last - reached), change_s(history, plan)
     saved_s = gain * left * (measured_s(history[-1], reached, now_s) or present.predicted.iteration_s)
     if gain <= 0 or saved_s > cost_s:  # a list may prefer a plan for a reason of its own
         return ""

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_het.elastic import agent as agents
 from megatron_het.elastic import controller as controllers
+from megatron_het.elastic import members
 from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans
@@ -270,8 +271,11 @@ def test_a_better_plan_that_the_flags_refuse_ends_no_session(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_plan_that_does_not_open_leads_back_to_the_one_before(is_refused: bool, tmp_path: Path):
+def test_a_plan_that_does_not_open_leads_back_to_the_one_before(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Refused by the flags, or twice for another reason, such as a device that is too small for it."""
+    monkeypatch.setattr(members, "_FIRST_PAUSE_S", 0.0)
     board: Any = Notes()
     said: list[str] = []
     controller = trained(board, tmp_path, said)

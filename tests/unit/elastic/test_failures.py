@@ -64,3 +64,16 @@ def test_all_leave_a_stuck_iteration_and_who_does_not_is_ended(tmp_path: Path) -
     assert board.get("1/generation")["ranks"] == [1]
     assert controller.history[-1]["why"] == "1 rank was lost"
     assert "no iteration has ended for 0.1 s" in "\n".join(said)
+
+
+def test_failures_in_a_row_are_tried_again_later_and_later() -> None:
+    found = failures.Failures()
+    pauses = [found.pause_s]
+    for _ in range(3):
+        found.note(1, 0, ["no memory"])
+        pauses.append(found.pause_s)
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+    with pytest.raises(failures.JobError, match="4 generations failed in a row, at iteration 1: no memory"):
+        found.note(1, 0, ["no memory"])
+    found.over()
+    assert found.pause_s == 0.0

@@ -208,3 +208,19 @@ def test_a_clock_that_is_set_back_changes_no_bound(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(members.time, "time", lambda: 0.0)
     controller._step()
     assert board.has("kill/2") and board.get("1/generation")["ranks"] == [1]
+
+
+def test_a_broken_state_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
+    board, state, said = Notes(), tmp_path / "state.json", list[str]()
+    plans = GivenPlans([plan([[1], [1]])])
+    first = Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]
+    come(board, 1, "n1"), come(board, 2, "n2")
+    first._step()
+    first._save()
+    os.truncate(state, state.stat().st_size // 2)
+    again = Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]
+    assert again.history == first.history and any("The state before it is taken" in line for line in said)
+    for spoilt in (state, tmp_path / ".state.json.before"):
+        spoilt.write_text("{")
+    with pytest.raises(FileError):
+        Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
-from megatron_het.elastic.worth import CHANGE_S, against, change_s, measured_s
-from megatron_het.plan import Plan, Prediction
+from megatron_het.elastic.worth import CHANGE_S, GROUP_S, against, change_s, grows_for_s, measured_s
+from megatron_het.plan import Plan, Prediction, RankPrediction
+from megatron_het.plan.costs import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan
@@ -33,6 +34,19 @@ def entry(generation: int, seen: float, steps: tuple[float, ...], began: int = 0
 def test_what_a_change_takes() -> None:
     assert change_s([entry(0, 0.0, (9.0,))]) == CHANGE_S
     assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))]) == 3.0
+
+
+def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
+    def of(state_bytes: int, link_bytes_per_s: float, sizes: list[list[int]]) -> float:
+        ranks = tuple(RankPrediction(r, 1.0, state_bytes // 2, 0, state_bytes // 2, 0) for r in range(len(sizes)))
+        costs = PlannedCosts((), (LinkCosts(((0, 1),), 1e-5, link_bytes_per_s),))
+        return grows_for_s(replace(plan(sizes), predicted=Prediction(1.0, 0.0, ranks, costs)))
+
+    small, large = of(10**9, 1e9, [[1], [1]]), of(10**10, 1e9, [[1], [1]])
+    assert large - small == pytest.approx(9 * 1.5), "once out, once over the link, once in"
+    assert of(10**9, 1e8, [[1], [1]]) - small == pytest.approx(9.0)
+    assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * GROUP_S)
+    assert grows_for_s(SLOW) == 0.0 and change_s([], SLOW) == CHANGE_S
 
 
 def test_what_an_iteration_takes() -> None:

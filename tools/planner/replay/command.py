@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -72,6 +73,7 @@ def replay(options: argparse.Namespace) -> int:
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
+    costs = _with_growth(costs, sources, plans[full].grows_s)
     courses = run_all(trace, lambda pool: plans[pool].iteration_s, costs, full)
     body = body_of(trace, courses, list(plans.values()), ideal_s)
     body["pauses"] = {name: {"value": getattr(costs, name), "from": of} for name, of in sources.items()}
@@ -89,7 +91,7 @@ def replay(options: argparse.Namespace) -> int:
     return 0
 
 
-DEFAULTS = "four processes of a small model on two cores, not your nodes (--pauses)"
+DEFAULTS = "four processes of a small model on two cores, and this model's state over these links (--pauses)"
 ASSUMED = "assumptions"
 
 
@@ -136,6 +138,12 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str]]:
             found[name] = getattr(options, name)
             sources[name] = "the command line"
     return Costs(**found), sources
+
+
+def _with_growth(costs: Costs, sources: Mapping[str, str], grows_s: float) -> Costs:
+    """Defaults are of a small model: what grows with state, links and groups of the full pool's plan comes on top."""
+    names = [name for name in ("join_s", "leave_s", "death_s") if sources[name] == DEFAULTS]
+    return replace(costs, **{name: round(getattr(costs, name) + grows_s, 3) for name in names})
 
 
 def _between(trace: Trace, costs: Costs) -> list[Pool]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from megatron_het.elastic.worth import grows_s
+
 from ..costs.estimate import Estimator
+from ..costs.estimates import Estimate
 from ..inputs.cluster import Cluster, NodeGroup
 from ..report.tables import describe
 from ..search.goal import Goal
@@ -24,11 +27,13 @@ class PoolPlan:
         pool: Its nodes.
         iteration_s: Of the best plan; None where none fits.
         plan: In one line.
+        grows_s: Seconds of a change to it that grow with state, links and groups.
     """
 
     pool: Pool
     iteration_s: float | None
     plan: str = ""
+    grows_s: float = 0.0
 
 
 def search_pools(
@@ -67,7 +72,14 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
         best = search(method, part, goal, progress).best
     if best is None or not best.runnable:
         return PoolPlan(pool, None)
-    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate))
+    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), _grows_s(cluster, best.estimate))
+
+
+def _grows_s(cluster: Cluster, best: Estimate) -> float:
+    """The ranks of a node share its network."""
+    state_bytes = max(m.parameter_bytes + m.optimizer_bytes for m in best.memory)
+    share_bytes_per_s = min(node.network_bytes_per_s / node.gpus_per_node for node in cluster.nodes)
+    return grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in best.memory))
 
 
 def _is_part(small: Pool, large: Pool) -> bool:
