@@ -327,14 +327,14 @@ def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: 
         lo, hi = piece.rows(sending=True)
         found.append(
             RankOp(
-                op.kind,
-                op.microbatch,
-                op.slice,
-                op.chunk,
-                _label(op),
-                piece.dst if owns else piece.src,
-                lo,
-                hi,
+                kind=op.kind,
+                microbatch=op.microbatch,
+                slice=op.slice,
+                chunk=op.chunk,
+                label=_label(op),
+                peer=piece.dst if owns else piece.src,
+                lo=lo,
+                hi=hi,
                 is_final_piece=is_work and i == len(mine) - 1,
                 start=op.start,
                 stop=op.stop,

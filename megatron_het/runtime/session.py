@@ -375,20 +375,20 @@ class HetSession:
             self._marks_params_norm = False
             count_once_in_params_norm(models, self.groups)
         call = Call(
-            forward_step_func,
-            iterators_per_chunk(data_iterator, self._num_chunks),
-            models,
-            config,
-            self._passes(num_microbatches),
-            self._local_seq_length,
-            config.hidden_size,
-            self.plan.training.sequences,
-            get_args(),
-            config.pipeline_dtype or config.params_dtype,
-            self._platform.device,
-            forward_only,
-            collect_non_loss_data,
-            self._batches,
+            forward_step_func=forward_step_func,
+            data_iterators=iterators_per_chunk(data_iterator, self._num_chunks),
+            models=models,
+            config=config,
+            num_microbatches=self._passes(num_microbatches),
+            length=self._local_seq_length,
+            hidden_size=config.hidden_size,
+            sequences=self.plan.training.sequences,
+            args=get_args(),
+            dtype=config.pipeline_dtype or config.params_dtype,
+            device=self._platform.device,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            batches=self._batches,
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

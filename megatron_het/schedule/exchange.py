@@ -239,7 +239,18 @@ def plan_exchange(
             have = kept.setdefault((owner, helper, op.microbatch, op.chunk), set()) if keep else set()
             sent = _ranges(u for u in range(start, start + amount) if u not in have)
             have.update(range(start, start + amount))
-            moves.append(Move(owner, helper, op.microbatch, op.slice, op.chunk, start, start + amount, sent))
+            moves.append(
+                Move(
+                    owner=owner,
+                    helper=helper,
+                    microbatch=op.microbatch,
+                    slice=op.slice,
+                    chunk=op.chunk,
+                    start=start,
+                    stop=start + amount,
+                    sent=sent,
+                )
+            )
         before, left = (tuple(counts.get(d, 0) for d in range(len(program.ops))) for counts in (offers.loads, after))
         slots.append(ExchangeSlot(index, backward, passes, before, tuple(moves), left))
     return ExchangePlan(units, tuple(slots))

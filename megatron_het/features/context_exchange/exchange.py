@@ -185,13 +185,13 @@ class ContextExchange:
         self._sequences = sequences
         self._scale = score_scale(attention)
         self._shape = AttentionShape(
-            1,
-            1,
-            attention.num_attention_heads_per_partition,
-            attention.num_query_groups_per_partition,
-            head_width(attention),
-            attention.config.params_dtype,
-            self._device,
+            slice_tokens=1,
+            batch=1,
+            heads=attention.num_attention_heads_per_partition,
+            groups=attention.num_query_groups_per_partition,
+            channels=head_width(attention),
+            dtype=attention.config.params_dtype,
+            device=self._device,
         )
 
     def shape(self, op: RankOp) -> AttentionShape:

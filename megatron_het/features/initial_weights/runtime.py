@@ -58,7 +58,9 @@ def fill(
     shape = list(target.shape)
     shape[dim] = full_size
     with torch.no_grad():
-        for first, block in _blocks(shape, draw, name, seed, dim, segments, in_blocks):
+        for first, block in _blocks(
+            shape=shape, draw=draw, name=name, seed=seed, dim=dim, segments=segments, in_blocks=in_blocks
+        ):
             if dim == 0:
                 _copy_rows(target, block, first, segments)
             else:

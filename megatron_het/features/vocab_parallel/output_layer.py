@@ -97,7 +97,15 @@ class SplitVocabulary:
         self._is_last = self._team.where.stage == self._last_stage
         pairs = edges(placement, self._last_stage, tokens, divided=self._divided)
         self._channels = open_channels("output layer", pairs, PENDING_SENDS)
-        self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches, tokens)
+        self._embedding = EmbeddingTeam(
+            placement=placement,
+            rank=rank,
+            open_channels=open_channels,
+            tp_group=tp_group,
+            timeline=timeline,
+            batches=batches,
+            tokens=tokens,
+        )
         self._layer: SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
         self._labels: torch.Tensor | None = None

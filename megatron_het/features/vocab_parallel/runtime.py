@@ -73,13 +73,13 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     chunks = len(context.lowered[False].backwards)
     vocabulary = SplitVocabulary(
-        context.placement,
-        context.rank,
-        context.new_channels,
-        context.groups["tp"],
-        context.timeline,
-        context.batches,
-        context.boundaries.tokens,
-        chunks,
+        placement=context.placement,
+        rank=context.rank,
+        open_channels=context.new_channels,
+        tp_group=context.groups["tp"],
+        timeline=context.timeline,
+        batches=context.batches,
+        tokens=context.boundaries.tokens,
+        chunks=chunks,
     )
     return VocabularyFeature(vocabulary, context.has_loss, chunks)

@@ -71,7 +71,15 @@ def _alone(shape: Shape, devices: Sequence[int], microbatches: Sequence[int]) ->
     route = tuple(tuple(names[row[m]] for m in microbatches) for names, row in zip(new, shape.route))
     sizes = tuple(shape.sizes[m] for m in microbatches) if shape.sizes else ()
     replicas = tuple(map(len, by_stage))
-    return Shape(shape.layers, route, replicas, shape.slices, shape.placement, sizes, shape.attention)
+    return Shape(
+        layers=shape.layers,
+        route=route,
+        replicas=replicas,
+        slices=shape.slices,
+        placement=shape.placement,
+        sizes=sizes,
+        attention=shape.attention,
+    )
 
 
 def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: Callable[..., Orders]) -> Orders:
