@@ -92,8 +92,7 @@ class ModelFamily(abc.ABC):
     def attention_layers(self, model: Any) -> list[AttentionLayer]:
         """The layers of a chunk that have keys and values, in order, those for multi-token prediction last."""
         decoder, *others = self.blocks(model)
-        config = model.config
-        runs = int(config.mtp_num_layers) if others and config.mtp_use_repeated_layer else 1
+        runs = int(model.config.mtp_num_layers) if others and model.config.mtp_use_repeated_layer else 1
         later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
         return [
             *(AttentionLayer(layer, 1) for layer in self._attending(decoder.layers)),
