@@ -23,7 +23,7 @@ from tools.planner.search.sketch import Sketch
 BATCH = 64
 
 
-def estimator() -> Estimator:
+def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
     """Nodes of one GPU with slow links, where a pipeline is fastest."""
     model = Model(
         num_layers=12,
@@ -34,7 +34,7 @@ def estimator() -> Estimator:
         seq_length=512,
         global_batch_size=BATCH,
         precision="fp16",
-        micro_batch_sizes=(1, 2),
+        micro_batch_sizes=micro_batch_sizes,
         recompute=("none",),
     )
     nodes = (NodeGroup(gpu="A100-40", count=6, gpus_per_node=1, network_bytes_per_s=2.5e8),)
@@ -50,13 +50,13 @@ def test_the_search_takes_a_plan_that_may_be_written(monkeypatch: pytest.MonkeyP
     """As in large plans, nothing is simulated, so that nothing but the closed form can leave a plan out."""
     monkeypatch.setattr(finish, "MOST_OPERATIONS", 0)
     goal = Goal(schedules=("1f1b", "interleaved", "slimpipe"))
-    free = search_auto(estimator(), goal).best
+    free = search_auto(estimator((1,)), goal).best
     assert free is not None
     passes = 2 * len(free.candidate.stages) * free.candidate.chunks * free.candidate.slices
     passes *= BATCH // free.candidate.micro_batch_size
     assert passes > 2 * BATCH
     most(monkeypatch, 1)
-    known = estimator()
+    known = estimator((1,))
     best = search_auto(known, goal).best
     assert best is not None
     plan = build_plan(known, best.candidate, best.estimate)  # raises where it is refused
