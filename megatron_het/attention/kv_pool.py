@@ -17,8 +17,7 @@ import torch
 # Gradients of cached keys and values, added up until the backward of their own slice.
 #
 # Every later slice adds to the gradients of all chunks before it.  Chunks that lie next to each other keep theirs in
-# one
-# tensor, in the order of the pool: a later slice adds with one call for the keys and one for the values, however
+# one tensor, in the order of the pool: a later slice adds with one call for the keys and one for the values, however
 # many chunks there are.
 
 

@@ -29,17 +29,15 @@ from megatron_het.plan.parts import Blocks
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
 #
-# The calls are one per block (``reach.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-
-# right
+# The calls are one per block (``reach.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-right
 # needs one per document: over the slice's own keys and all before them that are reached, in one piece.
 #
-# The cache holds those of a slice's keys and values that later slices read.  The others are saved as an activation
-# is:
+# The cache holds those of a slice's keys and values that later slices read.  The others are saved as an activation is:
 # recomputation drops them, and the offload of activations moves them.
 #
 # With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
 # (``features/context_parallel/commuted.py``), as far as they reach them.  With the context exchange other devices
-# attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well (``helped.py``).
+# attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well.
 
 
 _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]

@@ -1,6 +1,6 @@
-"""A meter of live tensor bytes, the same on CUDA and on CPU.
+"""A meter of live tensor bytes, the same on CUDA and on CPU, and host memory for what leaves the device.
 
-On CUDA it reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
+On CUDA the meter reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
 the storages behind the tensors that operators return: views share a storage, in-place operators
 bring none, and a storage that autograd keeps for the backward pass stays counted until it goes.
 Watching costs some microseconds per operator, so time and memory are measured in different runs.

@@ -82,7 +82,7 @@ class Expectations:
 
 
 def save_expectations(expectations: Expectations, path: str | os.PathLike[str]) -> None:
-    """Write the file; see ``untrusted.write_json`` for the errors."""
+    """Write the file; see ``safe_io.write_json`` for the errors."""
     write_json(path, expectations.to_json())
 
 

@@ -47,11 +47,11 @@ class ModelFamily(abc.ABC):
     # -- Megatron's arguments -----------------------------------------------------------------------
 
     @abc.abstractmethod
-    def complete(self, args: Any) -> None:
+    def complete(self, plan: Plan, args: Any) -> None:
         """Write into arguments that are not validated yet what Megatron derives from others in its validation.
 
         Raises:
-            PlanError: They contradict themselves.
+            PlanError: They contradict themselves, or say of chunks what the plan does not.
         """
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ class GPTFamily(ModelFamily):
     builder = "megatron_het.runtime.building.ChunkedGPTModelBuilder"
     window_builder = "megatron_het.features.window.building.WindowGPTModelBuilder"
 
-    def complete(self, args: Any) -> None:
+    def complete(self, plan: Plan, args: Any) -> None:
         """Everything is there."""
 
     def pattern(self, args: Any) -> str:

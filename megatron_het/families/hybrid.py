@@ -58,12 +58,20 @@ class HybridFamily(ModelFamily):
         ),
     }
 
-    def complete(self, args: Any) -> None:
+    def complete(self, plan: Plan, args: Any) -> None:
         """The pattern decides over the number of layers, those for multi-token prediction, and latent attention."""
         given: str = args.hybrid_layer_pattern
         problem = problem_of(given)
         if problem:
             raise PlanError(_FLAG, given, problem)
+        planned = with_chunks(given, layers_by_number(plan))
+        if CHUNK in given and given != planned:
+            raise PlanError(
+                _FLAG,
+                given,
+                f"chunks begin at other layers than in the plan, which has {planned}",
+                f"Leave {CHUNK} out",
+            )
         for symbol in WHOLE_SEQUENCES:
             if symbol in given and args.spec is None and args.transformer_impl == "local":
                 raise PlanError(
@@ -97,7 +105,7 @@ class HybridFamily(ModelFamily):
 
     def write_layout(self, plan: Plan, args: Any) -> None:
         """Write the boundaries of chunks into the pattern."""
-        args.hybrid_layer_pattern = with_chunks(without_chunks(args.hybrid_layer_pattern), layers_by_number(plan))
+        args.hybrid_layer_pattern = with_chunks(args.hybrid_layer_pattern, layers_by_number(plan))
 
     def default_spec(self, args: Any) -> tuple[str, str] | None:
         """Megatron has layers of Transformer Engine only."""
@@ -122,19 +130,3 @@ class HybridFamily(ModelFamily):
 
 
 HYBRID = HybridFamily()
-
-
-def check_boundaries(plan: Plan, args: Any) -> None:
-    """Refuse boundaries of chunks in the pattern that are not the plan's.
-
-    Raises:
-        PlanError: They are at other places.
-    """
-    given = getattr(args, "hybrid_layer_pattern", None) or ""
-    if CHUNK not in given or problem_of(given):
-        return
-    planned = with_chunks(without_chunks(given), layers_by_number(plan))
-    if given != planned:
-        raise PlanError(
-            _FLAG, given, f"chunks begin at other layers than in the plan, which has {planned}", f"Leave {CHUNK} out"
-        )

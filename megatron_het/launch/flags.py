@@ -18,8 +18,7 @@ from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
-from megatron_het.plan.routing import check_turns, errors_of
-from megatron_het.plan.run_config import HetConfig
+from megatron_het.plan.run_config import HetConfig, check_turns, errors_of
 from megatron_het.safe_io import count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_het.checkpoint import asynchronous
 from megatron_het.families import family_of
-from megatron_het.families.hybrid import check_boundaries
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
@@ -94,8 +93,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         )
     for refusal in _REFUSED:
         refusal.check(args, "--het-plan")
-    check_boundaries(plan, args)
-    family_of(args).complete(args)
+    family_of(args).complete(plan, args)
     _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)

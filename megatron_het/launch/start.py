@@ -31,8 +31,7 @@ from megatron_het.launch.megatron_args import (
 from megatron_het.megatron_patches import releases
 from megatron_het.megatron_patches.found import PatchError, find
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.routing import check_batch_schedule, errors_of
-from megatron_het.plan.run_config import HetConfig
+from megatron_het.plan.run_config import HetConfig, check_batch_schedule, errors_of
 from megatron_het.safe_io import FileError, check_target
 
 if TYPE_CHECKING:  # it imports torch

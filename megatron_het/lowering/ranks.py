@@ -79,8 +79,7 @@ def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
 # Which experts of a layer a rank holds, which part of each, and what their parameters are called.
 #
 # A layer's experts are divided over the ranks of one replica: its TP group is cut into EP parts one after the other,
-# each
-# of which has its own experts, and the ranks of a part cut these like a TP group of their own.
+# each of which has its own experts, and the ranks of a part cut these like a TP group of their own.
 
 
 _NAME = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")

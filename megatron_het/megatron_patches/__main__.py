@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import hashlib
 import json
 import os
 import subprocess
@@ -72,35 +71,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{patch.name}  [{patch.group}, megatron-core {patch.version}]")
         print(f"  rebinds {patch.target}\n  {patch.reason}")
         status |= _compare(patch.sources)
-    for name, sources in leaning():
-        print(f"{name}, megatron-core {upstream.UPSTREAM_VERSION}]")
+    for name, kind, sources in leaning():
+        print(f"{name}  [{kind}, megatron-core {upstream.UPSTREAM_VERSION}]")
         status |= _compare(sources)
     return status | _compare_torch()
 
 
-def leaning() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """The features and families that lean on upstream, as ``name  [kind``, with what they lean on."""
+def leaning() -> Iterator[tuple[str, str, Mapping[str, str]]]:
+    """The features and families that lean on upstream: name, which of both, and what they lean on."""
     from megatron_het.families import GPT, HYBRID
     from megatron_het.features import FEATURES
 
     for feature in FEATURES:
         if feature.upstream_names:
-            yield f"{feature.name}  [feature", feature.upstream_names
+            yield feature.name, "feature", feature.upstream_names
     for family in (GPT, HYBRID):
         if family.upstream_names:
-            yield f"{family.model}  [model family", family.upstream_names
+            yield family.model, "model family", family.upstream_names
 
 
 def whose() -> dict[str, list[str]]:
     """Every upstream name that is leaned on, with who does."""
-    from megatron_het import megatron_patches as upstream
-
     found: dict[str, list[str]] = {}
-    owners = [(f"patch {patch.name}", patch.sources) for patch in upstream.all_patches().values()]
-    for owner, sources in (*owners, *((name.partition(" ")[0], sources) for name, sources in leaning())):
+    for owner, sources in _owners():
         for dotted in sources:
             found.setdefault(dotted, []).append(owner)
     return dict(sorted(found.items()))
+
+
+def _owners() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Everything that leans on upstream, with the hashes of the first release."""
+    from megatron_het import megatron_patches as upstream
+
+    for patch in upstream.all_patches().values():
+        yield f"patch {patch.name}", patch.sources
+    for name, _, sources in leaning():
+        yield name, sources
+
+
+def _read() -> set[tuple[str, str]]:
+    """Upstream names with each of the hashes that a release has of them."""
+    from megatron_het.megatron_patches.releases import RELEASES
+
+    changes = [sources for _, sources in _owners()] + [release.changed for release in RELEASES]
+    return {item for sources in changes for item in sources.items()}
 
 
 def _source(dotted: str) -> str | None:
@@ -117,7 +131,7 @@ def _source(dotted: str) -> str | None:
 def against(checkout: Path) -> int:
     """Print what a checkout of another release would break; returns 1 where a change has not been read."""
     from megatron_het.megatron_patches.found import PatchError, find
-    from megatron_het.megatron_patches.releases import RELEASES
+    from megatron_het.megatron_patches.registry import text_hash
 
     if not (checkout / "megatron" / "core").is_dir():
         sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
@@ -129,18 +143,19 @@ def against(checkout: Path) -> int:
         sys.stderr.write(f"megatron_patches: {error}\n")
         return 2
     verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here}
-    read = {value for release in RELEASES for value in release.changed.values()}
+    hashes = {dotted: text_hash(source) for dotted, source in there.items() if source is not None}
+    read = _read()
     unread = {
         dotted
         for dotted, found in verdicts.items()
-        if found != "unchanged" and hashlib.sha256((there[dotted] or "").encode()).hexdigest() not in read
+        if found != "unchanged" and (dotted, hashes.get(dotted)) not in read
     }
     print("| name | source there | read | whose |\n|---|---|---|---|")
     for dotted, owners in whose().items():
         print(f"| {dotted} | {verdicts[dotted]} | {'no' if dotted in unread else 'yes'} | {', '.join(owners)} |")
     for dotted in sorted(dotted for dotted, found in verdicts.items() if found in ("changed", "text only")):
         before, after = ((source or "").splitlines() for source in (here[dotted], there[dotted]))
-        print(f"\n{dotted}  {hashlib.sha256((there[dotted] or '').encode()).hexdigest()}")
+        print(f"\n{dotted}  {hashes[dotted]}")
         print("\n".join(list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]))
     return int(bool(unread))
 

@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.
 
-``torch_adam.py`` repairs it for torch's Adam, ``bucket_padding.py`` its checkpoints.  What features need of it they
+It is repaired here for torch's Adam, and in ``bucket_padding.py`` for its checkpoints.  What features need of it they
 say themselves (``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at
 once.
 """

@@ -167,7 +167,12 @@ def source_hash(dotted: str) -> str:
     Raises:
         PatchError: Upstream has no such name, or its source is not available.
     """
-    return hashlib.sha256(source_text(dotted).encode()).hexdigest()
+    return text_hash(source_text(dotted))
+
+
+def text_hash(source: str) -> str:
+    """The hash of what :func:`source_text` returns."""
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def source_text(dotted: str) -> str:

@@ -3,7 +3,7 @@
 Hashes beside patches and features are those of the first release.  A name that another release has changed is listed
 here with its hash there, once the change has been read: ``python -m megatron_het.megatron_patches --against CHECKOUT``
 shows changes, and docs/megatron_releases.md says what to do with each.  Where a patch has to do different things for
-different releases, it asks :func:`release_of`; nothing outside of this package does.
+different releases, it asks :func:`installed_release`; nothing outside of this package does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens of a slice the context-parallel ranks of a replica hold.  Pure arithmetic."""
+"""Parts that the ranks of a plan hold: rows of a split vocabulary, and tokens of a slice.  Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatron_het.plan.schema import Plan
 #
 # A fast stage may hold more rows (``vocabulary_shares`` of the schedule), so that all stages take as long for their
 # parts of the output layer.
-
 
 PARAMETER = "vocabulary_shares"
 """Of the plan's schedule: one whole number per stage."""
@@ -71,6 +70,8 @@ def _rounded(parts: int, shares: Sequence[int]) -> list[int]:
         counts[s] += 1
     return counts
 
+
+# Which tokens of a slice the context-parallel ranks of a replica hold.
 
 Blocks = Sequence[tuple[int, int]]
 """Blocks ``[first, end)`` of tokens."""

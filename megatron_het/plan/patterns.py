@@ -47,7 +47,7 @@ def with_chunks(pattern: str, layers: Iterable[int]) -> str:
     """A pattern with the boundaries of chunks.
 
     Args:
-        pattern: Without boundaries.
+        pattern: Its own boundaries are dropped.
         layers: Of every chunk, in Megatron's order.
     """
     main, ends = layers_of(pattern), list(itertools.accumulate(layers, initial=0))

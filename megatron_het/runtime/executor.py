@@ -32,11 +32,9 @@ from megatron_het.schedule.kinds import PARTS
 # ``--overlap-param-gather``: when updated parameters travel between the replicas of a stage.
 #
 # Megatron begins a bucket's all-gather in the first forward that needs it, which then waits for it.  Its replicas run
-# the
-# same program, so all of them get there.  Under a plan they do not: the first forward of one replica may depend on a
-# forward of another one (in a V, or where a stage before holds few microbatches), which would wait for the first
-# one's
-# part.  So all gathers of an iteration begin before its first operation, in one order on all ranks.
+# the same program, so all of them get there.  Under a plan they do not: the first forward of one replica may depend on
+# a forward of another one (in a V, or where a stage before holds few microbatches), which would wait for the first
+# one's part.  So all gathers of an iteration begin before its first operation, in one order on all ranks.
 
 
 def begin_gathers(call: Call) -> None:

@@ -1,18 +1,24 @@
-"""Finding out who has stopped, when a transfer or a collective fails.
+"""How ranks end: finding out who has stopped when a transfer or a collective fails, and leaving after a good end.
 
 A failed collective names an address at best, and mostly that of a neighbour which left because of its own
 neighbour.  So the first rank that fails calls the roll over the store that the ranks met at: a thread on every
 rank answers, whatever its rank waits for at that moment.  Who has died, was stopped or is cut off does not
 answer and is named on all ranks.
+
+A rank that leaves after its last iteration has written what it has logged, and no peer loses a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 _CALLED, _ENDED = "called", "ended"
 _POLL_S = 0.05
@@ -96,3 +102,42 @@ class RollCall:
                 self._ears.set(f"het/here/{self._rank}", "here")
                 self._ears.wait(["het/verdict"], timedelta(seconds=4 * self._answer_s))
                 self._verdict = self._ears.get("het/verdict").decode()
+
+
+def flush_logs() -> None:
+    """Write what Megatron's TensorBoard writer still holds.
+
+    Its thread ends with the process, whatever waits in its queue, and the events since its last write, two minutes
+    ago at most, are lost with it.
+    """
+    module = sys.modules.get("megatron.training.global_vars")
+    writer = module._GLOBAL_TENSORBOARD_WRITER if module is not None else None
+    if writer is not None:
+        writer.flush()
+
+
+@contextlib.contextmanager
+def leaving_together(over_gloo: bool) -> Iterator[None]:
+    """Around a training without a plan: after a good end, ranks that compute on CPUs leave with no group left.
+
+    Gloo's threads abort a process that still has a connection to a peer that has ended.  NCCL has no such threads,
+    and Megatron's own end is kept there.  The wait for the other ranks ends with ``--distributed-timeout-minutes``.
+
+    Args:
+        over_gloo: Whether the groups of this process are gloo's.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code in (None, 0):  # a planned stop, e.g. --exit-interval
+            _leave(over_gloo)
+        raise
+    _leave(over_gloo)
+
+
+def _leave(over_gloo: bool) -> None:
+    with contextlib.suppress(OSError):  # a full disk loses the log, not the training
+        flush_logs()
+    if over_gloo and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

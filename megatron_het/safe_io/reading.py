@@ -1,4 +1,4 @@
-"""Reading a file that may be anything: a device, a pipe without a writer, or larger than memory."""
+"""Reading what may be anything: a file that is a device, a pipe or too large, and numbers on a command line."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ def amount(least: float, most: float) -> Callable[[str], float]:
 
 # Bounds that hold everywhere: what is larger is a mistyped number, and would be a hang.
 
-
 MAX_PASSES = 500_000
 """Forward and backward passes of one iteration, over all stages: more would take minutes to lay out."""
 MAX_DEVICES = 100_000
 """Devices of a cluster, and pipeline devices of a schedule."""
-
 
 MAX_BYTES = 32 << 20
 """Largest file that is read.  A plan of 1,024 ranks and 4,096 microbatches has a tenth of it."""

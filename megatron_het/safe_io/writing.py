@@ -157,7 +157,8 @@ def ends_with_its_reader[**Words](main: Callable[Words, int]) -> Callable[Words,
             try:
                 code = main(*args, **kwargs)
             finally:  # also where argparse leaves after --help
-                sys.stdout.flush()
+                if sys.stdout is not None:  # as it is where a command is started with its output closed
+                    sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return code

@@ -6,10 +6,10 @@ end before the other has begun: all passes of a slot between which attention mov
 without a pass, are one *joint event*.
 
 Why that cannot deadlock: replace every joint event by one node, both ends of every transfer, and the parts of a
-split vocabulary that meet (``meetings.py``).  If
-what is left has no cycle, all lists are projections of one total order of events.  The first event of that
-order that has not happened can always happen, because everybody who takes part in it has arrived.  Inside an
-event all devices go through the same layers in the same order, and post what they send before they wait.
+split vocabulary that meet (``graph.meetings``).  If what is left has no cycle, all lists are projections of one total
+order of events.  The first event of that order that has not happened can always happen, because everybody who takes
+part in it has arrived.  Inside an event all devices go through the same layers in the same order, and post what they
+send before they wait.
 :func:`stuck_events` looks for the cycle.
 
 The same holds wherever the host waits for the device, as it does when a kernel is launched for the first time: all that

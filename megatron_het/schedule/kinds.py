@@ -2,7 +2,7 @@
 
 Dependencies, validator, simulator, durations, memory, text, pictures and the command line read this table, and the
 executor's handlers are checked against it.  No column has a default: a row that lacks one fails when this module is
-imported, and a reader that does not know an entry of a column fails when it is imported (``columns.complete``).
+imported, and a reader that does not know an entry of a column fails when it is imported (:func:`complete`).
 So a new kind is a new row, and whatever it needs beyond the existing entries says so by itself.
 
 Kinds are names.  They are integers only so that tables can be indexed by them; to compare them as numbers is an
@@ -12,10 +12,7 @@ error.
 from collections.abc import Callable, Mapping
 from enum import Enum, Flag, IntEnum, StrEnum
 
-# The columns of the table of operation kinds (``kinds.py``): what each of their entries can be.
-#
-# Readers give every entry a meaning of their own with :func:`complete`, so that an entry that a reader does not know
-# fails when the reader is imported.
+# The columns of the table: what each of their entries can be.
 
 
 class Stream(StrEnum):
@@ -181,7 +178,7 @@ class Effect(Enum):
 
 
 class Price(Enum):
-    """How long an operation takes; ``durations.py`` reads it from the costs."""
+    """How long an operation takes; ``cost.py`` reads it from the costs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -98,7 +98,7 @@ def _row(table: PerChunk, device: int, chunks: int, slices: int) -> list[float]:
 
 
 class _Holdings:
-    """Changes of what one device holds: its effects (``columns.Effect``) in bytes.
+    """Changes of what one device holds: its effects (``kinds.Effect``) in bytes.
 
     Which layers are gathered and reduced is taken from :class:`Lifetimes`.  Keys and values of others, and messages,
     are buffers, see :func:`_buffer_changes`.

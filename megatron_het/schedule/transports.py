@@ -1,7 +1,7 @@
 """Can a program deadlock?  Models of how transfers are executed.
 
 * ``blocking``: a send or receive returns when the transfer is done, as with plain ``send`` and ``recv``, and the parts
-  of a split vocabulary begin when all devices have come to them (``meetings.py``).
+  of a split vocabulary begin when all devices have come to them (``graph.meetings``).
 * ``rank``: transfers are posted without waiting and run one after the other in one queue per device (one
   communicator for the whole pipeline).  A compute operation waits for the receives that it needs.
 * ``pair``: the same with one queue per pair of devices (NCCL's communicators for unbatched send and receive).

@@ -132,8 +132,7 @@ def attend_backward(
 
 # Attention for another device where documents or a sliding window limit what its queries reach.
 #
-# As ``context_exchange.py`` does where they reach everything: the helper knows what is reached as the owner does, and
-# makes the same blocks (``reach.py``).
+# The helper knows what is reached as the owner does, and makes the same blocks (``attention/reach.py``).
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ class Limits:
 def first_layers(placement: Placement) -> Mapping[tuple[int, int], int]:
     """Index of the first layer of every (stage, chunk) among those of the model that have attention."""
     found: dict[tuple[int, int], int] = {}
-    layers = 0
+    layers, counts = 0, placement.plan.attention_layers
     for stage, chunk in placement.path:
         found[stage, chunk] = layers
-        layers += placement.plan.attention_layers[stage][chunk]
+        layers += counts[stage][chunk]
     return found

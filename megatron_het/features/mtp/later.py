@@ -97,8 +97,8 @@ def told(
 # Multi-token prediction in passes that run parts of sequences.
 #
 # Megatron's own layers run, on tokens that come from beyond the end of the part.  Their losses are computed here,
-# because
-# Megatron divides them by the tokens that count in a pass, and a part is to count for what it is of its microbatch.
+# because Megatron divides them by the tokens that count in a pass, and a part is to count for what it is of its
+# microbatch.
 
 
 class PartialPasses:

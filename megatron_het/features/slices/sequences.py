@@ -26,7 +26,7 @@ _UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
 
 
 class Documents(Protocol):
-    """Where the documents of microbatches begin (``starts.py``)."""
+    """Where the documents of microbatches begin (``features/documents/runtime.py``)."""
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See where the documents of a batch that was read begin; the batch as the script is to see it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -200,9 +200,7 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
         cutting,
         keys_per_token=0.0 if options.lengths == EQUAL else options.keys_per_token or keys_per_token(args),
         window_tokens=limits[0] if limits else None,
-        window_share=_window_share(family_of(args).attention_numbers(args), args.window_attn_skip_freq)
-        if limits
-        else 0.0,
+        window_share=_window_share(args) if limits else 0.0,
     )
 
 
@@ -234,8 +232,9 @@ def keys_per_token(args: Any) -> float:
     return float(rest / (2 * width))
 
 
-def _window_share(numbers: Sequence[int], skip: int | list[int] | None) -> float:
-    """Share of the layers of these numbers with a sliding window, as ``--window-attn-skip-freq`` says."""
+def _window_share(args: Any) -> float:
+    """Share of the layers with attention that have a sliding window, as ``--window-attn-skip-freq`` says."""
+    skip, numbers = args.window_attn_skip_freq, family_of(args).attention_numbers(args)
     if skip is None or not numbers:
         return 1.0
     if isinstance(skip, int):

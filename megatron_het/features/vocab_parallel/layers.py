@@ -1,4 +1,4 @@
-"""This rank's rows of the output layer and the word embeddings, and their names in checkpoints."""
+"""This rank's rows of the output layer and the word embeddings, their names in checkpoints, and their messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 
 # What the messages of the embedding and of the output layer have in common.
-
 
 PENDING_SENDS = 8
 """Sends to one peer that may be under way over gloo: the messages of a few slices."""

@@ -1,4 +1,4 @@
-"""Splits the output layer over the devices of each microbatch (SlimPipe, section 4.3)."""
+"""Splits the word embeddings and the output layer over the devices of each microbatch (SlimPipe, section 4.3)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,8 +8,6 @@ from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.kinds import Direction
 from megatron_het.schedule.passes.inserts import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
 from megatron_het.schedule.slots import aligned_slots
-
-# Splits the word embeddings over the devices of each microbatch (SlimPipe, section 4.3.2).
 
 
 @collection_paused()

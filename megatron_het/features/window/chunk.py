@@ -339,7 +339,7 @@ def _allocate(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-# The distributed optimizer over ministages that are closed already (``features/window/window.py``).
+# The distributed optimizer over ministages that are closed already (``window.py``).
 #
 # Upstream takes the main parameters of all chunks out of their whole parameters at once.  Here a chunk
 # is whole only while its own are taken, so that a stage need not fit into the device's memory.  Buffers
@@ -348,7 +348,6 @@ def _allocate(tensor: torch.Tensor) -> None:
 
 def chunk_by_chunk(original: type) -> type:
     """The distributed optimizer that builds its main parameters chunk by chunk."""
-    from megatron_het.features.window.chunk import window_of
 
     class ChunkwiseDistributedOptimizer(original):
         """``DistributedOptimizer`` whose constructor opens one ministage at a time."""

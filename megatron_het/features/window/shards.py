@@ -154,7 +154,7 @@ def parts_of(buffers: Sequence[Any], group: dist.ProcessGroup) -> Parts:
     return EqualParts(group) if shares is None else UnequalParts(group, shares)
 
 
-# The distributed optimizer over buffers that are divided unequally (``features/window/shards.py``).
+# The distributed optimizer over buffers that are divided unequally.
 #
 # Upstream derives every range of parameters, gradients and state from one method, which cuts buckets
 # into equal parts.  Of what it does with the ranges, two things need equal parts: the gather of the
@@ -167,7 +167,6 @@ _NOBODY = "no parameter"  # a key of the inner optimizer's state that belongs to
 
 def divided(original: type) -> type:
     """The distributed optimizer that follows the shares of its buffers."""
-    import torch
 
     class UnevenDistributedOptimizer(original):
         """``DistributedOptimizer`` with parts of unequal size."""
@@ -220,17 +219,12 @@ def divided(original: type) -> type:
 
 
 def _is_divided(optimizer: Any) -> bool:
-    from megatron_het.features.window.shards import shares_of
-
     return any(shares_of(buffer) is not None for buffer in getattr(optimizer, "buffers", ()))
 
 
 def _own_range(buffer: Any, bucket_index: int) -> Any:
     """This rank's part of a bucket, in elements of the buffer; None where the parts are equal."""
     from megatron.core.optimizer.distrib_optimizer import Range
-
-    from megatron_het.features.window.shards import shares_of
-    from megatron_het.plan.placement import cuts
 
     shares = shares_of(buffer)
     if shares is None:
@@ -245,10 +239,6 @@ def _gather_buffer(
     optimizer: Any, buffer: Any, ranges: list[dict[str, Any]], into: dict[str, Any] | None, gloo: bool
 ) -> None:
     """Collective: put everybody's state of one buffer into upstream's tensors, which have no padding."""
-    import torch
-
-    from megatron_het.features.window.shards import UnequalParts, shares_of
-
     group = optimizer.data_parallel_group_gloo if gloo else optimizer.data_parallel_group
     device = torch.device("cpu") if gloo else buffer.param_data.device
     shares = shares_of(buffer)
@@ -275,9 +265,6 @@ def _gather_buffer(
 
 def _agreed_steps(optimizer: Any) -> float:
     """Collective: the number of updates, from the ranks that have parameters."""
-    import torch
-    import torch.distributed as dist
-
     inner = optimizer.optimizer
     counts = [float(s["step"]) for s in inner.state.values() if "step" in s]
     if any(group["params"] for group in inner.param_groups):

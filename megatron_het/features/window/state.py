@@ -18,11 +18,9 @@ from megatron_het.features.window.memory import HostCopy, Streams, WindowUse
 # Gradients summed beyond the replicas that share shards: over other classes of replicas, and over tied embeddings.
 #
 # Replicas of one TP and EP size share parameters, gradients and state; those of other sizes have a copy of their own,
-# which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the
-# classes'
+# which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
 # sums layer by layer (``distributed/resharding.py``), so that one layer's gradients are whole at a time.  Of tied
-# embeddings the first ministage of the model and the last one have a copy each, on one stage or on two, whose
-# gradients
+# embeddings the first ministage of the model and the last one have a copy each, on one stage or on two, whose gradients
 # are added up once both are reduced.
 
 

@@ -1,23 +1,20 @@
-"""Pictures of simulated programs: text, and with matplotlib SVG, PNG or PDF."""
+"""Pictures of simulated programs: Chrome traces, text, and with matplotlib SVG, PNG or PDF."""
 
 import colorsys
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_het import safe_io
 from megatron_het.safe_io import write_bytes
-from megatron_het.schedule.ir import Kind, Op
+from megatron_het.schedule.ir import SENDS, Kind, Op
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.result import Event
 from megatron_het.schedule.simulate import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from collections.abc import Iterable
-
-from megatron_het import safe_io as untrusted
-from megatron_het.schedule.ir import SENDS
 
 # Timelines as Chrome traces, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 #
@@ -103,8 +100,8 @@ def chrome_trace(result: Result, *, process: str = "device") -> dict[str, object
 
 
 def write_json(path: str | Path, data: object) -> None:
-    """Writes a complete file or nothing; see ``untrusted.write_json``."""
-    untrusted.write_json(path, data, indent=1)
+    """Writes a complete file or nothing; see ``safe_io.write_json``."""
+    safe_io.write_json(path, data, indent=1)
 
 
 PICTURES = (".svg", ".png", ".pdf")

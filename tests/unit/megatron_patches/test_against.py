@@ -54,6 +54,21 @@ def test_changes_that_were_read_are_no_failure(
     assert "| m.other | changed | yes | mtp |" in capsys.readouterr().out
 
 
+def test_the_first_releases_sources_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    owners = [("mtp", {"m.first": hashlib.sha256(HERE.encode()).hexdigest()})]
+    monkeypatch.setattr(command, "_owners", lambda: owners)
+    monkeypatch.setattr(command, "_sources_of", lambda checkout: {"m.first": HERE if checkout else CHANGED})
+    assert command.main(["--against", str(tmp_path)]) == 0
+    monkeypatch.setattr(
+        command, "_owners", lambda: [("mtp", {"m.first": "0" * 64, "m.other": owners[0][1]["m.first"]})]
+    )
+    monkeypatch.setattr(
+        command, "_sources_of", lambda checkout: dict.fromkeys(("m.first", "m.other"), HERE if checkout else CHANGED)
+    )
+    assert command.main(["--against", str(tmp_path)]) == 1  # of another name
+
+
 def test_a_folder_without_megatron_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--against", str(tmp_path / "none")]) == 2
     assert "no Megatron-LM checkout" in capsys.readouterr().err

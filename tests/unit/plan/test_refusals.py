@@ -17,7 +17,7 @@ from megatron_het.launch import start as hooks
 from megatron_het.launch.megatron_args import check_arguments
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.routing import check_batch_schedule, check_turns
+from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -182,7 +182,6 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
 
 def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the second plan's when its turn comes."""
-    from megatron_het.plan.run_config import HetConfig
 
     four, eight = with_batch(4), with_batch(8)
     changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
@@ -201,7 +200,6 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
 def test_gloo_does_not_train_on_gpus(transport: str) -> None:
     """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
     from megatron_het.device import Platform
-    from megatron_het.plan.run_config import HetConfig
 
     session: Any = SimpleNamespace(check=lambda args: None)
 

@@ -12,7 +12,7 @@ from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocab
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.graph import PARTS
+from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.validate import check, validate
 
 SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))
