@@ -15,7 +15,6 @@ not get in within a second during the floods.  ``ended``, ``changed``, ``answere
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -24,7 +23,6 @@ import random
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -34,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.board import Board, ServedBoard
@@ -440,7 +438,7 @@ def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> 
         folder: Empty.
         with_torch: Whether torch's own client tries as well; it writes much to the terminal.
     """
-    found: dict[str, Any] = {"machine": machine(), "seed": seed, "most_strangers_at_once": server.MAX_STRANGERS}
+    found: dict[str, Any] = {"seed": seed, "most_strangers_at_once": server.MAX_STRANGERS}
     kinds: dict[str, Callable[[Path], Job | Meeting]] = {"controller": Job, "meeting": Meeting}
     for kind, make in kinds.items():
         job = make(folder)
@@ -455,15 +453,13 @@ def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> 
 
 def main() -> int:
     """Command line; 1 where somebody without the token has done something."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("benchmarks.control_plane", __doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=int, default=1000, help="connections of the flood (default 1000)")
-    parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.seed, options.scale, Path(folder))
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    with scratch("control-plane-") as folder:
+        found = measure(options.seed, options.scale, folder)
+    write_report(options.json, found)
     return int(any(found[key] for key in ("ended", "changed", "answered", "workers_missed")))
 
 

@@ -12,15 +12,14 @@ round with all three changes, copied after every iteration; at most 1), ``copy_o
 share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_overhead_each`` (of an iteration that
 begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
 
-With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with the model that the
-controller and ``het-plan replay`` use: ``sizes`` has pauses, the state of the rank that holds most, and what the model
-says that the pause grows by over that of the first size.
+With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with what the controller and
+``het-plan replay`` assume: ``sizes`` has pauses, the state of the rank that holds most, and by how much the pause grows
+over that of the first size, as measured (``pause_grew_s``) and as assumed (``model_grew_s``).
 
 With ``--changes N`` a tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come
 back: ``grew`` says by which share memory, descriptors and threads of the controller, of an agent and of a worker that
 live from the start, and the bytes of the job's folder, are larger in the last quarter than in the second one (at most
-0.02); ``loss_difference`` is to an undisturbed run.  Eight hours of a model that takes 1.4 s: ``--iterations 20000
---changes 200``.
+0.02); ``loss_difference`` is to an undisturbed run.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,13 +45,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Weights, common_flags
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import REPOSITORY
 from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S, _SHORT, _LAST = 200.0, 64, 5
+_LIMIT_S, _SHORT = 200.0, 64
+_ITERATIONS, _EACH, _MANY = 80, 200, 10_000
+"""Of a job; of a long run for each of its changes; of a job that is ended before it has done them all."""
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
@@ -159,9 +158,9 @@ class ElasticJob:
         agent = self.process(node)
         return int(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()[0])
 
-    def reached(self) -> int:
-        """The last iteration that was logged; logs are rotated."""
-        return max((number for _, number in self.lines()), default=0)
+    def has_reached(self, iteration: int) -> bool:
+        """Whether an iteration was logged; logs are rotated."""
+        return max((number for _, number in self.lines()), default=0) >= iteration
 
     def notify(self, node: str) -> float:
         """SIGTERM to the agent; when it was sent."""
@@ -194,8 +193,13 @@ class ElasticJob:
             raise RuntimeError(f"{what}: the job ended, see {self.folder}")
 
     def end(self) -> None:
-        """Wait until the training is over."""
-        code = self._processes["controller"].wait(_LIMIT_S)
+        """Wait until the training is over, while it goes on."""
+        controller, before = self._processes["controller"], None
+        while controller.poll() is None and before != (now := self.lines()[-1:]):
+            before = now
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                controller.wait(_LIMIT_S)
+        code = controller.wait(0)
         if code:
             raise RuntimeError(f"the job failed, see {self.folder}")
 
@@ -254,8 +258,14 @@ class Changed:
         return found
 
 
-def change_pool(job: ElasticJob, between: int = 4) -> Changed:
-    """Join, death and leave in one job, with so many iterations between them."""
+def change_pool(job: ElasticJob, between: int = 4, *, to_the_end: bool = True) -> Changed:
+    """Join, death and leave in one job, with so many iterations between them.
+
+    Args:
+        job: Of three nodes.
+        between: Iterations before each change.
+        to_the_end: Whether the training goes on to its last iteration.
+    """
     with job:
         job.until(functools.partial(job.has_logged, between), "the first iterations")
         events = [("join", time.time())]
@@ -267,7 +277,10 @@ def change_pool(job: ElasticJob, between: int = 4) -> Changed:
             job.until(functools.partial(job.has_logged, seen + between), "iterations after a change")
             events.append((kind, act()))
         job.until(functools.partial(job.has_opened, 3), "the leave")
-        job.end()
+        if to_the_end:
+            job.end()
+        else:
+            job.until(functools.partial(job.has_logged, len(job.lines()) + 1), "an iteration after the leave")
         return Changed(tuple(events), job.lines(), job.history())
 
 
@@ -372,11 +385,12 @@ def sized(hidden: int) -> Callable[[int], Plan]:
     return make
 
 
-def pauses_by_size(folder: Path, sizes: Sequence[int], iterations: int) -> list[dict[str, Any]]:
+def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Pauses at some hidden sizes, beside what the model says."""
     found: list[dict[str, Any]] = []
     for hidden in sizes:
-        pauses = change_pool(ElasticJob(folder / f"size-{hidden}", iterations, "1", sized(hidden)), between=3).pauses()
+        job = ElasticJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden))
+        pauses = change_pool(job, to_the_end=False).pauses()
         model = sized(hidden)(1).model
         # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
         state_bytes = 12 * 3 * (3 * hidden**2 + 3 * hidden * (model.ffn_hidden_size or 0))
@@ -404,34 +418,22 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
     """See the module's text on ``--changes``."""
     rng, made, samples = random.Random(seed), Counter[str](), list[dict[str, float]]()
     with ElasticJob(folder / "long", iterations, "1", sized(64)) as job:
-        every = iterations / (changes + 1)
+        acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
-        away, number = "", 1
-        while number <= changes and (number + 1) * every < iterations:
-            job.until(lambda at=int(number * every): job.reached() >= at, f"iteration {number * every:g}")  # type: ignore[misc]
+        away = ""
+        for number in range(1, changes + 1):
+            at = number * iterations // (changes + 1)
+            job.until(functools.partial(job.has_reached, at), f"iteration {at}")
             samples.append(used(steady, job.folder / "job"))
-            act, node = "join", away
-            if not away:
-                act, node = rng.choice(("death", "leave")), rng.choice("bc")
-            if act == "death":
-                job.kill_worker(node)
-            elif act == "leave":
-                job.notify(node)
-            else:
-                job.start(node)
+            act, node = ("join", away) if away else (rng.choice(("death", "leave")), rng.choice("bc"))
+            acts[act](node)
+            job.until(functools.partial(job.has_opened, number), f"change {number}, {act} of {node} (--iterations)")
             away = "" if act == "join" else node
-            job.until(
-                lambda at=number: job.has_opened(at) or job.reached() >= iterations - _LAST,  # type: ignore[misc]
-                f"change {number}, a {act} of {node}",
-            )
-            if not job.has_opened(number):  # the training was faster than the start of a node
-                break
             made[act] += 1
-            number += 1
         samples.append(used(steady, job.folder / "job"))
         job.end()
-        losses, repeated = losses_of(folder / "long" / "report"), len(job.history()) - 1
+        losses, generations = losses_of(folder / "long" / "report"), len(job.history())
     with ElasticJob(folder / "undisturbed", iterations, "0", sized(64)) as job:
         job.end()
         expected = losses_of(folder / "undisturbed" / "report")
@@ -447,7 +449,7 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
         "iterations": iterations,
         "seed": seed,
         "changes": dict(made),
-        "generations": repeated + 1,
+        "generations": generations,
         "grew": grew,
         "samples": samples,
         "losses_compared": len(both),
@@ -455,37 +457,22 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
     }
 
 
-def main() -> None:
-    """Command line."""
-    parser = command_line("benchmarks.elastic", __doc__)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=80, help="of each job (default 80)")
-    parser.add_argument("--changes", type=int, default=0, metavar="N", help="only a long run with so many changes")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
-    parser.add_argument("--sizes", type=int, nargs="+", metavar="HIDDEN", help="only pauses, at these hidden sizes")
-    parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
-    options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="elastic-"))
-    if options.changes:
-        write_report(options.json, long_run(folder, options.iterations, options.changes, options.seed))
-        return
-    if options.sizes:
-        write_report(options.json, {"sizes": pauses_by_size(folder, options.sizes, options.iterations)})
-        return
+def with_and_without_restart(folder: Path, rounds: int, iterations: int) -> dict[str, Any]:
+    """See the module's text."""
     changes, restarts, lost, losses = [], [], [], []
-    for turn in range(options.rounds):
-        found, repeated, seen = elastic_round(folder / f"elastic-{turn}", options.iterations)
+    for turn in range(rounds):
+        found, repeated, seen = elastic_round(folder / f"elastic-{turn}", iterations)
         changes.append(found)
         lost.append(repeated)
         losses.append(seen)
-        restarts.append(restart_round(folder / f"restart-{turn}", options.iterations))
-    overhead, undisturbed = copy_overhead(folder / "copies", options.iterations)
+        restarts.append(restart_round(folder / f"restart-{turn}", iterations))
+    overhead, undisturbed = copy_overhead(folder / "copies", iterations)
     restart_s = statistics.median(r["whole"] for r in restarts)
     pauses = {
         kind: {phase: statistics.median(c[kind][phase] for c in changes) for phase in changes[0][kind]}
         for kind in changes[0]
     }
-    document = {
+    return {
         "pause_ratio": {kind: restart_s / pauses[kind]["whole"] for kind in pauses},
         "pause_s": pauses,
         "restart_s": restart_s,
@@ -495,11 +482,29 @@ def main() -> None:
         "loss_difference": max(
             abs(value - undisturbed[i][0]) / undisturbed[i][0] for seen in losses for i in seen for value in seen[i]
         ),
-        "iterations_seen": [sorted(seen) == list(range(1, options.iterations + 1)) for seen in losses],
+        "iterations_seen": [sorted(seen) == list(range(1, iterations + 1)) for seen in losses],
     }
+
+
+def main() -> None:
+    """Command line."""
+    parser = command_line("benchmarks.elastic", __doc__)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--iterations", type=int, help="of each job (default 80; with --changes 200 for each of them)")
+    parser.add_argument("--changes", type=int, default=0, metavar="N", help="only a long run with so many changes")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="HIDDEN", help="only pauses, at these hidden sizes")
+    parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
+    options = parser.parse_args()
+    with scratch("elastic-", options.keep) as folder:
+        if options.changes:
+            iterations = options.iterations or _EACH * (options.changes + 1)
+            document = long_run(folder, iterations, options.changes, options.seed)
+        elif options.sizes:
+            document = {"sizes": pauses_by_size(folder, options.sizes)}
+        else:
+            document = with_and_without_restart(folder, options.rounds, options.iterations or _ITERATIONS)
     write_report(options.json, document)
-    if options.keep is None:
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

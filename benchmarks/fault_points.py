@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic import links as severing
+from megatron_het.elastic.links import sockets
 
 _HANGS_S, _SHORT_S, _WARM = 15.0, 2.0, 2
 OUTSIDE = ("full folder", "read-only folder", "second controller", "junk")
@@ -143,7 +143,7 @@ def drop_what_comes(but_from: int) -> None:
     """
     drops = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))  # keeps no byte of a packet
     program = struct.pack("HP", 1, ctypes.addressof(drops))
-    for one in severing.sockets():
+    for one in sockets():
         with contextlib.suppress(OSError):
             if one.getpeername()[1] != but_from:
                 one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
@@ -155,7 +155,7 @@ def lose_packets(share: float) -> None:
     rows = [(load, 0, 0, random_number), (jump, 0, 1, int(share * 2**32)), (give, 0, 0, 2**32 - 1), (give, 0, 0, 0)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
     program = struct.pack("HP", len(rows), ctypes.addressof(code))
-    for one in severing.sockets():
+    for one in sockets():
         with contextlib.suppress(OSError):
             one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 

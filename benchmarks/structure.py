@@ -493,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {line}")
     body: dict[str, Any] = {key: finding.value for key, finding in found.items()}
     body |= {"targets": TARGETS, "present": PRESENT, "missed": missed, "grown": grown(found)}
-    body["offenders"] = {key: found[key].offenders for key in missed}
+    body["offenders"] = {key: finding.offenders for key, finding in found.items() if finding.offenders}
     if options.json:
         options.json.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     return 1 if missed else 0

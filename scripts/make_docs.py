@@ -58,9 +58,9 @@ def main() -> int:
     """Write the page, or say whether it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page is up to date")
-    text = flags_page()
     parser.add_argument("--flags", action="store_true", help="renew the flags only")
     options = parser.parse_args()
+    text = flags_page()
     if not options.check:
         PAGE.write_text(text, encoding="utf-8")
         if not options.flags:

@@ -27,13 +27,6 @@ from torch.utils._pytree import tree_leaves
 from megatron_het.device import cpu
 from megatron_het.dry_run.stream_order import StreamOrder, line_of, stream_order
 
-# Where the host waits for the device: every such place is a gap in what the device is given to do.
-#
-# A value that is read (``item()``), a shape that depends on values (``nonzero()``), a copy between device and host that
-# is not asynchronous, or whose host side is not pinned, ``synchronize()`` of the device, of a stream or of an event,
-# and a barrier.  They are counted by the line of code and by the operation of the program in which they happen.
-
-
 # A CUDA device that is not there: fake tensors live on ``cuda:0``, and what mixes devices is an error.
 #
 # Python code sees tensors on ``cuda:0`` and tensors on the CPU.  torch's fake tensors check every operator: two devices
@@ -233,6 +226,13 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+# Where the host waits for the device: every such place is a gap in what the device is given to do.
+#
+# A value that is read (``item()``), a shape that depends on values (``nonzero()``), a copy between device and host that
+# is not asynchronous, or whose host side is not pinned, ``synchronize()`` of the device, of a stream or of an event,
+# and a barrier.  They are counted by the line of code and by the operation of the program in which they happen.
+
+
 _ATEN = torch.ops.aten
 _VALUES = {_ATEN._local_scalar_dense: "value read", _ATEN.equal: "values compared"}
 _SHAPES = {
@@ -244,7 +244,7 @@ _SHAPES = {
     _ATEN.repeat_interleave,
     _ATEN.bincount,
 }
-_PASSED_OVER = ("/torch/", "contextlib.py", "functools.py", "/megatron_het/dry_run/", "/platform/stream_order.py")
+_PASSED_OVER = ("/torch/", "contextlib.py", "functools.py", "/megatron_het/dry_run/")
 
 
 class HostWaits:

@@ -150,11 +150,6 @@ class LocalState:
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     stateless: list[str] = field(default_factory=list)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all pieces together."""
-        return sum(tensor.nbytes for _, tensor in self.pieces)
-
 
 @dataclass(frozen=True)
 class _Block:

@@ -1,4 +1,4 @@
-"""Whether a change to a better plan pays: what it saves in the iterations that are left, against what it costs."""
+"""How a job stands, as ``het-run status`` shows it, and whether a change pays in the iterations that are left."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_het.plan import Plan, plan_hash
-
-# How a job stands: progress, goodput, nodes, plan and changes; what ``het-run status`` shows.
-
 
 _FEW = 3
 
@@ -175,11 +172,15 @@ def _pause(entry: Mapping[str, Any]) -> str:
 CHANGE_S = 10.0
 """What a change is taken to cost before one was seen, but for what grows with the job."""
 HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
-"""State between device and host memory; over a link of which nothing is known; a group that a rank joins."""
+"""State between device and host memory; over a link of which nothing is known; a group that a rank joins.
+
+Assumptions, like :data:`CHANGE_S`: they were not measured on any machine.  ``python -m benchmarks.elastic --sizes``
+shows how far pauses are from them.
+"""
 
 
 def grows_s(state_bytes: float, link_bytes_per_s: float, groups: int) -> float:
-    """Seconds of a change that grow with the job, at most: whoever receives most receives all of its state.
+    """Seconds of a change that are taken to grow with the job: whoever receives most receives all of its state.
 
     Args:
         state_bytes: Parameters and optimizer state of the rank that holds most.

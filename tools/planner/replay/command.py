@@ -91,7 +91,7 @@ def replay(options: argparse.Namespace) -> int:
     return 0
 
 
-DEFAULTS = "four processes of a small model on two cores, and this model's state over these links (--pauses)"
+DEFAULTS = "four processes of a small model on two cores, and an assumption for this model's state (--pauses)"
 ASSUMED = "assumptions"
 
 
@@ -141,7 +141,7 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str]]:
 
 
 def _with_growth(costs: Costs, sources: Mapping[str, str], grows_s: float) -> Costs:
-    """Defaults are of a small model: what grows with state, links and groups of the full pool's plan comes on top."""
+    """Defaults are of a small model: what is taken to grow with the full pool's plan comes on top."""
     names = [name for name in ("join_s", "leave_s", "death_s") if sources[name] == DEFAULTS]
     return replace(costs, **{name: round(getattr(costs, name) + grows_s, 3) for name in names})
 
