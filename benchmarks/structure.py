@@ -64,7 +64,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.structure_features import MAX_FILES, MAX_OUTSIDE, files_for_a_feature
+from benchmarks.structure_features import FEATURES, MAX_FILES, MAX_OUTSIDE, files_for_a_feature
 from benchmarks.structure_sources import PRODUCT, Finding, Module, Target, dotted, imports_of, read_tree
 
 MAX_FUNCTION_LINES = 80
@@ -119,24 +119,18 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "package_circles": 8,
-    "docstring_openings": 211,
-    "files_for_a_feature": {
+    "docstring_openings": 210,
+    "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES)
+    | {
         "context exchange": 25,
         "split vocabulary": 17,
         "parameter window": 28,
-        "activation offload": 12,
         "slices": 14,
-        "packed documents": 12,
-        "context parallelism": 12,
-        "optimizers": 12,
         "zero bubble": 17,
-        "experts": 12,
-        "multi-token prediction": 26,
-        "initial weights": 12,
-        "thrifty layers": 12,
-        "watch": 12,
+        "multi-token prediction": 25,
     },
-    "files_outside_of_a_feature": {
+    "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
+    | {
         "context exchange": 18,
         "split vocabulary": 10,
         "parameter window": 17,
@@ -144,22 +138,40 @@ PRESENT: dict[str, Target] = {
         "slices": 11,
         "packed documents": 7,
         "context parallelism": 6,
-        "optimizers": 4,
         "zero bubble": 14,
-        "experts": 4,
         "multi-token prediction": 22,
-        "initial weights": 4,
-        "thrifty layers": 4,
-        "watch": 4,
     },
     "positional_records": 102,
-    "product_files": 430,
-    "product_lines": 77_000,
-    "all_lines": 140_000,
-    "package_lines": {},  # the two sums hold them
-    "loaded_modules": {"het-plan plan": 230, "1F1B": 155},
+    "product_files": 426,
+    "product_lines": 76_300,
+    "all_lines": 139_000,
+    "package_lines": BUDGET
+    | {
+        "benchmarks": 19_300,
+        "examples": 2_400,
+        "megatron_het": 800,
+        "megatron_het/attention": 3_300,
+        "megatron_het/auto_batch": 1_600,
+        "megatron_het/checkpoint": 1_200,
+        "megatron_het/device": 1_300,
+        "megatron_het/doctor": 2_900,
+        "megatron_het/dry_run": 2_500,
+        "megatron_het/elastic": 5_600,
+        "megatron_het/features": 11_000,
+        "megatron_het/lowering": 1_000,
+        "megatron_het/megatron_patches": 1_500,
+        "megatron_het/plan": 1_900,
+        "megatron_het/report": 600,
+        "megatron_het/runtime": 2_500,
+        "megatron_het/safe_io": 800,
+        "megatron_het/schedule": 7_700,
+        "megatron_het/watch": 1_200,
+        "tests": 39_900,
+        "tools/planner": 25_900,
+    },
+    "loaded_modules": {"het-plan plan": 201, "1F1B": 154},
 }
-"""The values of figures that miss their targets, which may not grow; lines and files have a little room."""
+"""The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
 
 
 def import_circles(modules: Sequence[Module]) -> Finding:

@@ -37,6 +37,9 @@ def test_a_clean_tree_reaches_every_target(tmp_path: Path) -> None:
     body = json.loads(out.read_text())
     assert body["missed"] == [] and set(body["targets"]) == set(TARGETS)
     assert body["import_circles"] == 0
+    assert body["offenders"] == {
+        "one_importer_modules": ["megatron_het/b.py has 1 lines; megatron_het.a imports it"]
+    }, "also where the target is reached"
 
 
 @pytest.mark.parametrize(
