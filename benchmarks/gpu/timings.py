@@ -1,6 +1,6 @@
-"""Seconds per iteration on one GPU against stock Megatron and the planner: ``python -m benchmarks.gpu.timings --json OUT``.
+"""Seconds per iteration on one GPU against stock Megatron and the planner.
 
-Six layers of hidden size 4096 with Transformer Engine, where it is installed, in bf16.  Stock Megatron and a plan of
+``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is installed, in bf16.  Stock Megatron and a plan of
 one stage take turns at 4,096 tokens (``executor_ratio``); one sequence of 32,768 tokens is trained by stock Megatron
 and in 8 and 16 slices (``slices_8_at_32k``, ``slices_16_at_32k``).  The longest sequence that fits is found with full
 recomputation.  The planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from
@@ -167,7 +167,9 @@ def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path 
     save_plan(plan, folder / "plan.json")
     command = [sys.executable, "-m", "tools.planner", "simulate", str(folder / "plan.json"), "--json"]
     command += ["--cluster", str(folder / "cluster.yaml"), "--model", str(folder / "model.yaml")]
-    sources = {"catalog": []} | ({} if profile is None else {"profile": ["--profile", str(profile)]})
+    sources: dict[str, list[str]] = {"catalog": []}
+    if profile is not None:
+        sources["profile"] = ["--profile", str(profile)]
     found = {}
     for source, more in sources.items():
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=_CASE_S, check=False)
