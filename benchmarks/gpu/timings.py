@@ -1,11 +1,12 @@
 """Seconds per iteration on one GPU against stock Megatron and the planner.
 
-``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is installed, in bf16.  Stock Megatron and a plan of
-one stage take turns at 4,096 tokens (``executor_ratio``); one sequence of 32,768 tokens is trained by stock Megatron
-and in 8 and 16 slices (``slices_8_at_32k``, ``slices_16_at_32k``).  The longest sequence that fits is found with full
-recomputation.  The planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from
-a profile of this GPU (``profile_error``).  All processes load their libraries at once and then train one at a time.
-The file is written after every training.  ``--small`` takes a tiny model and works on a CPU as well.
+``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is
+installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 tokens (``executor_ratio``); one
+sequence of 32,768 tokens is trained by stock Megatron and in 8 and 16 slices (``slices_8_at_32k``,
+``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens follow, with full recomputation.  The
+planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
+(``profile_error``).  All processes load their libraries at once and then train one at a time.  The file is written
+after every training.  ``--small`` takes a tiny model and works on a CPU as well.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ LONGEST = (
 
 
 def tiny(training: Training) -> Training:
-    """The same training with a hundredth of the tokens and fewer iterations."""
+    """The training with two layers and few tokens."""
     return replace(training, tokens=training.tokens // 512, microbatches=min(training.microbatches, 2), layers=2)
 
 
