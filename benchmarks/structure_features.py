@@ -87,6 +87,7 @@ FEATURES = {
     "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
     "initial weights": Feature(room="megatron_het.features.initial_weights", words=r"initial_weights|het_init"),
     "thrifty layers": Feature(room="megatron_het.features.thrifty_layers", words=r"(het_)?thrifty_(layers|options)"),
+    "CUDA graphs of layers": Feature(room="megatron_het.features.layer_graphs", words=r"layer_graphs(_options)?"),
     "watch": Feature(room="megatron_het.features.watch", words=r"het_watch|watch_(options|threshold)"),
 }
 

@@ -96,6 +96,12 @@ PARTS = (
         judged_by("failures", most=0),
     ),
     Part(
+        "cuda-graphs",
+        ("-m", "benchmarks.gpu.trainings", "--cuda-graphs", "--json", "{json}", "--limit-s", "{limit_s}"),
+        60,
+        judged_by("failures", most=0),
+    ),
+    Part(
         "slices",
         (
             *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
