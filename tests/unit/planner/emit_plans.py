@@ -8,6 +8,9 @@ from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, Tr
 from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.scripts import LaunchOptions
 
+SMALL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 512,
+         "seq_length": 128, "global_batch_size": 8, "micro_batch_sizes": [1], "precision": "fp16"}  # fmt: skip
+"""A model file."""
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
 KINDS = {
     "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),

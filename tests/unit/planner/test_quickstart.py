@@ -8,19 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.unit.planner.emit_plans import SMALL
 from tools.planner.__main__ import main
-
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "ffn_hidden_size": 1024,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "seq_length": 128,
-    "global_batch_size": 8,
-    "micro_batch_sizes": [1],
-    "precision": "fp16",
-}
 
 
 @pytest.fixture
@@ -37,12 +26,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HET_PLAN_VERIFY", "0")
     monkeypatch.chdir(tmp_path)
-    Path("model.yaml").write_text(yaml.safe_dump(MODEL))
+    Path("model.yaml").write_text(yaml.safe_dump(SMALL))
     return tmp_path
 
 
 def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", " --mock-data"]) == 0
+    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", "--mock-data"]) == 0
     said = capsys.readouterr().out
     shown = [line for line in said.splitlines() if line.startswith("$ ")]
     assert [line.split(" tools.planner ")[-1].split()[0] for line in shown] == ["init", "plan", "check", "emit"]
