@@ -138,12 +138,12 @@ def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
+def _model(parser: argparse.ArgumentParser, names: str = "") -> None:
     parser.add_argument(
         "--model",
         required=True,
         metavar="FILE",
-        help="model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint",
+        help=f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}",
     )
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
@@ -221,7 +221,7 @@ def _goal(parser: argparse.ArgumentParser) -> None:
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:
     from pathlib import Path
 
-    _model(parser)
+    _model(parser, "; or a name like llama-3.1-8b (docs/planner.md)")
     parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
     _whom_to_ask(parser)
     parser.add_argument("--out", type=Path, default=Path("run"), metavar="FOLDER", help="new folder (default run)")
