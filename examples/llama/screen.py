@@ -42,7 +42,7 @@ class Screen:
             self._plain(text)
 
     def command(self, words: Sequence[str]) -> None:
-        """What was given to Python, to be copied: whole, with paths from here."""
+        """Print what was given to Python whole, to be copied, with paths from here."""
         lines = ["$ python"]
         for word in words:
             text = shlex.quote(word.replace(f"{Path.cwd()}/", ""))

@@ -185,7 +185,7 @@ def _device(local_rank: int) -> dict[str, Any]:
 
 
 def _misplaced(seat: Seat, name: str) -> tuple[str, ...]:
-    """What is wrong and what to do, where the rank's device is of another kind of the plan."""
+    """Returns what is wrong and what to do, where the rank's device is of another kind of the plan."""
     try:
         check_device_kind(seat.plan, seat.rank, name)
     except PlanError as error:
