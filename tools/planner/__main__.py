@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
@@ -35,7 +35,7 @@ COMMANDS = {
     "replay": "what a job gets done while nodes come and go by a trace: elastic, restarted, or with all nodes only",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
     "support": "pack versions, plan, arguments and logs for a report of a bug, without data",
-    "completion": "print a script with which a shell completes commands and options",
+    "completion": "print a script with which a shell completes het-plan, het-run and het-doctor",
 }
 
 
@@ -43,7 +43,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
     words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(next((w for w in words if w in COMMANDS), None))
+    parser = parser_of_all([w for w in words if w in COMMANDS][:1])
     options = parser.parse_args(words)
     if flags and getattr(options, "flags", None) is None:
         parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
@@ -98,13 +98,13 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
+def parser_of_all(chosen: Collection[str]) -> argparse.ArgumentParser:
+    """Returns the parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
     parser = argparse.ArgumentParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
+        if name in chosen:
             _add_options(name, sub)
             sub.set_defaults(command=name)
     return parser
@@ -364,10 +364,8 @@ def _support_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
-    from .cli.completion import SHELLS, completion
-
-    parser.add_argument("shell", choices=SHELLS, help="whose script")
-    parser.set_defaults(run=lambda given: completion(given.shell, {n: parser_of(n) for n in COMMANDS}, COMMANDS))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script")
+    parser.set_defaults(run=_call("cli.completion", "completion"))
 
 
 def _call(module: str, name: str) -> Any:
