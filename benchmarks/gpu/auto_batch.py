@@ -67,7 +67,7 @@ def search(setting: Setting) -> dict[str, Any]:
     curves = [curve["sizes"] for curve in found["curves"]]
     full = [line for line in text.splitlines() if "does not fit" in line]
     most = size.batch - _RANKS + 1
-    if len(curves) != _RANKS or not all(1 < len(sizes) and max(sizes) < most for sizes in curves):
+    if len(curves) != _RANKS or not all(len(sizes) > 1 and max(sizes) < most for sizes in curves):
         raise CaseError(f"the search did not come to the limit of memory: sizes {curves} of at most {most}")
     if not full or (is_cuda and not all("out of memory" in line for line in full)):
         raise CaseError("\n".join(["nothing says that memory was full", *text.splitlines()[-10:]]))

@@ -1,8 +1,9 @@
-"""Cases of a part of the check: one after the other, each may fail alone, and the file is written after each of them."""
+"""Cases of a part of the check, one after the other: each may fail alone, and the file is written after each."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -109,7 +110,7 @@ def run_cases(setting: Setting, cases: Mapping[str, Case], only: Sequence[str] |
         start_s = time.monotonic()
         try:
             entry: dict[str, Any] = {"passed": True, **case()}
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong is this case's
+        except Exception as error:
             told = [] if isinstance(error, CaseError) else traceback.format_exception(error)[-4:]
             entry = {"passed": False, "error": str(error) or type(error).__name__, "traceback": told}
         found[name] = entry | {"elapsed_s": round(time.monotonic() - start_s, 1)}
@@ -179,8 +180,6 @@ def command(
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads a session, and what it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

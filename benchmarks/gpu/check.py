@@ -97,8 +97,6 @@ _NONE_FAILED = judged_by("failures", most=0)
 PARTS = (
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
-    # It kills a rank, and so do parts that hang: none of them may use a server of CUDA that others use as well.
-    Part("elastic", _cases("elastic"), 150, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 120, _NONE_FAILED),
     Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
     Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
@@ -212,11 +210,7 @@ def share_s(parts: Sequence[Part], left_s: float, at_once: int = AT_ONCE) -> flo
 
 
 def run_all(
-    parts: Sequence[Part],
-    out: Path,
-    hardware: dict[str, Any],
-    limit_s: float = LIMIT_S,
-    at_once: int = AT_ONCE,
+    parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S, at_once: int = AT_ONCE
 ) -> dict[str, Any]:
     """All parts, those that judge times one after the other at the end; the report is complete after each of them."""
     deadline_s = time.monotonic() + limit_s

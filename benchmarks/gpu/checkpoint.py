@@ -57,9 +57,7 @@ def moves(precision: str) -> dict[str, Move]:
     experts = case_for("mixtral", pair_row([("schedule", "1f1b")]), "experts", 0).plan
     experts = replace(experts, training=replace(stages.training, sequence_parallel=False))
     every = tuple(range(experts.num_microbatches))
-    together = replace(
-        experts.stages[0], layers=(experts.model.num_layers,), replicas=(Replica((0, 1), every, ep=2),)
-    )
+    together = replace(experts.stages[0], layers=(experts.model.num_layers,), replicas=(Replica((0, 1), every, ep=2),))
     divided = replace(experts, stages=(together,), training=replace(experts.training, sequence_parallel=True))
     return {
         "stages-to-tp": Move(stages, plan([[2]], [5], sequence_parallel=True)),

@@ -303,7 +303,11 @@ class _Maker:
     def _fits(self, process: MeasuringProcess, size: int) -> bool:
         """Whether a pass of so many sequences fits on this rank."""
         answer = process.ask(do="try", size=size)
-        shown = f"took {answer['seconds']:.3g} s" if answer["fits"] else f"does not fit ({one_line(answer['problem'], 160)})"
+        shown = (
+            f"took {answer['seconds']:.3g} s"
+            if answer["fits"]
+            else f"does not fit ({one_line(answer['problem'], 160)})"
+        )
         self._say(f"a pass of {size} sequences {shown} on rank {self._rank}")
         return answer["fits"]
 
