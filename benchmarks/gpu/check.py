@@ -215,6 +215,7 @@ def run_all(
     """All parts, those that judge times one after the other at the end; the report is complete after each of them."""
     deadline_s = time.monotonic() + limit_s
     report: dict[str, Any] = {"passed": False, **hardware, "parts": {}}
+    results: dict[str, dict[str, Any]] = {}
     waiting = sorted(parts, key=lambda part: part.is_timed)
     lock = threading.Lock()
 
@@ -229,7 +230,8 @@ def run_all(
         else:
             result = run_part(part, folder, bound_s)
         with lock:
-            report["parts"][part.name] = result
+            results[part.name] = result
+            report["parts"] = {one.name: results[one.name] for one in parts if one.name in results}
             report["passed"] = len(report["parts"]) == len(parts) and all(p["passed"] for p in report["parts"].values())
             write_json(out, report)
             print(f"{part.name:13} {'ok  ' if result['passed'] else 'FAIL'} {result['what']}", flush=True)
