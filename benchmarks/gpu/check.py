@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.timings import BARS, CATALOG_BAR, PROFILE_BAR
 from benchmarks.machine import machine
 from megatron_het.safe_io import check_target, count, write_json
 
@@ -101,7 +102,7 @@ PARTS = (
     Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
     Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
     Part("checkpoint-te", _cases("checkpoint", "--te"), 110, _NONE_FAILED),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 90, _all_passed),
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
@@ -114,6 +115,17 @@ PARTS = (
         ("-m", "benchmarks.gpu.graphs", "--json", "{json}"),
         60,
         all_of(judged_by("difference", most=1e-5), judged_by("gradient_difference", most=2**-7)),
+    ),
+    Part(
+        "timings",
+        _cases("timings", "--profile"),
+        170,
+        all_of(
+            *(judged_by(name, most=bar) for name, bar in BARS.items()),
+            judged_by("catalog_error", most=CATALOG_BAR),
+            judged_by("profile_error", most=PROFILE_BAR),
+        ),
+        is_timed=True,
     ),
     Part(
         "slices",
