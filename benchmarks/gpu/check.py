@@ -98,6 +98,7 @@ _NONE_FAILED = judged_by("failures", most=0)
 PARTS = (
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
+    Part("elastic", _cases("elastic"), 150, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 120, _NONE_FAILED),
     Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
     Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
