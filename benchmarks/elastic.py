@@ -124,7 +124,7 @@ class ElasticJob:
         copy_every: str,
         make: Callable[[int], Plan] = plan_of,
         *,
-        nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},  # noqa: B006 - it is only read
+        nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
         device: Device = "cpu",
         variables: Mapping[str, str] | None = None,
     ) -> None:

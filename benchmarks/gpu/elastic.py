@@ -38,15 +38,16 @@ def death(setting: Setting) -> dict[str, Any]:
         raise CaseError(f"other changes than one death: {history}")
     if sorted(found) != every or sorted(expected) != every:
         raise CaseError(f"iterations of the two jobs: {sorted(found)}, {sorted(expected)}")
+    bound = BOUNDS[setting.device]["fp32"]["loss"]
     apart = max(abs(loss - expected[i][0]) / abs(expected[i][0]) for i in every for loss in found[i])
     result = {
         "loss_difference": apart,
-        "bound": BOUNDS[setting.device]["fp32"]["loss"],
+        "bound": bound,
         "repeated": sum(map(len, found.values())) - _ITERATIONS,
         "pause_s": {name: history[1][name] - killed_s for name in ("seen", "left", "planned")},
         "history": history,
     }
-    if not apart <= result["bound"]:
+    if not apart <= bound:
         raise CaseError(f"losses are {apart:.1e} from those of an undisturbed job: {result}")
     return result
 
