@@ -24,7 +24,7 @@ from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, ext
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
-from megatron_het.safe_io import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, one_line, read_json, write_json
 from megatron_het.store import StoreError
 
 # How much memory this rank's device has for training, and what it is called.
@@ -303,7 +303,11 @@ class _Maker:
     def _fits(self, process: MeasuringProcess, size: int) -> bool:
         """Whether a pass of so many sequences fits on this rank."""
         answer = process.ask(do="try", size=size)
-        shown = f"took {answer['seconds']:.3g} s" if answer["fits"] else "does not fit"
+        shown = (
+            f"took {answer['seconds']:.3g} s"
+            if answer["fits"]
+            else f"does not fit ({one_line(answer['problem'], 160)})"
+        )
         self._say(f"a pass of {size} sequences {shown} on rank {self._rank}")
         return answer["fits"]
 

@@ -42,7 +42,7 @@ COMMANDS = {
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
-    words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
+    words, flags = _cut(_joined(sys.argv[1:] if arguments is None else arguments))
     parser = parser_of_all([w for w in words if w in COMMANDS][:1])
     options = parser.parse_args(words)
     if flags and getattr(options, "flags", None) is None:
@@ -79,6 +79,17 @@ def _cut(words: list[str]) -> tuple[list[str], list[str]]:
     """The command line before and after ``--``, after which come flags of another program."""
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The command line with ``--extra`` joined to its value."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--extra" and word.startswith("--"):  # argparse takes --mock-data for an option
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
@@ -127,12 +138,12 @@ def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def _model(parser: argparse.ArgumentParser, names: str = "") -> None:
     parser.add_argument(
         "--model",
-        required=required,
+        required=True,
         metavar="FILE",
-        help="model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint",
+        help=f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}",
     )
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
@@ -149,9 +160,9 @@ def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     )
 
 
-def _common(parser: argparse.ArgumentParser, *, cluster: bool = True, model: bool = True) -> None:
-    parser.add_argument("--cluster", required=cluster, metavar="FILE", help="cluster file (YAML)")
-    _model(parser, required=model)
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
+    _model(parser)
     parser.add_argument("--profile", metavar="FILE", help="profile.json; without one, datasheet figures are used")
     parser.add_argument(
         "--memory-margin",
@@ -210,7 +221,7 @@ def _goal(parser: argparse.ArgumentParser) -> None:
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:
     from pathlib import Path
 
-    _model(parser)
+    _model(parser, "; or a name like llama-3.1-8b (docs/planner.md)")
     parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
     _whom_to_ask(parser)
     parser.add_argument("--out", type=Path, default=Path("run"), metavar="FOLDER", help="new folder (default run)")

@@ -222,7 +222,7 @@ def _arguments(call: Call, op: RankOp, layer: Any) -> tuple[torch.Tensor, dict[s
         return hidden, named
     model: Any = get_attr_wrapped_model(call.models[op.chunk], "decoder", return_model_obj=True)
     if model.position_embedding_type == "rope":
-        rotary = model.rotary_pos_emb
+        rotary: Any = model.rotary_pos_emb
         named["rotary_pos_emb"] = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden, config, None))
     return hidden, named
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
+from megatron_het.features.activation_offload.spec import ActivationOffload
 from megatron_het.features.base import Feature, flag_of
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
 from megatron_het.features.slices.spec import cuts_sequences
+from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
 
 NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
@@ -21,9 +23,9 @@ _GRAPHS, _LAYER = (
     "megatron.core.transformer.transformer_layer.TransformerLayer",
 )
 _POSITIONS = ("rope", "learned_absolute", "none")
-_KEEPS = {
-    "window": "a graph reads weights and adds to gradients where they were at its capture; a window moves them",
-    "activation_offload": "what a graph keeps for its backward stays in the graph's memory, which cannot be moved",
+_BESIDE = {
+    Window(): "a graph reads weights and adds to gradients where they were at its capture; a window moves them",
+    ActivationOffload(): "what a graph keeps for its backward stays in the graph's memory, which cannot be moved",
 }
 """Features of a plan that no graph can go with, with the reason."""
 
@@ -81,8 +83,8 @@ def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterat
     if getattr(args, "recompute_granularity", None) == "full" or plan.training.recompute == "full":
         problem = "full recomputation runs layers again in their backward, outside of graphs"
         yield _FLAG, kind, problem, "Recompute selectively, or not at all"
-    for name, problem in _KEEPS.items():
-        if _has(plan, name):
+    for feature, problem in _BESIDE.items():
+        if feature.options_of(plan) is not None:
             yield _FLAG, kind, problem, "Leave one of them out"
     if family_of(args).pattern(args):
         yield _FLAG, kind, "the layers of a hybrid model have not been tried in graphs", "Leave it out"
@@ -90,13 +92,6 @@ def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterat
     yield from _problems_of_attention(plan, args, kind, not parts or "attn" in parts or kind == LOCAL)
     if getattr(args, "num_experts", None):
         yield from _problems_of_experts(plan, args, kind, parts)
-
-
-def _has(plan: Plan, name: str) -> bool:
-    """Whether a plan has a feature; the list of features holds this one and is not known here."""
-    from megatron_het.features import options_of
-
-    return options_of(plan, name) is not None
 
 
 def _problems_of_local(plan: Plan, args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
