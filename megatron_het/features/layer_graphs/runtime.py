@@ -202,7 +202,8 @@ def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]
         layer.cuda_graphs.append(graph)
     torch.cuda.synchronize()
     # The runs before a capture have added to gradients, counts and losses.
-    for model in call.models:
+    models: Sequence[Any] = call.models
+    for model in models:
         model.zero_grad_buffer()
     get_moe_metrics_tracker().clear()
     reset_model_temporary_tensors(call.config, call.models)
@@ -222,7 +223,7 @@ def _arguments(call: Call, op: RankOp, layer: Any) -> tuple[torch.Tensor, dict[s
         return hidden, named
     model: Any = get_attr_wrapped_model(call.models[op.chunk], "decoder", return_model_obj=True)
     if model.position_embedding_type == "rope":
-        rotary: Any = model.rotary_pos_emb
+        rotary = model.rotary_pos_emb
         named["rotary_pos_emb"] = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden, config, None))
     return hidden, named
 
