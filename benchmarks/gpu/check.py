@@ -103,7 +103,7 @@ PARTS = (
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 70, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 100, _NONE_FAILED),
     Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
     Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
     Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
