@@ -42,19 +42,20 @@ from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.files import write_json
-from tools.planner.inputs.kept import CLUSTER, PROFILE, keep_inputs
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import (
+    CLUSTER,
+    PROFILE,
     DeviceProfile,
     LayerTiming,
     LinkProfile,
     Profile,
     ProfiledModel,
+    keep_inputs,
     load_profile,
 )
-from tools.planner.replan.corrections import correct
 from tools.planner.replan.measured import load_watched
-from tools.planner.replan.replan import estimator_of, predicted_s
+from tools.planner.replan.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint import asynchronous
+from megatron_het.checkpoint import state_dict as asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
 from megatron_het.megatron_patches import failed_writes
-from megatron_het.runtime.roll_call import flush_logs
+from megatron_het.runtime.training import flush_logs
 from megatron_het.safe_io import write_json
 
 

@@ -19,7 +19,7 @@ from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
 from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
-from megatron_het.schedule.generators.pipelines import Part, parts_of
+from megatron_het.schedule.generators.listing import Part, parts_of
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES

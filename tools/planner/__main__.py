@@ -274,7 +274,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan.json")
     _common(parser)
-    parser.set_defaults(run=_call("cli.check", "check"))
+    parser.set_defaults(run=_call("cli.commands", "check"))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
