@@ -227,7 +227,7 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     _whom_to_ask(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_call("cli.inventory.init", "init"))
+    parser.set_defaults(run=_call("cli.inventory", "init"))
 
 
 def _whom_to_ask(parser: argparse.ArgumentParser) -> None:

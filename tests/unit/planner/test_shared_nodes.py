@@ -33,8 +33,8 @@ from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import het_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.inputs.packing import Seat
 from tools.planner.inputs.kept import cluster_text
+from tools.planner.inputs.packing import Seat
 from tools.planner.replan.replan import _split
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -30,8 +30,8 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
-from ..inputs.packing import Seat, seat_replicas
 from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
+from ..inputs.packing import Seat, seat_replicas
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.setup import check_planned_precision
 from .checks import (

@@ -12,8 +12,8 @@ from megatron_het.safe_io import amount
 from ..errors import from_plan_error
 from ..inputs.cluster import load_cluster
 from ..inputs.files import check_target, write_text
-from ..inputs.model import load_model
 from ..inputs.kept import cluster_text
+from ..inputs.model import load_model
 from ..inputs.profile_schema import load_profile, save_profile
 from ..report.tables import say, table
 from ..search.limit import cpu_limit, left_s

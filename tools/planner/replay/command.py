@@ -102,8 +102,8 @@ def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
     """The cluster with the nodes of a pool; None where there is none."""
     nodes: list[NodeGroup] = []
     for group, size in zip(cluster.nodes, pool, strict=True):
-        if count:
-            nodes.append(group.model_copy(update={"count": count, "hosts": group.hosts[:count]}))
+        if size:
+            nodes.append(group.model_copy(update={"count": size, "hosts": group.hosts[:size]}))
     if not any(node.quota for node in nodes):
         return None
     places = {name for node in nodes for name in (node.zone, node.where)}

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from megatron_het.safe_io import parse_yaml
 
-from ...command import command
-from ...errors import PlannerError
-from ...inputs.catalog import catalog, find_gpu
-from ...inputs.cluster import cluster_from_document
-from ...inputs.files import check_target, write_text
-from ...inputs.names import SLURM_RULES, comment, expanded_hosts, host_problem
-from ...report.tables import say
+from ..command import command
+from ..errors import PlannerError
+from ..inputs.catalog import catalog, find_gpu
+from ..inputs.cluster import cluster_from_document
+from ..inputs.files import check_target, write_text
+from ..inputs.names import SLURM_RULES, comment, expanded_hosts, host_problem
+from ..report.tables import say
 
 # What this machine and Slurm say about nodes and GPUs.  Every question has a time limit and changes nothing.
 
