@@ -42,16 +42,14 @@ from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.files import write_json
+from tools.planner.inputs.kept import CLUSTER, PROFILE, keep_inputs
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import (
-    CLUSTER,
-    PROFILE,
     DeviceProfile,
     LayerTiming,
     LinkProfile,
     Profile,
     ProfiledModel,
-    keep_inputs,
     load_profile,
 )
 from tools.planner.replan.measured import load_watched

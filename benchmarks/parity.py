@@ -154,18 +154,17 @@ def measure(
 def _measured(lab: Lab, cases: list[Case], at_once: int, limit_s: float | None) -> Iterator[dict[str, Any]]:
     runner = lab.runner
     jobs: dict[str, tuple[Case, Job]] = {}
+    failed: dict[Any, str] = {}  # references, which are not tried again for every case
     for case in cases:
         try:
-            lab.reference(case)
+            if case.reference not in failed:
+                lab.reference(case)
         except JobError as error:
             sys.stderr.write(f"{case.name}: {error}\n")
-            world_size = case.plan.world_size
-            yield {
-                "name": case.name,
-                "world_size": world_size,
-                "chosen": case.chosen,
-                "error": f"its reference: {error}",
-            }
+            failed[case.reference] = f"its reference: {error}"
+        if (error_text := failed.get(case.reference)) is not None:
+            common = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
+            yield {**common, "error": error_text}
             continue
         job = lab.job(case)
         jobs[case.name] = case, job if limit_s is None else replace(job, timeout_s=limit_s)

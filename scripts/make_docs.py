@@ -134,7 +134,7 @@ def run(pieces: Sequence[Piece], folder: Path) -> list[Piece]:
 def flags_page() -> str:
     """Returns the page of all options."""
     from megatron_het.doctor.options import parser_of as doctor_parser
-    from megatron_het.elastic.__main__ import _parser as run_parser
+    from megatron_het.elastic import __main__ as elastic
     from megatron_het.launch.flags import add_het_arguments
     from megatron_het.schedule.view.cli import _parser as schedule_parser
     from tools.planner import __main__ as planner
@@ -143,7 +143,9 @@ def flags_page() -> str:
     parts = [_HEAD, "\n## Training\n", *_groups(training, "###"), "\n## het-plan\n"]
     for name, text in planner.COMMANDS.items():
         parts += [f"\n### het-plan {name}\n", f"\n{_sentence(text)}\n", *_groups(planner.parser_of(name), "")]
-    parts += ["\n## het-run\n", *_groups(run_parser(), "")]
+    parts += ["\n## het-run\n", *_groups(elastic.parser_of(), "")]
+    for name, text in elastic.COMMANDS.items():
+        parts += [f"\n### het-run {name}\n", f"\n{_sentence(text)}\n", *_groups(elastic.parser_of(name), "")]
     parts += ["\n## het-doctor\n", *_groups(doctor_parser(), ""), "\n## Schedules\n"]
     for action in schedule_parser()._actions:
         for name, command in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():

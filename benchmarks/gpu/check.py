@@ -1,8 +1,9 @@
 """What can only be seen on a GPU, in one command: ``make gpu-check``, ``python -m benchmarks.gpu.check --json OUT``.
 
 Each part is a process of its own with a limit of its own.  A part that fails, hangs or dies is a row in the result
-and does not end the others.  The JSON names hardware and date, and is written after every part.  Without a CUDA
-device the command says so in one line and exits with 3, before anything starts.
+and does not end the others.  Parts that judge no time run side by side first; the others have the machine for
+themselves then.  The JSON names hardware and date, and is written after every part.  Without a CUDA device the command
+says so in one line and exits with 3, before anything starts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from megatron_het.safe_io import check_target, count, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 520.0
+AT_ONCE = 3
 NO_GPU = 3
 _TAIL_LINES = 15
 _LEAST_S = 10.0
@@ -43,12 +47,14 @@ class Part:
         command: Arguments of the Python interpreter; ``{json}`` and ``{limit_s}`` are replaced.
         limit_s: The part is ended after this time; sooner where parts before it have taken too long.
         judge: From the figures that the part wrote to (passed, what counts).
+        is_timed: Times count, so that no other part runs meanwhile.
     """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     judge: Callable[[Any], tuple[bool, str]]
+    is_timed: bool = False
 
 
 def judged_by(key: str, least: float | None = None, most: float | None = None) -> Callable[[Any], tuple[bool, str]]:
@@ -81,34 +87,26 @@ def _all_passed(figures: Any) -> tuple[bool, str]:
     return ran > 0 and not failed, f"{ran} tests ran, {failed} failed"
 
 
+def _cases(module: str, *words: str) -> tuple[str, ...]:
+    """The command of a part that consists of cases and keeps to its limit itself."""
+    return ("-m", f"benchmarks.gpu.{module}", *words, "--json", "{json}", "--limit-s", "{limit_s}")
+
+
+_NONE_FAILED = judged_by("failures", most=0)
+
 PARTS = (
+    Part("parity", _cases("trainings"), 200, _NONE_FAILED),
+    Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
+    Part("auto-batch", _cases("auto_batch"), 120, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
+    Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 110, _NONE_FAILED),
     Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
     Part(
-        "parity",
-        ("-m", "benchmarks.gpu.trainings", "--json", "{json}", "--limit-s", "{limit_s}"),
-        130,
-        judged_by("failures", most=0),
-    ),
-    Part(
-        "parity-te",
-        ("-m", "benchmarks.gpu.trainings", "--te", "--json", "{json}", "--limit-s", "{limit_s}"),
+        "memory",
+        ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
         110,
-        judged_by("failures", most=0),
-    ),
-    Part(
-        "slices",
-        (
-            *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
-            *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
-        ),
-        80,
-        judged_by("min_relative_throughput", least=0.9),
-    ),
-    Part(
-        "offload",
-        ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
-        120,
-        judged_by("max_slowdown", most=0.03),
+        all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
     Part(
@@ -118,10 +116,21 @@ PARTS = (
         all_of(judged_by("difference", most=1e-5), judged_by("gradient_difference", most=2**-7)),
     ),
     Part(
-        "memory",
-        ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
-        110,
-        all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
+        "slices",
+        (
+            *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
+            *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
+        ),
+        80,
+        judged_by("min_relative_throughput", least=0.9),
+        is_timed=True,
+    ),
+    Part(
+        "offload",
+        ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
+        120,
+        judged_by("max_slowdown", most=0.03),
+        is_timed=True,
     ),
 )
 
@@ -178,30 +187,66 @@ def read_figures(path: Path) -> Any:
     return {key: sum(int(s.get(key, "0")) for s in suites) for key in ("tests", "skipped", "failures", "errors")}
 
 
-def share_s(parts: Sequence[Part], left_s: float) -> float:
+def planned_s(parts: Sequence[Part], at_once: int = AT_ONCE) -> float:
+    """Seconds that parts take which all need their limits: side by side, then those that are timed."""
+    lanes = [0.0] * at_once
+    for part in parts:
+        if not part.is_timed:
+            lanes[lanes.index(min(lanes))] += part.limit_s
+    return max(lanes) + sum(part.limit_s for part in parts if part.is_timed)
+
+
+def share_s(parts: Sequence[Part], left_s: float, at_once: int = AT_ONCE) -> float:
     """Seconds of the first of these parts: its limit, or less, so that the others keep the same share of theirs.
 
     A part that hangs must not take the time of those after it.
+
+    Args:
+        parts: Those that have not begun, in their order.
+        left_s: Until the end of the check.
+        at_once: How many run side by side.
     """
-    return parts[0].limit_s * min(1.0, left_s / sum(part.limit_s for part in parts))
+    return parts[0].limit_s * min(1.0, left_s / planned_s(parts, at_once))
 
 
-def run_all(parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """All parts, one after the other; the report is complete after each of them."""
+def run_all(
+    parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S, at_once: int = AT_ONCE
+) -> dict[str, Any]:
+    """All parts, those that judge times one after the other at the end; the report is complete after each of them."""
     deadline_s = time.monotonic() + limit_s
     report: dict[str, Any] = {"passed": False, **hardware, "parts": {}}
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for number, part in enumerate(parts):
+    results: dict[str, dict[str, Any]] = {}
+    waiting = sorted(parts, key=lambda part: part.is_timed)
+    lock = threading.Lock()
+
+    def run_next(folder: Path) -> None:
+        """The first part that waits, with its share of the time."""
+        with lock:
             left_s = deadline_s - time.monotonic()
-            if left_s < _LEAST_S:
-                result: dict[str, Any] = {"passed": False, "what": "not run: no time was left"}
-            else:
-                result = run_part(part, Path(folder), share_s(parts[number:], left_s))
-            report["parts"][part.name] = result
+            bound_s = share_s(waiting, left_s, at_once)
+            part = waiting.pop(0)
+        if left_s < _LEAST_S:
+            result: dict[str, Any] = {"passed": False, "what": "not run: no time was left"}
+        else:
+            result = run_part(part, folder, bound_s)
+        with lock:
+            results[part.name] = result
+            report["parts"] = {one.name: results[one.name] for one in parts if one.name in results}
             report["passed"] = len(report["parts"]) == len(parts) and all(p["passed"] for p in report["parts"].values())
             write_json(out, report)
-            print(f"{part.name:8} {'ok  ' if result['passed'] else 'FAIL'} {result['what']}", flush=True)
+            print(f"{part.name:13} {'ok  ' if result['passed'] else 'FAIL'} {result['what']}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder, ThreadPoolExecutor(at_once) as pool:
+        numbers = range(sum(not part.is_timed for part in parts))
+        _raise_errors(as_completed([pool.submit(run_next, Path(folder)) for _ in numbers]))
+        while waiting:
+            run_next(Path(folder))
     return report
+
+
+def _raise_errors(runs: Iterable[Future[None]]) -> None:
+    for run in runs:
+        run.result()
 
 
 def hardware() -> dict[str, Any] | None:
@@ -233,18 +278,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit-s", type=count(10, 7200), default=int(LIMIT_S), help="of all parts (default: %(default)s)"
     )
+    parser.add_argument(
+        "--at-once", type=count(1, 16), default=AT_ONCE, help="parts side by side (default: %(default)s)"
+    )
     options = parser.parse_args(words)
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     if options.list:
         for part in parts:
-            print(f"{part.name:10} {part.limit_s:4.0f} s  python {' '.join(part.command)}")
+            print(f"{part.name:13} {part.limit_s:4.0f} s  python {' '.join(part.command)}")
         return 0
     check_target(options.json)
     found = hardware()
     if found is None:
         sys.stderr.write("gpu-check: there is no CUDA device here; nothing was run\n")
         return NO_GPU
-    return int(not run_all(parts, options.json, found, options.limit_s)["passed"])
+    return int(not run_all(parts, options.json, found, options.limit_s, options.at_once)["passed"])
 
 
 if __name__ == "__main__":

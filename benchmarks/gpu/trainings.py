@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from benchmarks.parity import measure, with_precision
 from benchmarks.runner import Device, has_gpu
 from megatron_het.safe_io import amount, check_target, write_json
 
-_LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 6, 4
+_LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
 _FEATURES: tuple[tuple[Feature, ...], ...] = (
     *((("schedule", schedule),) for schedule in PARAMETERS["schedule"]),
     (("context_exchange", True),),
@@ -67,6 +70,7 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
     """Train all cases; those that have not run by the deadline of ``time.monotonic()`` count as failures."""
     entries: list[dict[str, Any]] = []
     device: Device = "cuda" if has_gpu() else "cpu"
+    lock = threading.Lock()
 
     def report() -> dict[str, Any]:
         ran = {entry["name"] for entry in entries}
@@ -82,17 +86,33 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
         }
 
     def keep(entry: dict[str, Any]) -> None:
-        entries.append(entry)
-        write_json(out, report())
+        with lock:
+            entries.append(entry)
+            write_json(out, report())
 
     write_json(out, report())
     folder = Path(tempfile.mkdtemp(prefix="gpu-trainings-"))
+    limit_s = min(_CASE_S, max(1.0, deadline_s - time.monotonic()))
+
+    def measure_group(number: int, members: list[Case]) -> None:
+        at_once = max(1, round(_AT_ONCE * len(members) / len(chosen)))
+        own = folder / str(number)
+        measure(members, own, at_once, device, has_te=has_te, limit_s=limit_s, on_entry=keep)
+
+    # Cases wait for their reference: those of other references run beside them, with a rank server of their own.
+    groups = groupby(sorted(chosen, key=_reference_key), key=_reference_key)
     try:
-        limit_s = min(_CASE_S, max(1.0, deadline_s - time.monotonic()))
-        measure(list(chosen), folder, _AT_ONCE, device, has_te=has_te, limit_s=limit_s, on_entry=keep)
+        with ThreadPoolExecutor() as pool:
+            started = [pool.submit(measure_group, i, list(members)) for i, (_, members) in enumerate(groups)]
+        for one in started:
+            one.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report()
+
+
+def _reference_key(case: Case) -> str:
+    return repr((case.reference, "ministages" in case.chosen))
 
 
 def main(words: Sequence[str] | None = None) -> int:

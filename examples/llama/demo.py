@@ -205,8 +205,7 @@ class Demo:
             JobError: The command failed.
         """
         if is_shown:
-            shown = shlex.join(["python", "-m", "tools.planner", *words]).replace(f"{self.out}/", "")
-            self.screen.line(f"$ {shown if len(shown) < 400 else shown[:400] + ' ...'}")
+            self.screen.command(["-m", "tools.planner", *words])
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             code = planner.main([*words, "--json"])
@@ -250,7 +249,7 @@ class Demo:
         words = ["-m", "tools.planner", "profile", "--model", str(self.out / "model.yaml"), "--out", str(profile)]
         words += ["--micro-batch-sizes", "1", "--window-s", f"{self.size.window_s:g}"]
         commands = [[str(self.interpreter), *words, "--kind", device.kind] for device in self.devices]
-        self.screen.line("$ " + shlex.join(["python", *commands[0][1:]]).replace(f"{self.out}/", ""))
+        self.screen.command(commands[0][1:])
         self.screen.line(f"  the same with --kind of its own on each of the {len(self.devices)} devices")
         own = [{**world, "RANK": str(i), **e} for i, e in enumerate(self._environments(self.devices))]
         jobs.start(commands, own, self.out / "logs-profile", timeout_s=600.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 try:
     from rich.box import SIMPLE
@@ -13,6 +15,10 @@ try:
     from rich.table import Table
 except ImportError:  # the planner extra is not installed
     Console = None  # type: ignore[assignment, misc]
+
+
+_WIDTH = 76
+"""Of a command's line."""
 
 
 class Screen:
@@ -34,6 +40,16 @@ class Screen:
             self._console.print(text, markup=False, soft_wrap=True)
         else:
             self._plain(text)
+
+    def command(self, words: Sequence[str]) -> None:
+        """Print what was given to Python whole, to be copied, with paths from here."""
+        lines = ["$ python"]
+        for word in words:
+            text = shlex.quote(word.replace(f"{Path.cwd()}/", ""))
+            if len(lines[-1]) + len(text) > _WIDTH:
+                lines.append("   ")
+            lines[-1] += f" {text}"
+        self.line(" \\\n".join(lines))
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; the first column is left-aligned, the others to the right."""

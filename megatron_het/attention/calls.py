@@ -20,8 +20,7 @@ from megatron_het.schedule.cutting import Starts
 
 # Which keys the queries of a slice reach: to the start of their document, and no further than a sliding window.
 #
-# What is reached is cut into squares and rectangles that any attention kernel can do: full attention, causal
-# attention
+# What is reached is cut into squares and rectangles that any attention kernel can do: full attention, causal attention
 # of a square, and causal attention of a square whose queries and keys are both in reverse order.  The last one is the
 # far end of a sliding window: there a query sees the later keys, and the earlier ones are out of its window.
 

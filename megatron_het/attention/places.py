@@ -121,7 +121,7 @@ class Keys(enum.Enum):
 
 
 class Sharing(Protocol):
-    """The ranks that share slices with this one (``features/context_parallel/commuted.py``).
+    """The ranks that share slices with this one (``features/context_parallel/runtime.py``).
 
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
     """

@@ -44,7 +44,7 @@ from megatron_het.plan.parts import Blocks
 # recomputation drops them, and the offload of activations moves them.
 #
 # With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
-# (``features/context_parallel/commuted.py``), as far as they reach them.  With the context exchange other devices
+# (``features/context_parallel/runtime.py``), as far as they reach them.  With the context exchange other devices
 # attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well.
 
 

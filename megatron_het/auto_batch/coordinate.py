@@ -33,7 +33,7 @@ from megatron_het.auto_batch.allocation import (
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
-from megatron_het.safe_io import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, one_line, read_json, write_json
 from megatron_het.store import StoreError
 from megatron_het.store.job import IDENTITY
 
@@ -418,7 +418,11 @@ class _Maker:
     def _fits(self, process: MeasuringProcess, size: int) -> bool:
         """Whether a pass of so many sequences fits on this rank."""
         answer = process.ask(do="try", size=size)
-        shown = f"took {answer['seconds']:.3g} s" if answer["fits"] else "does not fit"
+        shown = (
+            f"took {answer['seconds']:.3g} s"
+            if answer["fits"]
+            else f"does not fit ({one_line(answer['problem'], 160)})"
+        )
         self._say(f"a pass of {size} sequences {shown} on rank {self._rank}")
         return answer["fits"]
 

@@ -21,8 +21,7 @@ from megatron_het.plan import Placement, Stage
 
 # Creating a process group among its members only.
 #
-# ``torch.distributed.new_group`` names a group after the number of groups that a process has created, so every rank
-# of
+# ``torch.distributed.new_group`` names a group after the number of groups that a process has created, so every rank of
 # the world has to call it for every group, members or not.  Its ``use_local_synchronization`` leaves that to the
 # members, but names the group after the number of groups that this rank is in, which differs between members.  Here a
 # group is named by what it is for and who is in it.  All members know that, and nobody else has to.

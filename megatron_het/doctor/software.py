@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, grouped
 from megatron_het.doctor.devices import query
-from megatron_het.launch.megatron_args import environment_of
+from megatron_het.launch.megatron_args import check_device_kind, environment_of
+from megatron_het.plan import PlanError
 
 _PACKAGES = {
     "torch": "torch",
@@ -49,9 +50,11 @@ class Software(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Versions by name, and the environment variables that matter."""
+        device = _device(seat.local_rank)
         return {
             "versions": installed() | {"plan": seat.expectations.plan_hash or "-"},
-            "device": _device(seat.local_rank),
+            "device": device,
+            "misplaced": _misplaced(seat, device["name"]),
             "environment": {k: v for k, v in os.environ.items() if _WATCHED.match(k) and not _OWN.fullmatch(k)},
             "wanted": environment_of(seat.plan),
         }
@@ -102,7 +105,8 @@ class Software(Check):
                     f"{model} on {names.of(ranks)}" for model, ranks in groups.items()
                 )
                 found.append(self.fault(names.of(models), text, "Ranks are on other nodes than the plan says"))
-        return found
+        misplaced = grouped({rank: tuple(a["misplaced"]) for rank, a in answers.items() if a["misplaced"]})
+        return [*found, *(self.fault(names.of(ranks), *said) for said, ranks in misplaced.items())]
 
     def _builds(self, answers: Answers, names: Names) -> list[Finding]:
         """Devices that the PyTorch of their rank has no kernels for, and which rank's PyTorch has them for all."""
@@ -178,6 +182,15 @@ def _device(local_rank: int) -> dict[str, Any]:
         "built_for": torch.cuda.get_arch_list(),
         "driver": facts.get("driver_version", ""),
     }
+
+
+def _misplaced(seat: Seat, name: str) -> tuple[str, ...]:
+    """Returns what is wrong and what to do, where the rank's device is of another kind of the plan."""
+    try:
+        check_device_kind(seat.plan, seat.rank, name)
+    except PlanError as error:
+        return f"{name}: {error.problem}", error.hint
+    return ()
 
 
 def _architecture(index: int) -> str:

@@ -25,7 +25,12 @@ from megatron_het.store.job import address, token_of_file
 _LONGEST_S = 86400.0
 _LONGEST_NAME = 200
 _HERE = "127.0.0.1:29400"
-_COMMANDS = ("status", "leave", "replan")
+COMMANDS = {
+    "status": "what a job does, and who takes part",
+    "leave": "take a node out of a job",
+    "replan": "ask for another plan",
+}
+"""Commands for a job that runs."""
 
 
 class UsageError(ValueError):
@@ -37,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0 done, 1 the job failed, 2 bad input."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        if words[:1] and words[0] in _COMMANDS:
+        if words[:1] and words[0] in COMMANDS:
             return _ask(words)
         return _run(words)
     except (UsageError, PlanError, FileError, ImportError) as error:
@@ -50,7 +55,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of(command: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of ``het-run``, or of one of its ``COMMANDS``."""
+    if command:
+        return _parser_of_command(command)
     parser = argparse.ArgumentParser(
         prog="het-run",
         description="Elastic training: start it with the same command on every node, on one of them with "
@@ -97,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parser_of_command(command: str) -> argparse.ArgumentParser:
+    text = COMMANDS[command]
+    parser = argparse.ArgumentParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
+    _connection(parser)
+    if command == "leave":
+        parser.add_argument("node", help="name of the node that is to leave")
+    if command == "status":
+        parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
+    return parser
+
+
 def _pace(text: str) -> int | None:
     """Iterations between copies; None where they are to be chosen."""
     return None if text == "auto" else count(0, 10**9)(text)
@@ -117,7 +136,7 @@ def _connection(parser: argparse.ArgumentParser) -> None:
 def _run(words: Sequence[str]) -> int:
     """A node, a controller, or both."""
     own, flags = (list(words), []) if "--" not in words else _split(words)
-    options = _parser().parse_args(own)
+    options = parser_of().parse_args(own)
     host, port = _address(options.controller)
     controls = options.start_controller or options.controller_only
     _check_options(options)
@@ -235,13 +254,7 @@ def _devices() -> int:
 
 def _ask(words: Sequence[str]) -> int:
     """A command for a job that runs."""
-    parser = argparse.ArgumentParser(prog=f"het-run {words[0]}")
-    _connection(parser)
-    if words[0] == "leave":
-        parser.add_argument("node", help="name of the node that is to leave")
-    if words[0] == "status":
-        parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
-    options = parser.parse_args(list(words[1:]))
+    options = parser_of(words[0]).parse_args(list(words[1:]))
     host, port = _address(options.controller)
     token = _token(options.token_file or options.folder / "token", create=False)
     file, authority = _address_file(options), options.tls_ca

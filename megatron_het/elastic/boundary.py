@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.checkpoint import state_dict as asynchronous
+from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation

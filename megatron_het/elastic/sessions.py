@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint import state_dict as asynchronous
+from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot

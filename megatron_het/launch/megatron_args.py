@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from megatron_het.checkpoint import state_dict as asynchronous
+from megatron_het.checkpoint import asynchronous
 from megatron_het.families import family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one

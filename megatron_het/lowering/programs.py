@@ -163,7 +163,7 @@ def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
     Args:
         plan: Checked (``features.plan_checks``).
         rank: Build only what this rank needs.  Replicas that exchange nothing fall into parts
-            (``schedule/generators/pipelines.py``); only the devices of the rank's own part have operations then,
+            (``schedule/generators/listing.py``); only the devices of the rank's own part have operations then,
             the same ones as in the whole program.  Equal parts are made and validated once, so every rank
             still refuses what any rank would refuse.
 

@@ -26,10 +26,9 @@ from megatron_het.schedule.joint import aligned_slots
 
 # The context exchange as the balancer of unequal devices (beyond SlimPipe, which has equal ones).
 #
-# The exchange evens out how many units of attention the devices of a slot have (``exchange.rebalance``).  Where
-# devices differ in speed or in layers, equal units are not equal times.  With :class:`PassCosts` the slowest pass of
-# a
-# slot gives units to the device that would end first, as long as that ends the slot earlier.
+# The exchange evens out how many units of attention the devices of a slot have (``exchange.rebalance``).  Where devices
+# differ in speed or in layers, equal units are not equal times.  With :class:`PassCosts` the slowest pass of a slot
+# gives units to the device that would end first, as long as that ends the slot earlier.
 
 
 Shift = tuple[int, int, int]

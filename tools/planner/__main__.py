@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
@@ -35,15 +35,15 @@ COMMANDS = {
     "replay": "what a job gets done while nodes come and go by a trace: elastic, restarted, or with all nodes only",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
     "support": "pack versions, plan, arguments and logs for a report of a bug, without data",
-    "completion": "print a script with which a shell completes commands and options",
+    "completion": "print a script with which a shell completes het-plan, het-run and het-doctor",
 }
 
 
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
-    words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
-    parser = _parser(next((w for w in words if w in COMMANDS), None))
+    words, flags = _cut(_joined(sys.argv[1:] if arguments is None else arguments))
+    parser = parser_of_all([w for w in words if w in COMMANDS][:1])
     options = parser.parse_args(words)
     if flags and getattr(options, "flags", None) is None:
         parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
@@ -81,6 +81,17 @@ def _cut(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
+def _joined(words: Sequence[str]) -> list[str]:
+    """The command line with ``--extra`` joined to its value."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--extra" and word.startswith("--"):  # argparse takes --mock-data for an option
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     """One error for people, or as JSON where that was asked for."""
     from megatron_het.safe_io import shown
@@ -98,13 +109,13 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
+def parser_of_all(chosen: Collection[str]) -> argparse.ArgumentParser:
+    """Returns the parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
     parser = argparse.ArgumentParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
+        if name in chosen:
             _add_options(name, sub)
             sub.set_defaults(command=name)
     return parser
@@ -127,12 +138,12 @@ def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def _model(parser: argparse.ArgumentParser, names: str = "") -> None:
     parser.add_argument(
         "--model",
-        required=required,
+        required=True,
         metavar="FILE",
-        help="model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint",
+        help=f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}",
     )
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
@@ -149,9 +160,9 @@ def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     )
 
 
-def _common(parser: argparse.ArgumentParser, *, cluster: bool = True, model: bool = True) -> None:
-    parser.add_argument("--cluster", required=cluster, metavar="FILE", help="cluster file (YAML)")
-    _model(parser, required=model)
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
+    _model(parser)
     parser.add_argument("--profile", metavar="FILE", help="profile.json; without one, datasheet figures are used")
     parser.add_argument(
         "--memory-margin",
@@ -210,7 +221,7 @@ def _goal(parser: argparse.ArgumentParser) -> None:
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:
     from pathlib import Path
 
-    _model(parser)
+    _model(parser, "; or a name like llama-3.1-8b (docs/planner.md)")
     parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
     _whom_to_ask(parser)
     parser.add_argument("--out", type=Path, default=Path("run"), metavar="FOLDER", help="new folder (default run)")
@@ -364,10 +375,8 @@ def _support_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
-    from .cli.completion import SHELLS, completion
-
-    parser.add_argument("shell", choices=SHELLS, help="whose script")
-    parser.set_defaults(run=lambda given: completion(given.shell, {n: parser_of(n) for n in COMMANDS}, COMMANDS))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script")
+    parser.set_defaults(run=_call("cli.completion", "completion"))
 
 
 def _call(module: str, name: str) -> Any:

@@ -27,8 +27,7 @@ from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenConte
 #
 # Megatron moves the tokens of a pass one place to the left, so that the last place has none.  Over a slice, or a
 # context-parallel rank's part, that would be one token missing at the end of every part.  Here whole sequences are
-# moved,
-# before they are cut: the rank that reads has all tokens of them, and tells its TP group.
+# moved, before they are cut: the rank that reads has all tokens of them, and tells its TP group.
 
 
 _WHOLE = ("tokens", "position_ids", "labels")

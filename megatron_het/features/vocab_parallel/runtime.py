@@ -52,7 +52,7 @@ from megatron_het.schedule.ir import Kind
 # The forward of the last stage therefore ends with its hidden states, and its loss is known when the
 # vocabulary's backward runs (in evaluation: at the end).  Ranks talk to each other over groups of their own, one per
 # directed pair; who sends what to whom is in ``layers.py``.  With context parallelism ranks share the vocabulary
-# for their part of the sequence, and every part has it all.  Embeddings are in ``embedding.py``.  Nothing waits
+# for their part of the sequence, and every part has it all.  Embeddings are there, too.  Nothing waits
 # for more than the operation's dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped
 # by these messages.
 

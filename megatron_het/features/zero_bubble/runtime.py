@@ -33,8 +33,7 @@ from megatron_het.schedule.kinds import Kind
 # one is made of; BACKWARD_WEIGHT computes the second and adds it to ``main_grad``, as the hooks of Megatron's DDP do.
 # Gradients of everything else (norms, biases, embeddings) are computed with the first half.
 #
-# Transformer Engine's layers can put the second product off themselves.  They ask a store of their own whether to,
-# and
+# Transformer Engine's layers can put the second product off themselves.  They ask a store of their own whether to, and
 # ``backward_dw`` takes from there what was put off, in the order of the backwards.  Here that store is replaced by
 # :class:`LayerStore`, which knows the pass.
 

@@ -101,7 +101,7 @@ def test_an_offload_variant_that_fails_ends_no_other(tmp_path, monkeypatch):
 def test_counts_of_pytest(tmp_path):
     path = tmp_path / "tests.json"
     path.write_text('<testsuites><testsuite tests="5" skipped="2" failures="0" errors="0"/></testsuites>')
-    judge = PARTS[0].judge
+    judge = next(part for part in PARTS if part.name == "tests").judge
     assert judge(read_figures(path)) == (True, "3 tests ran, 0 failed")
     assert not judge({"tests": 2, "skipped": 2, "failures": 0, "errors": 0})[0]
     assert not judge({"tests": 2, "skipped": 0, "failures": 1, "errors": 0})[0]
@@ -146,7 +146,7 @@ def test_trainings_have_every_schedule_and_valid_plans(has_te, capsys):
 
 def test_trainings_count_what_did_not_run(tmp_path, monkeypatch):
     """What is written after the first case counts all others as failures, and a bad figure is one."""
-    chosen = trainings.cases(False)[:3]
+    chosen = [case for case in trainings.cases(False) if case.plan.schedule.name in ("1f1b", "gpipe", "slimpipe")][:3]
     good = {f"relative_{key}_difference": 0.0 for key in ("loss", "validation", "gradient", "norm")}
     seen = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.checkpoint import state_dict as asynchronous
+from megatron_het.checkpoint import asynchronous
 from megatron_het.plan import PlanError
 
 SOON_S = 60.0

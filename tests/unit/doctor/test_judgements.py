@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 
 from megatron_het.doctor import devices as checked_devices
-from megatron_het.doctor.check import Names, Status
+from megatron_het.doctor import software as checked_software
+from megatron_het.doctor.check import Names, Seat, Status
 from megatron_het.doctor.devices import Devices, operating_point, parse, reasons_in
 from megatron_het.doctor.disk import Disk
 from megatron_het.doctor.expectations import (
@@ -42,6 +43,7 @@ def software(**changes):
             "device": {"name": kind, "capability": 9, "driver": "550"},
             "environment": {"OMP_NUM_THREADS": "1"},
             "wanted": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            "misplaced": (),
         }
     for where, value in changes.items():
         rank, part, key = where.removeprefix("r").split("__")
@@ -113,6 +115,23 @@ def test_a_rank_on_the_wrong_kind_of_node():
     assert len(rows(software(r3__device__driver="535"), Status.WARNING)) == 1
 
 
+def test_a_node_with_two_kinds(monkeypatch, tmp_path):
+    """Devices are compared with their own kind, and a rank on the other kind of its node is named."""
+    names = Names(("a",) * 4, ("A100-40", "A100-40", "V100-16", "V100-16"))
+    stages = [Stage((2,), (Replica(ranks, (0, 1), names.kinds[ranks[0]]),)) for ranks in ((0, 1), (2, 3))]
+    plan = Plan(ModelShape(4, 32, 4, 2, 32), TrainingShape(1, 2), tuple(stages))
+    found, _ = devices((1.0, 1.1, 4.0, 4.1), names=names)
+    assert not rows(found, Status.FAULT)
+    found, _ = devices((1.0, 1.1, 4.0, 9.0), names=names)
+    assert [where for where, _ in rows(found, Status.FAULT)] == ["rank 3 (a)"]
+    for order, faults in (("AAVV", []), ("VVAA", ["ranks 0-1 (a)", "ranks 2-3 (a)"])):
+        cards = [{"A": "NVIDIA A100-SXM4-40GB", "V": "Tesla V100-SXM2-16GB"}[letter] for letter in order]
+        monkeypatch.setattr(checked_software, "_device", lambda rank, cards=cards: {"name": cards[rank]})
+        seats = [Seat(r, r, names.hosts, plan, None, Expectations(), None, tmp_path) for r in range(4)]
+        found = Software().judge({seat.rank: Software().measure(seat) for seat in seats}, names)
+        assert [where for where, _ in rows(found, Status.FAULT)] == faults
+
+
 def test_flags_by_rank():
     need = {"--x": "--x (no TE)"}
     answers = {r: {"needed": need, "missing": {}, "problems": [], "given": True} for r in range(4)}
@@ -135,7 +154,7 @@ def test_disk():
     assert rows(Disk("").judge({0: {}}, NAMES), Status.WARNING)
 
 
-def devices(layers, gemm=(1e-3,) * 4, expected=None, spread=1.0):
+def devices(layers, gemm=(1e-3,) * 4, expected=None, spread=1.0, names=NAMES):
     answers = {
         r: {"gemm_s": gemm[r], "layer_s": layers[r], "note": "", "unloaded": ""}
         | {"spread": spread, "load": 7.5, "cores": 2}
@@ -143,7 +162,7 @@ def devices(layers, gemm=(1e-3,) * 4, expected=None, spread=1.0):
         | ({"expected_s": expected[r]} if expected else {})
         for r in range(4)
     }
-    return Devices().judge(answers, NAMES), answers
+    return Devices().judge(answers, names), answers
 
 
 def test_a_slow_device_of_a_kind():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,20 @@ def test_devices_that_share_are_described(capsys: pytest.CaptureFixture[str]) ->
     assert "run 50% of the time" in describe(PACED)
     assert "share core(s) 1" in describe(mixed_devices([0, 1]))
     assert "one core" in describe([CpuDevice("slow-0", "slow", 7), CpuDevice("slow-1", "slow", 7)])
+
+
+def test_a_printed_command_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "tools.planner", "emit", str(Path.cwd() / "runs" / "p.json"), *["--model", "m.yaml"] * 12, "--extra"]
+    Screen().command([*words, "--log-interval 1 " * 40])
+    said = capsys.readouterr().out.removeprefix("$ ")
+    assert shlex.split(said.replace("\\\n", "")) == [
+        "python",
+        *words[:3],
+        "runs/p.json",
+        *words[4:],
+        "--log-interval 1 " * 40,
+    ]
+    assert all(len(line) <= 79 for line in said.splitlines() if "--log" not in line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans that the tests of the launch files share."""
+"""Model files that tests of the planner share, and plans that those of the launch files share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, Tr
 from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.scripts import LaunchOptions
 
+SMALL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 512,
+         "seq_length": 128, "global_batch_size": 8, "micro_batch_sizes": [1], "precision": "fp16"}  # fmt: skip
+MIDDLE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8, "vocab_size": 8192,
+          "seq_length": 512, "global_batch_size": 16}  # fmt: skip
+WIDE = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32000,
+        "seq_length": 1024, "global_batch_size": 64}  # fmt: skip
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
 KINDS = {
     "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.schedule.ir import Kind
+from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -18,19 +19,9 @@ from tools.planner.simulate.simulation import simulate_block, simulate_candidate
 
 
 def estimator(gpu: str = "A100-40", **changes) -> Estimator:
-    shape = {
-        "num_layers": 12,
-        "hidden_size": 1024,
-        "ffn_hidden_size": 4096,
-        "num_attention_heads": 16,
-        "vocab_size": 32000,
-        "seq_length": 1024,
-        "global_batch_size": 16,
-        "precision": "fp16",
-        "distributed_optimizer": True,
-    } | changes
+    shape = WIDE | {"num_layers": 12, "global_batch_size": 16, "precision": "fp16", "distributed_optimizer": True}
     nodes = tuple(NodeGroup(gpu=kind, count=4, gpus_per_node=4) for kind in (gpu, "V100-16"))
-    return estimator_of(Cluster(nodes=nodes), Model(**shape))
+    return estimator_of(Cluster(nodes=nodes), Model(**shape | changes))
 
 
 def pipeline(*widths: int, layers: int = 12, tp: int = 1) -> tuple[Stage, ...]:

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from tests.unit.planner.emit_plans import MIDDLE
 from tools.planner.__main__ import main
 
 CLUSTER = {
@@ -13,16 +14,7 @@ CLUSTER = {
         {"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4, "zone": "lab-a", "usd_per_gpu_hour": 0.4},
     ]
 }
-MODEL = {
-    "num_layers": 6,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "seq_length": 512,
-    "global_batch_size": 16,
-    "micro_batch_sizes": [1, 2],
-}
+MODEL = {**MIDDLE, "micro_batch_sizes": [1, 2]}
 
 
 @pytest.fixture

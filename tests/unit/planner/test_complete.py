@@ -4,19 +4,11 @@ import pytest
 import yaml
 
 from megatron_het.plan import load_plan
+from tests.unit.planner.emit_plans import WIDE
 from tools.planner.__main__ import main
 from tools.planner.report import analysis as module
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
-MODEL = {
-    "num_layers": 8,
-    "hidden_size": 1024,
-    "ffn_hidden_size": 4096,
-    "num_attention_heads": 16,
-    "vocab_size": 32000,
-    "seq_length": 1024,
-    "global_batch_size": 64,
-}
 
 
 @pytest.mark.parametrize("gpus", [8, 1])
@@ -24,7 +16,7 @@ def test_costs_that_would_take_too_long_are_left_out(gpus, tmp_path, capsys, mon
     """Those of a single stage too, which is not simulated."""
     cluster = {"nodes": [{**CLUSTER["nodes"][0], "count": max(1, gpus // 4), "gpus_per_node": min(4, gpus)}]}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(cluster))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(WIDE))
     out = tmp_path / "plan.json"
     words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml"), "--out", str(out)]
     words += ["--schedules", "1f1b", "--limit-s", "30"]

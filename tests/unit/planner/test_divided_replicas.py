@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.plan import Plan
+from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -16,17 +17,8 @@ from tools.planner.simulate.simulation import simulate_candidate
 
 
 def estimator(**changes: object) -> Estimator:
-    fields: dict[str, object] = {
-        "num_layers": 8,
-        "hidden_size": 2048,
-        "ffn_hidden_size": 8192,
-        "num_attention_heads": 16,
-        "vocab_size": 32000,
-        "seq_length": 8192,
-        "global_batch_size": 8,
-        "distributed_optimizer": True,
-        "sequence_parallel": True,
-    }
+    fields = WIDE | {"hidden_size": 2048, "ffn_hidden_size": 8192, "seq_length": 8192, "global_batch_size": 8}
+    fields |= {"distributed_optimizer": True, "sequence_parallel": True}
     nodes = (NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8, network_bytes_per_s=50e9),)
     return estimator_of(Cluster(nodes=nodes), Model.model_validate(fields | changes))
 

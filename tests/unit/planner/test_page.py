@@ -11,6 +11,7 @@ from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, Tr
 from megatron_het.schedule.cost import Costs, Memory
 from megatron_het.schedule.kinds import Kind, Stream
 from megatron_het.schedule.simulate import simulate
+from tests.unit.planner.emit_plans import MIDDLE
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan, seats
 from tools.planner.costs.candidate import Candidate, Group
@@ -32,17 +33,7 @@ CLUSTER = {
         {"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4, "zone": "lab-b", "network_bytes_per_s": 2e9},
     ],
 }
-MODEL = {
-    "name": "small",
-    "num_layers": 6,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "seq_length": 512,
-    "global_batch_size": 16,
-    "distributed_optimizer": True,
-}
+MODEL = {"name": "small", **MIDDLE, "distributed_optimizer": True}
 
 
 def estimator():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import Spread
@@ -18,16 +19,7 @@ GPU = "A100-40"
 
 
 def model(**changes: object) -> Model:
-    fields: dict[str, object] = {
-        "num_layers": 8,
-        "hidden_size": 1024,
-        "ffn_hidden_size": 4096,
-        "num_attention_heads": 16,
-        "vocab_size": 8192,
-        "seq_length": 1024,
-        "global_batch_size": 16,
-    }
-    return Model.model_validate(fields | changes)
+    return Model.model_validate(WIDE | {"vocab_size": 8192, "global_batch_size": 16} | changes)
 
 
 def timing(layer: str, forward_s: float, **changes: object) -> LayerTiming:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from tools.planner.published.published import SHAPES
 
+from tests.unit.planner.emit_plans import SMALL
 from tools.planner.__main__ import main
-
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "ffn_hidden_size": 1024,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "seq_length": 128,
-    "global_batch_size": 8,
-    "micro_batch_sizes": [1],
-    "precision": "fp16",
-}
 
 
 @pytest.fixture
@@ -37,12 +30,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HET_PLAN_VERIFY", "0")
     monkeypatch.chdir(tmp_path)
-    Path("model.yaml").write_text(yaml.safe_dump(MODEL))
+    Path("model.yaml").write_text(yaml.safe_dump(SMALL))
     return tmp_path
 
 
 def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", " --mock-data"]) == 0
+    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", "--mock-data"]) == 0
     said = capsys.readouterr().out
     shown = [line for line in said.splitlines() if line.startswith("$ ")]
     assert [line.split(" tools.planner ")[-1].split()[0] for line in shown] == ["init", "plan", "check", "emit"]
@@ -51,6 +44,23 @@ def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.C
     assert "--mock-data" in Path("run/job/args.sh").read_text()
     assert main(["quickstart", "--model", "model.yaml"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_known_models_are_those_of_the_examples_and_the_published_runs() -> None:
+    root, fields = Path(__file__).parents[3], ("num_hidden_layers", "hidden_size", "intermediate_size")
+    fields += ("num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta", "rms_norm_eps")
+    flags = ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "vocab-size")
+    flags += ("rotary-base", "norm-epsilon")
+    known = json.loads((root / "tools/planner/inputs/data/known_models.json").read_text())
+    large = known.pop("llama-3.1-70b")["config"]
+    assert tuple(large[field] for field in fields[:6]) == SHAPES["LLAMA3_70B"]["shape"]
+    assert large | dict.fromkeys(fields[:6], 0) == known["llama-3.1-8b"]["config"] | dict.fromkeys(fields[:6], 0)
+    for entry in known.values():
+        text = subprocess.run([root / entry["source"], "full"], capture_output=True, text=True, check=True).stdout
+        of_script = [float(re.findall(rf"--{flag} (\S+)", text)[0]) for flag in flags]
+        assert [entry["config"][field] for field in fields] == of_script
+        assert ("sliding_window" in entry["config"]) == ("--window-size 4095,0" in text)
+        assert ("rope_scaling" in entry["config"]) == ("--rope-scaling-factor 8\n" in text)
 
 
 def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

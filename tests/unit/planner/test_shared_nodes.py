@@ -21,7 +21,7 @@ from megatron_het.launch.megatron_args import check_device_kind
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
 from tests.functional.launch import free_port
 from tests.unit.elastic.test_away import setting_of
-from tests.unit.planner.emit_plans import LAUNCH
+from tests.unit.planner.emit_plans import LAUNCH, SMALL
 from tools.planner.__main__ import main
 from tools.planner.costs.operating import Network
 from tools.planner.costs.runtime import CPU_GLOO
@@ -206,18 +206,7 @@ def test_init_writes_what_plan_and_check_and_emit_take(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setenv("HET_PLAN_VERIFY", "0")
     monkeypatch.chdir(tmp_path)
-    model = {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "ffn_hidden_size": 1024,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-        "seq_length": 128,
-        "global_batch_size": 8,
-        "micro_batch_sizes": [1],
-        "precision": "fp16",
-    }
-    Path("model.yaml").write_text(yaml.safe_dump(model))
+    Path("model.yaml").write_text(yaml.safe_dump(SMALL))
     inputs = ["--cluster", "cluster.yaml", "--model", "model.yaml"]
     assert main(["init", "--from", "slurm" if source == "sinfo" else source]) == 0
     text = Path("cluster.yaml").read_text()
@@ -225,11 +214,12 @@ def test_init_writes_what_plan_and_check_and_emit_take(
     assert main(["plan", *inputs, "--schedules", "1f1b", "--no-verify"]) == 0
     assert main(["check", "plan.json", *inputs]) == 0
     capsys.readouterr()
-    assert main(["emit", "plan.json", *inputs, "--out", "run", "--extra=--mock-data", "--json"]) == 0
+    assert main(["emit", "plan.json", *inputs, "--out", "run", "--extra", "--mock-data", "--json"]) == 0
     assert [node["kind"] for node in json.loads(capsys.readouterr().out)["nodes"]] == [f"{A100} + {V100}"]
 
 
-def test_two_kinds_in_one_node_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_two_kinds_in_one_node_start_and_train(trains: bool, tmp_path: Path) -> None:
     """The emitted script starts a process for each kind, with the device of its kind, in the plan's order."""
     plan = plan_of((1,), (0,))
     plan = replace(plan, stages=plan.stages[::-1])
@@ -246,7 +236,7 @@ def test_two_kinds_in_one_node_train(tmp_path: Path) -> None:
     shim = tmp_path / "python"
     shim.write_text(
         f'#!/bin/bash\n[[ -z "$RANK" ]] || echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES" >"{tmp_path}/seen-$RANK"\n'
-        f'exec {sys.executable} "$@"\n'
+        f'[[ -z "$RANK" ]] || {str(trains).lower()} || exit 0\nexec {sys.executable} "$@"\n'
     )
     shim.chmod(0o755)
     environment = {
@@ -265,4 +255,4 @@ def test_two_kinds_in_one_node_train(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(tmp_path / f"seen-{rank}").read_text() for rank in range(2)] == ["1 0,2\n", "0 0,2\n"]
-    assert all((tmp_path / "report" / f"rank-{rank}.json").exists() for rank in range(2))
+    assert all((tmp_path / "report" / f"rank-{rank}.json").exists() == trains for rank in range(2))

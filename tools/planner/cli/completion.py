@@ -1,108 +1,59 @@
-"""``het-plan completion SHELL``: a script that completes commands, options and their values.
-
-Everything is read from the parser, so the script is as new as the program that printed it.
-"""
+"""``het-plan completion SHELL``: a script with which a shell completes het-plan, het-run and het-doctor."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 
-SHELLS = ("bash", "zsh", "fish")
-Parsers = Mapping[str, argparse.ArgumentParser]
-"""By command."""
+from megatron_het.doctor import options as doctor
+from megatron_het.elastic import __main__ as elastic
 
-_BASH = """\
-_{function}() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} chosen= options= word
-    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-        case $word in
-            --) COMPREPLY=(); return ;;
-            {commands}) chosen=${{chosen:-$word}} ;;
-        esac
-    done
-    case $chosen in
-{options}
-        *) COMPREPLY=($(compgen -W {all_commands} -- "$cur")); return ;;
-    esac
-    case $chosen:$prev in
-{values}
-    esac
-    if [[ $cur == -* ]]; then
-        COMPREPLY=($(compgen -W "$options" -- "$cur"))
-    else
-        COMPREPLY=($(compgen -f -- "$cur"))
-    fi
-}}
-complete -o filenames -F _{function} {program}
-"""
+from ..errors import PlannerError
+
+_FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
+"""What an option's value is called where a file or folder is asked for."""
 
 
-def completion(shell: str, parsers: Parsers, texts: Mapping[str, str]) -> int:
-    """The command: print the script of a shell.
+def completion(options: argparse.Namespace) -> int:
+    """Print the script of ``options.shell``, made from the parsers themselves.
 
-    Args:
-        shell: One of ``SHELLS``.
-        parsers: By command.
-        texts: What each command does.
+    Raises:
+        PlannerError: The library that writes the script is not installed.
     """
-    sys.stdout.write(_SCRIPTS[shell]("het-plan", parsers, texts))
+    try:
+        import shtab
+    except ImportError:
+        problem, hint = "needs the package shtab, which is not installed", "pip install 'megatron-het[planner]'"
+        raise PlannerError("command line", "completion", options.shell, problem, hint) from None
+    for name, parser in _parsers().items():
+        parser.prog = name
+        for action in _actions(parser):
+            if str(action.metavar).endswith(_FILES) or action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if str(action.metavar).endswith(_FOLDERS):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(parser, options.shell) + "\n")
     return 0
 
 
-def _bash(program: str, parsers: Parsers, texts: Mapping[str, str]) -> str:
-    options, values = [], []
-    for name, parser in parsers.items():
-        words = " ".join(word for action in _actions(parser) for word in action.option_strings)
-        options.append(f"        {name}) options={shlex.quote(words)} ;;")
-        for action in _actions(parser):
-            if action.choices:
-                patterns = "|".join(f"{name}:{word}" for word in action.option_strings)
-                choices = shlex.quote(" ".join(map(str, action.choices)))
-                values.append(f'        {patterns}) COMPREPLY=($(compgen -W {choices} -- "$cur")); return ;;')
-    positional = [(n, a) for n, p in parsers.items() for a in p._actions if not a.option_strings and a.choices]
-    for name, action in positional:
-        choices = shlex.quote(" ".join(map(str, action.choices or ())))
-        values.append(f'        {name}:{name}) COMPREPLY=($(compgen -W {choices} -- "$cur")); return ;;')
-    return _BASH.format(
-        function=program.replace("-", "_"),
-        program=program,
-        commands="|".join(texts),
-        all_commands=shlex.quote(" ".join(texts)),
-        options="\n".join(options),
-        values="\n".join(values),
-    )
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """By program."""
+    from ..__main__ import COMMANDS, parser_of_all
 
-
-def _zsh(program: str, parsers: Parsers, texts: Mapping[str, str]) -> str:
-    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash(program, parsers, texts)
-
-
-def _fish(program: str, parsers: Parsers, texts: Mapping[str, str]) -> str:
-    out = [
-        f"complete -c {program} -n __fish_use_subcommand -f -a {name} -d {_quoted(text)}"
-        for name, text in texts.items()
-    ]
-    for name, parser in parsers.items():
-        seen = f"complete -c {program} -n '__fish_seen_subcommand_from {name}'"
-        for action in _actions(parser):
-            names = " ".join(f"-l {w[2:]}" if w.startswith("--") else f"-s {w[1:]}" for w in action.option_strings)
-            takes = "" if action.nargs == 0 else " -r"
-            if action.choices:
-                takes = f" -x -a {_quoted(' '.join(map(str, action.choices)))}"
-            out.append(f"{seen} {names}{takes} -d {_quoted((action.help or '').replace('%', ''))}")
-    return "\n".join(out) + "\n"
+    run = elastic.parser_of()
+    commands = run.add_subparsers()
+    for name, text in elastic.COMMANDS.items():
+        commands.add_parser(name, help=text, parents=[elastic.parser_of(name)], add_help=False)
+    return {"het-plan": parser_of_all(COMMANDS), "het-run": run, "het-doctor": doctor.parser_of()}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options of a command."""
-    yield from (action for action in parser._actions if action.option_strings)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-_SCRIPTS: Mapping[str, Callable[[str, Parsers, Mapping[str, str]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+    """Options and arguments, those of a program's commands too."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
+        else:
+            yield action

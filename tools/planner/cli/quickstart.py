@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ..command import command
 from ..errors import PlannerError
@@ -54,18 +55,21 @@ def quickstart(options: argparse.Namespace) -> int:
 def _known(model: str) -> dict[str, object] | None:
     """The Hugging Face config of a model that is given by its name; None for a file or folder.
 
+    The file says beside each where its sizes are held in this project; nothing else is in it.
+
     Raises:
         PlannerError: Neither a file nor a known name.
     """
     if Path(model).exists():
         return None
-    known: dict[str, dict[str, object]] = json.loads(
+    known: dict[str, dict[str, Any]] = json.loads(
         resources.files(inputs_package).joinpath("data/known_models.json").read_text("utf-8")
     )
     if model.lower() not in known:
         hint = f"Known names: {', '.join(known)}"
         raise PlannerError("command line", "--model", model, "is no file, no folder and no known name", hint)
-    return known[model.lower()]
+    config: dict[str, object] = known[model.lower()]["config"]
+    return config
 
 
 def _commands(options: argparse.Namespace) -> Iterator[list[str]]:

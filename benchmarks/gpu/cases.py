@@ -1,0 +1,185 @@
+"""Cases of a part of the check, one after the other: each may fail alone, and the file is written after each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine, scratch
+from benchmarks.runner import REPOSITORY, Device, has_gpu, server_environment
+from megatron_het.safe_io import amount, check_target, write_json
+
+_LIMIT_S, _TAIL_LINES = 300.0, 25
+
+
+class CaseError(AssertionError):
+    """A case has ended with something else than what is right."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Holds where the cases of a part run.
+
+    Attributes:
+        out: File with the figures.
+        device: What is tried; sizes are small on a CPU.
+        folder: Of everything that the cases write.
+        deadline_s: Of ``time.monotonic()``.
+    """
+
+    out: Path
+    device: Device
+    folder: Path
+    deadline_s: float
+
+    def left_s(self, most_s: float) -> float:
+        """Returns a bound on a wait: so long, or until the deadline.
+
+        Raises:
+            CaseError: It has passed.
+        """
+        left_s = self.deadline_s - time.monotonic()
+        if left_s < 1.0:
+            raise CaseError("no time was left")
+        return min(most_s, left_s)
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of a command that computes on the device."""
+        outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        found = server_environment(self.device, outer)
+        # It is for processes that fork others; ``HET_SAME_DEVICES`` is for the command itself to set.
+        for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "HET_SAME_DEVICES"):
+            found.pop(name, None)
+        return found | {"PYTHONUNBUFFERED": "1"}
+
+
+Case = Callable[[], Mapping[str, Any]]
+"""Returns figures; raises :class:`CaseError`, or what else has gone wrong."""
+
+
+def run_part(
+    module: str,
+    text: str | None,
+    cases: Callable[[Setting, argparse.Namespace], Mapping[str, Case]],
+    words: Sequence[str] | None = None,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> int:
+    """The command line of a part; returns 0 where no case failed.
+
+    Args:
+        module: Name of the part's module.
+        text: What it does.
+        cases: Makes them, by name.
+        words: Command line.
+        more: Adds arguments of the part.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: to see that it works (default: %(default)s)"
+    )
+    parser.add_argument("--only", action="append", metavar="CASE", help="this case only; may be repeated")
+    parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
+    parser.add_argument("--keep", type=Path, help="folder for everything that the cases write")
+    more(parser)
+    options = parser.parse_args(words)
+    if options.device == "cuda" and not has_gpu():
+        parser.exit(3, f"{module}: there is no NVIDIA GPU here; --device cpu shows whether it works\n")
+    check_target(options.json)
+    with scratch("gpu-part-", options.keep) as folder:
+        setting = Setting(options.json, options.device, folder.resolve(), time.monotonic() + options.limit_s)
+        return run_cases(setting, cases(setting, options), options.only)
+
+
+def run_cases(setting: Setting, cases: Mapping[str, Case], only: Sequence[str] | None = None) -> int:
+    """Run cases and write what was found after each of them; returns 1 where one failed."""
+    chosen = {name: case for name, case in cases.items() if only is None or name in only}
+    found: dict[str, Any] = {}
+    for name, case in chosen.items():
+        _write(setting, chosen, found)
+        start_s = time.monotonic()
+        try:
+            entry: dict[str, Any] = {"passed": True, **case()}
+        except Exception as error:
+            told = [] if isinstance(error, CaseError) else traceback.format_exception(error)[-4:]
+            entry = {"passed": False, "error": str(error) or type(error).__name__, "traceback": told}
+        found[name] = entry | {"elapsed_s": round(time.monotonic() - start_s, 1)}
+        print(f"{name:24} {found[name]['elapsed_s']:5.1f} s {entry.get('error', 'ok')}", flush=True)
+    return int(_write(setting, chosen, found)["failures"] > 0)
+
+
+def _write(setting: Setting, chosen: Mapping[str, Case], found: Mapping[str, Any]) -> dict[str, Any]:
+    failed = [name for name, entry in found.items() if not entry["passed"]]
+    missing = [name for name in chosen if name not in found]
+    report = {
+        "failures": len(failed) + len(missing),
+        "failed": failed,
+        "not_run": missing,
+        "device": setting.device,
+        "machine": machine(),
+        "cases": found,
+    }
+    write_json(setting.out, report)
+    return report
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def command(
+    words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str], *, expected: Sequence[int] = (0,)
+) -> str:
+    """Run a command with everything that it starts in a session of its own; returns what it wrote.
+
+    Args:
+        words: The command.
+        log: File for its output.
+        limit_s: It is ended then.
+        environment: Of it.
+        expected: Exit codes that are right.
+
+    Raises:
+        CaseError: It ended otherwise; with the end of its log.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            list(words),
+            cwd=REPOSITORY,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_session(process)
+    text = log.read_text(errors="replace")
+    if code not in expected:
+        what = f"did not end within {limit_s:.0f} s" if code is None else f"ended with exit code {code}"
+        raise CaseError("\n".join([f"{log.stem} {what}", *text.splitlines()[-_TAIL_LINES:]]))
+    return text
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

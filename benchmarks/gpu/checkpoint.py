@@ -1,0 +1,122 @@
+"""Checkpoints moved between two plans of different layout: ``python -m benchmarks.gpu.checkpoint --json OUT``.
+
+Two ranks train for half of the steps under one plan and save; two ranks go on under another one, which divides the
+model otherwise.  Losses are those of one process of stock Megatron that was not disturbed, within
+``benchmarks.compare.BOUNDS``.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case as Training
+from benchmarks.cases import build_plan
+from benchmarks.combination_cases import pair_row
+from benchmarks.compare import BOUNDS, plan_losses, reference_losses, relative
+from benchmarks.gpu.cases import Case, CaseError, Setting, run_part
+from benchmarks.lab import Lab
+from benchmarks.models import case_for
+from benchmarks.runner import Job, Runner
+from megatron_het.plan import Plan, Replica, ScheduleSpec, save_plan
+
+_STEPS, _CASE_S = 4, 75.0
+
+
+@dataclass(frozen=True)
+class Move:
+    """What is saved under the first plan is loaded under the second one."""
+
+    first: Plan
+    second: Plan
+    family: str = "llama"
+
+
+def moves(precision: str) -> dict[str, Move]:
+    """Returns the cases.
+
+    Args:
+        precision: Of the weights.
+    """
+
+    def plan(sizes: list[list[int]], layers: list[int], **more: Any) -> Plan:
+        training = {"distributed_optimizer": True, "precision": precision, **more}
+        return build_plan(sizes, layers, random.Random(0), **training)
+
+    stages = plan([[1], [1]], [2, 3])
+    sliced = replace(stages, schedule=ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True}))
+    cut = tuple(replace(s, layers=layers) for s, layers in zip(stages.stages, ((2, 1), (1, 1)), strict=True))
+    window = {"window": True, "offload": True, "offload_optimizer": True}
+    windowed = replace(stages, stages=cut, schedule=ScheduleSpec("ministage", window))
+    # Experts of a layer are on one rank of each stage, then divided between the two ranks of the only stage.
+    experts = case_for("mixtral", pair_row([("schedule", "1f1b")]), "experts", 0).plan
+    experts = replace(experts, training=replace(stages.training, sequence_parallel=False))
+    every = tuple(range(experts.num_microbatches))
+    together = replace(experts.stages[0], layers=(experts.model.num_layers,), replicas=(Replica((0, 1), every, ep=2),))
+    divided = replace(experts, stages=(together,), training=replace(experts.training, sequence_parallel=True))
+    return {
+        "stages-to-tp": Move(stages, plan([[2]], [5], sequence_parallel=True)),
+        "tp-to-replicas": Move(plan([[2]], [5]), plan([[1, 1]], [5])),
+        "slices-to-window": Move(sliced, windowed),
+        "experts": Move(experts, divided, "mixtral"),
+    }
+
+
+def move(lab: Lab, setting: Setting, name: str, chosen: Move) -> dict[str, Any]:
+    """Train, save, load under the other plan, and go on; returns the differences of the losses."""
+    half, precision = _STEPS // 2, chosen.first.training.precision
+    of_weights = Training(name, chosen.first, family=chosen.family)
+    expected = reference_losses(lab.reference(of_weights))["losses"]
+    saved = setting.folder / name / "checkpoint"
+    saving = ("--save", str(saved), "--save-interval", str(half), "--exit-interval", str(half))
+    runs = (
+        ("saved", chosen.first, (*lab.start_flags(of_weights.weights), *saving), expected[:half]),
+        ("loaded", chosen.second, (*lab.data_flags(), "--load", str(saved)), expected[half:]),
+    )
+    found: dict[str, Any] = {"bound": BOUNDS[setting.device][precision]["loss"]}
+    for what, plan, more, losses in runs:
+        folder = setting.folder / name / what
+        training = Training(name, plan, family=chosen.family)
+        argv = (*lab.common_flags(training.weights), *more, *training.plan_flags(setting.device))
+        _train(lab.runner, f"{name} {what}", plan, argv, folder, setting.left_s(_CASE_S))
+        found[what] = relative(plan_losses(folder, plan)["losses"], losses, f"losses, {what}")
+    worst = max(found["saved"], found["loaded"])
+    if not worst <= found["bound"]:
+        raise CaseError(f"losses differ: {found}")
+    return found
+
+
+def _train(runner: Runner, name: str, plan: Plan, argv: Sequence[str], folder: Path, limit_s: float) -> None:
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    flags = (*argv, "--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
+    runner.run(Job(name, plan.world_size, flags, folder, timeout_s=limit_s))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line."""
+    runners: list[Runner] = []
+
+    def cases(setting: Setting, options: argparse.Namespace) -> Mapping[str, Case]:
+        runners.append(Runner(setting.device, has_te=options.te))
+        lab = Lab(runners[0], setting.folder / "lab", steps=_STEPS)
+        chosen = moves("bf16" if options.te else "fp32")
+        return {name: partial(move, lab, setting, name, one) for name, one in chosen.items()}
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
+
+    try:
+        return run_part("benchmarks.gpu.checkpoint", __doc__, cases, words, add)
+    finally:
+        for runner in runners:
+            runner.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,446 @@
+"""Seconds per iteration on one GPU against stock Megatron and the planner.
+
+``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is
+installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 tokens (``executor_ratio``); one
+sequence of 32,768 tokens is trained by stock Megatron and in 8 and 16 slices (``slices_8_at_32k``,
+``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens follow, with full recomputation.  The
+planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
+(``profile_error``).  All processes load their libraries at once and then train one at a time.  The file is written
+after every training.  ``--small`` takes a tiny model and works on a CPU as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
+
+BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
+CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
+_WARMUP, _CASE_S, _READY_S = 2, 60.0, 120.0
+_FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+_TAIL_LINES = 20
+_LEAST_S = 10.0
+_SHORT = 4096
+_IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training of the model.
+
+    Attributes:
+        name: Key of the result.
+        tokens: Of a sequence.
+        microbatches: Of an iteration, one sequence each.
+        iterations: Trained; the first two are not timed.
+        schedule: None for stock Megatron.
+        slices: Of a sequence, where the schedule has slices.
+        layers: Of the model.
+        recompute: Whether layers are recomputed.
+    """
+
+    name: str
+    tokens: int
+    microbatches: int
+    iterations: int
+    schedule: str | None = None
+    slices: int = 1
+    layers: int = 6
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Widths of a layer."""
+
+    hidden: int = 4096
+    ffn: int = 11008
+    heads: int = 32
+    vocabulary: int = 32000
+
+
+SMALL = Width(64, 128, 4, 256)
+TRAININGS = (
+    Training("32k-stock", 32768, 1, 7),
+    Training("32k-slices-8", 32768, 1, 7, "slimpipe", 8),
+    Training("32k-slices-16", 32768, 1, 7, "slimpipe", 16),
+    Training("4k-stock", 4096, 8, 7),
+    Training("4k-plan", 4096, 8, 7, "1f1b"),
+    Training("4k-plan-again", 4096, 8, 7, "1f1b"),
+    Training("4k-stock-again", 4096, 8, 7),
+)
+LONGEST = (
+    Training("128k-stock", 131072, 1, 3, layers=2, recompute=True),
+    Training("128k-slices-16", 131072, 1, 3, "slimpipe", 16, layers=2, recompute=True),
+    Training("256k-stock", 262144, 1, 3, layers=2, recompute=True),
+    Training("256k-slices-16", 262144, 1, 3, "slimpipe", 16, layers=2, recompute=True),
+)
+
+
+def tiny(training: Training) -> Training:
+    """The training with two layers and few tokens."""
+    return replace(training, tokens=training.tokens // 512, microbatches=min(training.microbatches, 2), layers=2)
+
+
+def plan_of(training: Training, width: Width, device: str, precision: str) -> Plan:
+    """One stage of one replica on a GPU of that kind."""
+    return Plan(
+        ModelShape(
+            training.layers, width.hidden, width.heads, width.heads, training.tokens, width.ffn, width.vocabulary
+        ),
+        TrainingShape(
+            1, training.microbatches, precision=precision, recompute="full" if training.recompute else "none"
+        ),
+        (Stage((training.layers,), (Replica((0,), tuple(range(training.microbatches)), device=device),)),),
+        ScheduleSpec(training.schedule or "1f1b", {"slices": training.slices} if training.slices > 1 else {}),
+    )
+
+
+def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
+    """Megatron's flags of a training."""
+    from megatron_het.device.flags import platform_flags
+
+    words = f"""
+        --num-layers {training.layers} --hidden-size {width.hidden} --ffn-hidden-size {width.ffn}
+        --num-attention-heads {width.heads} --seq-length {training.tokens}
+        --max-position-embeddings {training.tokens} --normalization RMSNorm --swiglu --position-embedding-type rope
+        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --tokenizer-type NullTokenizer --vocab-size {width.vocabulary - 1} --mock-data --split 90,10,0
+        --micro-batch-size 1 --global-batch-size {training.microbatches} --calculate-per-token-loss --clip-grad 1.0
+        --train-iters {training.iterations} --lr 1e-4 --eval-iters 0 --eval-interval 1000 --log-interval 1
+        --distributed-timeout-minutes 2
+        """.split()
+    words += ["--bf16"] if is_cuda else []
+    words += _FULL if training.recompute else ()
+    return words + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+
+
+def documents(training: Training, width: Width, device: str, precision: str, memory_bytes: int) -> dict[str, Any]:
+    """Cluster file and model file of a training, by name."""
+    node: dict[str, Any] = {"nodes": [{"gpu": device, "count": 1, "gpus_per_node": 1}]}
+    if device == "here":  # a machine without a kind of the catalog
+        node["gpus"] = {
+            device: {
+                "flops": {precision: 1e11},
+                "memory_bytes": memory_bytes,
+                "memory_bytes_per_s": 1e10,
+                "intra_node_bytes_per_s": 1e10,
+                "source": "not measured",
+            }
+        }
+    model = {
+        "num_layers": training.layers,
+        "hidden_size": width.hidden,
+        "ffn_hidden_size": width.ffn,
+        "num_attention_heads": width.heads,
+        "vocab_size": width.vocabulary,
+        "seq_length": training.tokens,
+        "global_batch_size": training.microbatches,
+        "precision": precision,
+    }
+    return {"cluster.yaml": node, "model.yaml": model}
+
+
+def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path | None = None) -> float:
+    """Seconds per iteration that the planner expects, from its catalog or from a profile.
+
+    Raises:
+        ValueError: The planner refuses the plan, with its words.
+    """
+    import yaml
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, document in files.items():
+        write_text(folder / name, yaml.safe_dump(document))
+    save_plan(plan, folder / "plan.json")
+    command = [sys.executable, "-m", "tools.planner", "simulate", str(folder / "plan.json"), "--json"]
+    command += ["--cluster", str(folder / "cluster.yaml"), "--model", str(folder / "model.yaml")]
+    command += [] if profile is None else ["--profile", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CASE_S, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr or done.stdout)
+    return float(json.loads(done.stdout)["iteration_s"])
+
+
+def profile(files: Mapping[str, Any], folder: Path, device: str, is_small: bool) -> Path:
+    """A profile of this GPU with the model of the timings.
+
+    Raises:
+        subprocess.SubprocessError: Profiling failed or took too long.
+    """
+    import yaml
+
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "profile.json"
+    write_text(folder / "model.yaml", yaml.safe_dump(files["model.yaml"]))
+    command = [sys.executable, "-m", "tools.planner", "profile", "--model", str(folder / "model.yaml")]
+    command += ["--kind", device, "--out", str(out), "--micro-batch-sizes", "1", "--no-links", "--tp", "1"]
+    command += ["--window-s", "0.25", "--windows", "2", "--recompute", "none"]
+    command += ["--slice-tokens", "4,8" if is_small else "2048,4096"]
+    subprocess.run(command, check=True, timeout=_CASE_S * 2)
+    return out
+
+
+def train_in_turn(out: Path, words: Sequence[str]) -> None:
+    """Load libraries, wait for a line on standard input, set up, wait for another one, train.
+
+    Seconds per iteration and peak memory go to ``out`` after every iteration.
+    """
+    import torch
+
+    from megatron_het import pretrain_gpt
+
+    with contextlib.suppress(ImportError):
+        import transformer_engine.pytorch  # noqa: F401
+    from megatron.training import training
+
+    def wait_for(word: str) -> None:
+        sys.stdout.write(f"{word}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            raise SystemExit(1)  # the benchmark has ended
+
+    step, times = training.train_step, list[float]()
+    is_cuda = torch.cuda.is_available()
+
+    @functools.wraps(step)
+    def train_step(*positional: Any, **named: Any) -> Any:
+        if not times:
+            wait_for(_IS_SET_UP)
+        if is_cuda:
+            torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        found = step(*positional, **named)
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start_s)
+        peak = torch.cuda.max_memory_allocated() if is_cuda else 0
+        write_json(out, {"times_s": times, "peak_bytes": peak})
+        return found
+
+    training.train_step = train_step
+    sys.argv = ["pretrain_gpt", *words]
+    wait_for(_IS_LOADED)
+    pretrain_gpt.main()
+
+
+class Waiting:
+    """A training's process, which has been started and waits for its turn."""
+
+    def __init__(self, training: Training, words: Sequence[str], folder: Path) -> None:
+        self.training, self.out, self.log = training, folder / "times.json", folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu.timings", "--in-turn", str(self.out), *words],
+                env={**os.environ, **world},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._said = {word: threading.Event() for word in (_IS_LOADED, _IS_SET_UP)}
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.log.open("a") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                if line.strip() in self._said:
+                    self._said[line.strip()].set()
+        for event in self._said.values():
+            event.set()  # it has ended, which its exit code will say
+
+    def wait_for(self, word: str, limit_s: float) -> None:
+        """Wait until the process has said that word or has ended, or until the end of the time."""
+        self._said[word].wait(limit_s)
+
+    def go_on(self, word: str, limit_s: float) -> None:
+        """Let the process go on once it has said that word, or at the end of the time."""
+        assert self.process.stdin is not None
+        self.wait_for(word, limit_s)
+        with contextlib.suppress(OSError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def run(self) -> dict[str, Any]:
+        """Train; returns the figures, or the error."""
+        start_s = time.monotonic()
+        self.go_on(_IS_SET_UP, _CASE_S)
+        try:
+            code: int | str = self.process.wait(timeout=_CASE_S)
+        except subprocess.TimeoutExpired as error:
+            code = type(error).__name__
+            self.end()
+        found: dict[str, Any] = {"whole_s": round(time.monotonic() - start_s, 1)}
+        with contextlib.suppress(OSError, ValueError):
+            found |= read_json(self.out)
+        if code != 0 or len(found.get("times_s", ())) < self.training.iterations:
+            lines = self.log.read_text(errors="replace").splitlines()
+            return found | {"error": f"exit code {code}", "log": lines[-_TAIL_LINES:]}
+        return found | {"iteration_s": statistics.median(found["times_s"][_WARMUP:])}
+
+    def end(self) -> None:
+        """End the process, which may still wait."""
+        self.process.kill()
+        self.process.wait()
+
+
+def turns(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+    """Trainings that are set up side by side: those whose models fit into memory beside one that trains."""
+    for is_short, some in groupby(waiting, key=lambda one: one.training.tokens <= _SHORT):
+        if is_short:
+            yield list(some)
+        else:
+            yield from ([one] for one in some)
+
+
+def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Returns ratios and errors of what has run so far; None where a training is missing.
+
+    Args:
+        runs: What was measured, by training.
+        expected: Seconds per iteration by training, by source.
+    """
+
+    def seconds(*names: str) -> float | None:
+        found = [runs[name]["iteration_s"] for name in names if "iteration_s" in runs.get(name, {})]
+        return statistics.mean(found) if found else None
+
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return above / below if above and below else None
+
+    stock = seconds("32k-stock")
+    errors = {
+        source: {
+            name: s / runs[name]["iteration_s"] - 1 for name, s in of.items() if "iteration_s" in runs.get(name, {})
+        }
+        for source, of in expected.items()
+    }
+    worst = {f"{source}_error": max(map(abs, found.values())) for source, found in errors.items() if found}
+    lengths = [name for name in (t.name for t in LONGEST) if "iteration_s" in runs.get(name, {})]
+    return {
+        "executor_ratio": ratio(seconds("4k-plan", "4k-plan-again"), seconds("4k-stock", "4k-stock-again")),
+        "slices_8_at_32k": ratio(seconds("32k-slices-8"), stock),
+        "slices_16_at_32k": ratio(seconds("32k-slices-16"), stock),
+        "longest": lengths,
+        "errors": errors,
+        **worst,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 where a training failed."""
+    words = list(sys.argv[1:] if words is None else words)
+    if words[:1] == ["--in-turn"]:
+        train_in_turn(Path(words[1]), words[2:])
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.timings", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--profile", action="store_true", help="profile the GPU too, and predict from the profile")
+    parser.add_argument("--longest", action="store_true", help="look for the longest sequence too")
+    parser.add_argument("--limit-s", type=amount(1, 3600), default=240.0, help="of all (default: %(default)g)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
+    options = parser.parse_args(words)
+    check_target(options.json)
+    deadline_s = time.monotonic() + options.limit_s
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    if not is_cuda and not options.small:
+        parser.exit(3, "benchmarks.gpu.timings needs a CUDA device, and there is none here\n")
+    from tools.planner.cli.inventory import catalog_name
+
+    named = catalog_name(torch.cuda.get_device_name()) if is_cuda else None
+    device, precision = named.name if named else "here", "bf16" if is_cuda else "fp32"
+    memory = torch.cuda.get_device_properties(0).total_memory if is_cuda else 8 << 30
+    width = SMALL if options.small else Width()
+    chosen = [*TRAININGS, *(LONGEST if options.longest else ())]
+    chosen = [tiny(training) for training in chosen] if options.small else chosen
+    folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
+    files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
+    waiting: list[Waiting] = []
+    kept: dict[str, Any] = {"bars": BARS, "kind": device, "machine": machine(), "predicted_s": {}}
+
+    def keep() -> None:
+        write_json(options.json, {**figures(runs, kept["predicted_s"]), **kept, "runs": runs})
+
+    def predict(source: str, profile_path: Path | None) -> None:
+        for training in chosen:
+            if profile_path is not None and (training.tokens, training.layers) != (chosen[0].tokens, chosen[0].layers):
+                continue  # a profile is of one model
+            plan = plan_of(training, width, device, precision)
+            try:
+                said_s = predicted(plan, files[training.name], folder / f"{training.name}-{source}", profile_path)
+                kept["predicted_s"].setdefault(source, {})[training.name] = said_s
+            except (ValueError, subprocess.SubprocessError) as error:
+                print(f"{source} of {training.name}: {error}", flush=True)
+
+    try:
+        for training in chosen:
+            more = arguments(training, width, is_cuda)
+            if training.schedule is not None:
+                (folder / training.name).mkdir()
+                save_plan(plan_of(training, width, device, precision), folder / training.name / "plan.json")
+                more += ["--het-plan", str(folder / training.name / "plan.json")]
+            waiting.append(Waiting(training, more, folder / training.name))
+        predict("catalog", None)  # while libraries are loaded
+        for together in turns(waiting):
+            has_time = time.monotonic() < deadline_s - _LEAST_S
+            for one in together:
+                if has_time:
+                    one.go_on(_IS_LOADED, _READY_S)
+            for one in together:
+                if has_time:
+                    one.wait_for(_IS_SET_UP, _CASE_S)
+            for one in together:
+                if not has_time:
+                    one.end()
+                runs[one.training.name] = found = one.run() if has_time else {"error": "not run: no time was left"}
+                said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
+                print(f"{one.training.name:20} {said}", flush=True)
+                keep()
+        if options.profile:
+            try:
+                measured = profile(files[chosen[0].name], folder / "profile", device, options.small)
+                kept["profile"] = read_json(measured)
+                predict("profile", measured)
+            except (subprocess.SubprocessError, OSError) as error:
+                print(f"no profile: {error}", flush=True)
+            keep()
+    finally:
+        for one in waiting:
+            one.end()
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(figures(runs, kept["predicted_s"]), indent=1))
+    return int(any("error" in run for run in runs.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
