@@ -30,8 +30,8 @@ from .measured import DeviceTimes, LinkTimes, Watched
 # Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
 #
 # What all devices of a kind have in common scales the figures of the kind.  A device with a finding of its own, or at
-# an end of a slow link, becomes a kind of its own: its GPUs leave their group of nodes, so that the search can give them
-# less work, put them elsewhere in the pipeline, or leave them out.
+# an end of a slow link, becomes a kind of its own: its GPUs leave their group of nodes, so that the search can give
+# them less work, put them elsewhere in the pipeline, or leave them out.
 
 
 Factors = tuple[float, float]
