@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tools.planner.published.published import SHAPES
 
 from tests.unit.planner.emit_plans import SMALL
 from tools.planner.__main__ import main
+from tools.planner.published.calibrate import SHAPES
 
 
 @pytest.fixture
