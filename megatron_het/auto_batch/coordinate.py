@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from megatron_het.auto_batch.allocation import (
     ZERO_STAGES,
     Allocation,
@@ -32,14 +31,7 @@ from megatron_het.auto_batch.allocation import (
     with_zero,
 )
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
-=======
-from megatron_het.auto_batch.allocation import Allocation, Curve, allocate
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
-from megatron_het.auto_batch.links import pass_seconds
-from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, extra_words, first_stage, with_zero
-from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.device import SHARING_RANK
->>>>>>> origin/main
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import FileError, one_line, read_json, write_json
