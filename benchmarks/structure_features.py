@@ -42,7 +42,7 @@ FEATURES = {
         words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
         executor="context_exchange",
-        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.leveling"),
+        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.exchange"),
     ),
     "split vocabulary": Feature(
         room="megatron_het.features.vocab_parallel",
