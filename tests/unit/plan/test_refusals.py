@@ -107,6 +107,49 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**changed), 2)
 
 
+GRAPHS: dict[str, Any] = {
+    "cuda_graph_impl": "transformer_engine",
+    "transformer_impl": "transformer_engine",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl = 'full_iteration'.*posts transfers"),
+        ({"cuda_graph_modules": ["full_iteration"]}, "--cuda-graph-impl.*posts transfers"),
+        ({"transformer_impl": "local"}, "captures its own layers.*--cuda-graph-impl local"),
+        ({"recompute_granularity": "full"}, "--cuda-graph-impl.*full recomputation"),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*whole layers"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask.*different in every iteration"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type = 'yarn'.*Megatron captures"),
+        ({"num_experts": 2}, "number of tokens of every expert.*attn moe_router"),
+        (
+            {
+                "num_experts": 2,
+                "cuda_graph_modules": ["moe_router"],
+                "moe_router_load_balancing_type": ["global_aux_loss"],
+            },
+            "--cuda-graph-modules = 'moe_router'.*balancing losses",
+        ),
+    ],
+)
+def test_graphs_of_layers_refused(changed: dict[str, Any], reason: str) -> None:
+    check_arguments(made(), arguments(**GRAPHS), 2)
+    with pytest.raises(PlanError, match=reason):
+        check_arguments(made(), arguments(**GRAPHS | changed), 2)
+
+
+def test_graphs_of_layers_leave_the_attention_of_slices_outside() -> None:
+    plan = plan_from_flags([*FLAGS, "--het-slices", "2"], 2, ScheduleSpec("slimpipe", {"slices": 2}))[0]
+    check_arguments(plan, arguments(**GRAPHS, cuda_graph_modules=["mlp"]), 2)
+    for parts in ([], ["attn"], ["attn", "mlp"]):
+        with pytest.raises(PlanError, match=r"as many as have been computed.*--cuda-graph-modules mlp"):
+            check_arguments(plan, arguments(**GRAPHS, cuda_graph_modules=parts), 2)
+    with pytest.raises(PlanError, match="as many as have been computed"):
+        check_arguments(plan, arguments(**GRAPHS | {"cuda_graph_impl": "local"}), 2)
+
+
 def with_batch(size: int) -> Plan:
     return replace(made(), training=replace(made().training, global_batch_size=size))
 

@@ -1,0 +1,35 @@
+"""The order in which layers are captured: that of the program of every schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.combination_cases import ALONE, PARAMETERS, case_of, pair_row
+from megatron_het.features.layer_graphs.runtime import Passes
+from megatron_het.lowering.programs import build
+from megatron_het.lowering.ranks import boundary_map, lower
+from megatron_het.plan import Placement
+from megatron_het.schedule.kinds import Kind
+
+SCHEDULES = [name for name in PARAMETERS["schedule"] if name != ALONE]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_pass_is_captured_once_in_the_order_of_the_program(schedule: str) -> None:
+    plan = case_of(pair_row([("schedule", schedule)]), schedule, 0).plan
+    program, placement = build(plan)[False], Placement(plan)
+    boundaries = boundary_map(placement)
+    for rank in range(plan.world_size):
+        where = placement.locate(rank)
+        lowered = lower(program, boundaries, program.shape.device(where.stage, where.replica), rank)
+        passes = Passes.of(lowered)
+        count = len(passes.forwards)
+        assert sorted(map(abs, passes.order)) == sorted([*range(1, count + 1)] * 2)
+        assert all(passes.order.index(n) < passes.order.index(-n) for n in range(1, count + 1))
+        backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        ran = [op for op in lowered.ops if op.kind in (Kind.FORWARD, *backward)]
+        for number, op in zip(passes.order, ran, strict=True):
+            assert passes.forwards[abs(number) - 1].key == op.key and (number > 0) == (op.kind == Kind.FORWARD)
+        for chunk in {op.chunk for op in passes.forwards}:
+            mine = [passes.numbers[op.key] for op in passes.forwards if op.chunk == chunk]
+            assert mine == list(range(len(mine)))
