@@ -107,10 +107,7 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**changed), 2)
 
 
-GRAPHS: dict[str, Any] = {
-    "cuda_graph_impl": "transformer_engine",
-    "transformer_impl": "transformer_engine",
-}
+GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_impl": "transformer_engine"}
 
 
 @pytest.mark.parametrize(
