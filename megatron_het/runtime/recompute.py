@@ -113,6 +113,8 @@ def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
     """
     count = 0
     for model in models:
+        if getattr(model.config, "fp8", None):
+            continue  # the down projection keeps its quantised input, and Transformer Engine's checkpoint knows the recipe
         for layer in model.decoder.layers:  # type: ignore[union-attr]
             if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP:
                 layer.recompute_mlp = False

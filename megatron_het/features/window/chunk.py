@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_het.features.window.layout import layer_of, num_layers_of
 from megatron_het.features.window.memory import HostCopy, SideStream, WindowUse
 from megatron_het.features.window.shards import Pending, parts_of
+from megatron_het.runtime.quantized_weights import drop_copies
 
 _ATTRIBUTE = "het_window"
 
@@ -148,6 +149,7 @@ class ChunkWindow:
         self.is_open = False
         self.use.add("parameter", -self._bytes("param_data"))
         if not self.is_resident:
+            drop_copies(self.ddp.module)  # they would stay where the weights do not
             for buffer in self.ddp.buffers:
                 buffer.param_data.untyped_storage().resize_(0)
 
