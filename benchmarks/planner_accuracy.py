@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.costs.uncertainty import DENSE, EXPERTS
+from tools.planner.costs.layer import DENSE, EXPERTS
 from tools.planner.inputs.files import write_json
 from tools.planner.published.calibrate import (
     DENSE_CONSTANTS,

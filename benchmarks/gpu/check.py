@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.timings import BARS, CATALOG_BAR, PROFILE_BAR
 from benchmarks.machine import machine
 from megatron_het.safe_io import check_target, count, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 520.0
-AT_ONCE = 3
+AT_ONCE = 4
 NO_GPU = 3
 _TAIL_LINES = 15
 _LEAST_S = 10.0
@@ -97,15 +98,16 @@ _NONE_FAILED = judged_by("failures", most=0)
 PARTS = (
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
-    Part("auto-batch", _cases("auto_batch"), 120, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
-    Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
-    Part("checkpoint-te", _cases("checkpoint", "--te"), 110, _NONE_FAILED),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
+    Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
+    Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 70, _NONE_FAILED),
+    Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
-        110,
+        90,
         all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
@@ -116,19 +118,30 @@ PARTS = (
         all_of(judged_by("difference", most=1e-5), judged_by("gradient_difference", most=2**-7)),
     ),
     Part(
+        "timings",
+        _cases("timings", "--profile"),
+        150,
+        all_of(
+            *(judged_by(name, most=bar) for name, bar in BARS.items()),
+            judged_by("catalog_error", most=CATALOG_BAR),
+            judged_by("profile_error", most=PROFILE_BAR),
+        ),
+        is_timed=True,
+    ),
+    Part(
         "slices",
         (
             *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
             *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
         ),
-        80,
+        50,
         judged_by("min_relative_throughput", least=0.9),
         is_timed=True,
     ),
     Part(
         "offload",
         ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
-        120,
+        90,
         judged_by("max_slowdown", most=0.03),
         is_timed=True,
     ),

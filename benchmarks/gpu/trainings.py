@@ -10,6 +10,7 @@ the file is written after every case.  ``--dry`` shows the cases, which needs no
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 import threading
@@ -120,10 +121,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trainings", description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name contains it")
     parser.add_argument("--dry", action="store_true", help="show the cases and train nothing")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
     options = parser.parse_args(words)
-    chosen = cases(options.te)
+    try:
+        chosen = [case for case in cases(options.te) if re.search(options.only or "", case.name)]
+    except re.error as error:
+        parser.error(f"argument --only: {options.only!r} is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"argument --only: no case has {options.only!r} in its name; --dry shows them")
     if options.dry:
         for case in chosen:
             print(f"{case.name:55} {case.plan.world_size} ranks {case.plan.training.precision}")

@@ -58,6 +58,13 @@ class Boundary:
         """
         return None
 
+    def failed(self, session: Any) -> None:
+        """The session ends with an error, and is still open.
+
+        Args:
+            session: The session.
+        """
+
     def saves(self) -> None:
         """A checkpoint is about to be written, at the end of an iteration."""
 
@@ -107,10 +114,12 @@ class PretrainHook:
                 self._roll_call = RollCall(store, args.rank, args.world_size)
             try:
                 return self._run(original, args, cfg_container, provider, *positional, **keywords)
-            except BaseException:
+            except BaseException as error:
                 # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                 if self._roll_call is not None:
                     self._roll_call.close()
+                if isinstance(error, RuntimeError):
+                    self._boundary.failed(self._session)
                 if self._boundary.outlives_sessions:
                     self._abandon()
                 raise

@@ -7,10 +7,17 @@ import pytest
 
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.kernels import Kernels, Product, attention_s, exchange_s, product_s
-from tools.planner.costs.layer import Spread
-from tools.planner.costs.runtime import MEGATRON_HET, WITHOUT_TE, runtime_for
-from tools.planner.costs.uncertainty import DENSE, EXPERTS, catalog_uncertainty
+from tools.planner.costs.layer import DENSE, EXPERTS, Spread, catalog_uncertainty
+from tools.planner.costs.runtime import (
+    MEGATRON_HET,
+    WITHOUT_TE,
+    Kernels,
+    Product,
+    attention_s,
+    exchange_s,
+    product_s,
+    runtime_for,
+)
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts

@@ -12,7 +12,7 @@ from megatron_het.schedule.kinds import Kind
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
-from tools.planner.costs.network import Network
+from tools.planner.costs.operating import Network
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model

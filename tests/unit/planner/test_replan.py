@@ -17,7 +17,7 @@ from tools.planner.inputs.profile_schema import load_profile, save_profile
 from tools.planner.replan.corrections import correct
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import estimator_of, predicted_s, replan
-from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Goal
 
 _GOAL = Goal(schedules=("1f1b",))
 

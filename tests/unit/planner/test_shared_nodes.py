@@ -23,7 +23,7 @@ from tests.functional.launch import free_port
 from tests.unit.elastic.test_away import setting_of
 from tests.unit.planner.emit_plans import LAUNCH, SMALL
 from tools.planner.__main__ import main
-from tools.planner.costs.network import Network
+from tools.planner.costs.operating import Network
 from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions

@@ -9,13 +9,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from megatron_het.plan.validate import most_chunks
+from megatron_het.safe_io import MAX_PASSES
+
 from ..command import command
 from ..costs.build import candidate_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..costs.most_passes import larger_micro_batches
 from ..errors import PlannerError, from_plan_error
+from ..inputs.cluster import Cluster
 from ..inputs.files import check_target
+from ..inputs.model import Model
 from ..page.collect import collect, gains_of, rows_of
 from ..page.html import write_page
 from ..page.searched import ENDINGS, check_page, notes_of, page_of_search, written
@@ -31,14 +35,36 @@ from ..report.tables import (
     summary_tables,
     table,
 )
-from ..search.goal import Goal
-from ..search.limit import cpu_limit, each_s, left_s, nothing_found, searching_s
+from ..search.limit import collector_paused, cpu_limit, each_s, left_s, nothing_found, searching_s
 from ..search.methods import search
-from ..search.outcome import Found, Outcome, Progress
-from ..search.paused import collector_paused
+from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
 from .verify import lines as verified_lines
 from .verify import verifier_of
+
+# What to say where the number of passes that an iteration may have leaves out deep pipelines.
+
+
+def larger_micro_batches(cluster: Cluster, model: Model, overfull: float) -> str:
+    """The advice to allow larger micro batches; empty where pipelines of all depths were looked at.
+
+    Every microbatch passes through every stage forwards and backwards, so the largest micro batch allows the most
+    stages.  Layers and GPUs limit them too.
+
+    Args:
+        overfull: Memory that the fullest GPU would need at best, over what it has; so many times the stages are wanted.
+    """
+    largest, useful = max(model.batch_sizes), min(model.num_layers, cluster.total_gpus)
+    stages = most_chunks(model.global_batch_size // largest, 1)
+    if stages >= useful:
+        return ""
+    wanted = min(useful, max(stages + 1, ceil(stages * overfull)))
+    enough = -(-model.global_batch_size // (MAX_PASSES // (2 * wanted)))
+    room = "one stage" if stages == 1 else f"{stages} stages"
+    return (
+        f"allow micro_batch_sizes of {enough} or more, with which there may be {wanted} stages (those of {largest} "
+        f"leave room for {room}, as a plan has at most {MAX_PASSES} passes per iteration)"
+    )
 
 
 def plan(options: argparse.Namespace) -> int:

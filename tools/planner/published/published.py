@@ -17,8 +17,7 @@ from typing import Any
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.catalogcost import CatalogCosts
 from ..costs.estimate import Estimator
-from ..costs.kernels import Kernels
-from ..costs.runtime import MEGATRON, MEGATRON_HET, Runtime
+from ..costs.runtime import MEGATRON, MEGATRON_HET, Kernels, Runtime
 from ..inputs.catalog import catalog
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model

@@ -17,9 +17,8 @@ from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile_schema import Profile
 from ..report.analysis import complete
-from ..search.goal import Goal
 from ..search.methods import search
-from ..search.outcome import Outcome, Progress
+from ..search.outcome import Goal, Outcome, Progress
 from ..simulate.simulation import simulate_candidate
 from .corrections import Corrected, correct
 from .measured import Watched

@@ -12,10 +12,9 @@ from ..costs.estimate import Estimator
 from ..costs.estimates import Estimate
 from ..inputs.cluster import Cluster, NodeGroup
 from ..report.tables import describe
-from ..search.goal import Goal
 from ..search.limit import cpu_limit
 from ..search.methods import search
-from ..search.outcome import Progress
+from ..search.outcome import Goal, Progress
 from .trace import Pool
 
 
