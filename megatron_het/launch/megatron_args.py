@@ -292,16 +292,7 @@ def _check_fp8(plan: Plan, args: Any) -> None:
 
 
 def _check_delayed_scaling(plan: Plan, args: Any) -> None:
-    """Delayed scaling reduces after every pass, and hands scales to recomputed passes in the order of the forwards."""
-    if not args.tp_only_amax_red:
-        raise PlanError(
-            "--fp8-recipe",
-            "delayed",
-            "the largest values would be reduced over all ranks of a stage after every pass, and replicas of a plan "
-            "have passes of their own",
-            "Add --tp-only-amax-red: reduced over the TP ranks of a replica, which run the same passes; or use "
-            "--fp8-recipe tensorwise",
-        )
+    """Refuse what delayed scaling is not for; the largest values are reduced over the TP ranks of a replica."""
     if getattr(args, "first_last_layers_bf16", False):
         raise PlanError(
             "--first-last-layers-bf16", True, "delayed scaling is of all layers at once", "Use --fp8-recipe tensorwise"

@@ -4,8 +4,8 @@ A layer quantises its weights once, and takes the copy for all microbatches and 
 Megatron says with ``is_first_microbatch``, which to the layer means more: with fused accumulation the backward of that
 pass writes to ``main_grad`` what others add there.  That is right where the backward of the first pass comes first.
 With slices, in a ministage or in a V it does not, and what came before it would be lost.  So here no pass is the first
-one.  The copies are dropped instead: before the first pass of an iteration, and when weights are freed.  A layer without
-a copy makes one.
+one.  The copies are dropped instead: before the first pass of an iteration, and when weights are freed.  A layer that
+has none makes one.
 """
 
 from __future__ import annotations
