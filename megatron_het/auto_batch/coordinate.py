@@ -22,6 +22,7 @@ from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.auto_batch.links import pass_seconds
 from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, extra_words, first_stage, with_zero
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
+from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import FileError, one_line, read_json, write_json
@@ -72,13 +73,14 @@ def memory_limit() -> MemoryLimit:
 
     device = platform.activate()
     given = _given(os.environ.get(VARIABLE, ""))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.is_cuda:
         import torch
 
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         properties = torch.cuda.get_device_properties(index)
-        return MemoryLimit(properties.name, given or int(_CUDA_SHARE * properties.total_memory), bool(given))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        sharing = -(-ranks // torch.cuda.device_count()) if SHARING_RANK in os.environ else 1
+        return MemoryLimit(properties.name, given or int(_CUDA_SHARE * properties.total_memory / sharing), bool(given))
     return MemoryLimit("CPU", given or int(_HOST_SHARE * _available_bytes() / ranks), bool(given))
 
 
@@ -86,7 +88,8 @@ def _given(value: str) -> int:
     if not value:
         return 0
     entries = value.split(";")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if len(entries) > 1 else 0
+    local_rank = os.environ.get(SHARING_RANK, os.environ.get("LOCAL_RANK", "0"))
+    index = int(local_rank) if len(entries) > 1 else 0
     if index >= len(entries) or not entries[index].isdecimal() or not 0 < int(entries[index]) < 1 << 50:
         raise ValueError(f"{VARIABLE} = {value!r}: give one number of bytes, or one per local rank with ; between")
     return int(entries[index])
