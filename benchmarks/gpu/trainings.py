@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
-have all of them).  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.  With
-``--fp8`` a few plans train in fp8, each against one process with the same recipe.  Bounds are
-``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or did not run in time;
-the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
+have all of them); with ``--cuda-graphs`` plans whose layers are captured, with ``--fp8`` plans that train in fp8, each
+against one process with the same recipe.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine
+in bf16.  Bounds are ``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or
+did not run in time; the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ _LEAST = 0.01
 """Relative difference between gradients in fp8 and in bf16: a value in fp8 has 3 bits behind the first one."""
 _MODELS = ("mixtral", "deepseek_v3")
 """Families with experts, and with experts and latent attention."""
+_GRAPHS: tuple[tuple[Feature, str, str], ...] = (
+    (("schedule", "1f1b"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "transformer_engine", "attn"),
+    (("schedule", "zb-v"), "transformer_engine", ""),
+    (("schedule", "slimpipe"), "transformer_engine", "mlp"),
+    (("overlap", "gradients and parameters"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "local", ""),
+)
+"""Plans with CUDA graphs of layers: a feature, who captures, and which part of a layer."""
 
 
 def cases(has_te: bool) -> list[Case]:
@@ -113,6 +122,17 @@ def _widened(case: Case, precision: str) -> Case:
     return replace(case, plan=plan, family=WIDE, chosen={**case.chosen, "precision": precision})
 
 
+def graph_cases() -> list[Case]:
+    """Plans with CUDA graphs of layers against a process without: they are captured after three of ten steps."""
+    found = []
+    for feature, kind, part in _GRAPHS:
+        flags = ("--cuda-graph-impl", kind, *(("--cuda-graph-modules", part) if part else ()))
+        name = "-".join(("graphs", kind, part or "layers", title(feature).replace(" ", "-").replace(":", "")))
+        case = case_of(pair_row([feature]), name, 0)
+        found.append(replace(case, own=(*case.own, *flags)))
+    return with_precision(found, "bf16")
+
+
 def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) -> dict[str, Any]:
     """Train all cases; those that have not run by the deadline of ``time.monotonic()`` count as failures."""
     entries: list[dict[str, Any]] = []
@@ -173,13 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
     parser.add_argument("--fp8", action="store_true", help="these layers in fp8")
+    parser.add_argument("--cuda-graphs", action="store_true", help="CUDA graphs of layers of Transformer Engine")
     parser.add_argument("--only", metavar="REGEX", help="cases whose name contains it")
     parser.add_argument("--dry", action="store_true", help="show the cases and train nothing")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
     options = parser.parse_args(argv)
     try:
-        every = fp8_cases() if options.fp8 else cases(options.te)
-        chosen = [case for case in every if re.search(options.only or "", case.name)]
+        found = fp8_cases() if options.fp8 else graph_cases() if options.cuda_graphs else cases(options.te)
+        chosen = [case for case in found if re.search(options.only or "", case.name)]
     except re.error as error:
         parser.error(f"argument --only: {options.only!r} is no regular expression: {error}")
     if not chosen:
@@ -191,9 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is None or not has_gpu():
         parser.error("--json is required" if options.json is None else "there is no NVIDIA GPU here; --dry needs none")
     check_target(options.json)
-    found = train(chosen, options.json, options.te or options.fp8, time.monotonic() + options.limit_s)
-    print(f"{found['failures']} of {len(chosen)} failed: {[*found['failed'], *found['not_run']]}")
-    return int(found["failures"] > 0)
+    has_te = options.te or options.fp8 or options.cuda_graphs
+    report = train(chosen, options.json, has_te, time.monotonic() + options.limit_s)
+    print(f"{report['failures']} of {len(chosen)} failed: {[*report['failed'], *report['not_run']]}")
+    return int(report["failures"] > 0)
 
 
 if __name__ == "__main__":

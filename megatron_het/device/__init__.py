@@ -158,10 +158,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
                 sys.stderr.write(f"megatron_het: {said}\n")
             _ACTIVE.append(Platform("cuda"))
         else:
-            from megatron_het.device import cpu, cpu_children
+            from megatron_het.device import cpu
 
             cpu.install()
-            cpu_children.install(activate)
+            cpu.prepare_children(activate)
             _ACTIVE.append(Platform("cpu"))
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)

@@ -52,8 +52,8 @@ _REFUSED = (
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
     Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
-    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
-    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
+    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),
     Refusal(
         "defer_embedding_wgrad_compute",
         "the output layer would get no gradient: Megatron's own schedules make it at their end",
@@ -107,8 +107,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)
-    if getattr(args, "cuda_graph_impl", "none") != "none":
-        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
     if args.dataloader_type == "external":
         raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
     if not args.calculate_per_token_loss:
@@ -277,6 +275,13 @@ def _check_fp8(plan: Plan, args: Any) -> None:
             args.fp8,
             f"the layers of --transformer-impl {args.transformer_impl} compute nothing in fp8, and do not say so",
             "Use --transformer-impl transformer_engine",
+        )
+    if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
+        raise PlanError(
+            "--cuda-graph-impl",
+            args.cuda_graph_impl,
+            "a captured layer reads the quantised weights that were there when it was captured",
+            "Leave it out, or --fp8-format",
         )
     recipe = getattr(args.fp8_recipe, "value", args.fp8_recipe)
     if recipe == "custom":

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron_het import device as platforms
-from megatron_het.auto_batch.allocation import Allocation
+from megatron_het.auto_batch.allocation import Allocation, allocated, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.coordinate import VARIABLE, memory_limit
-from megatron_het.auto_batch.plans import allocated, base_plan, extra_words, with_zero
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.flags import split_arguments
 from megatron_het.lowering.programs import build

@@ -13,8 +13,7 @@ from megatron_het.lowering.programs import planned_costs, schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Parts
-from megatron_het.schedule.generators.listing import ORDERS
-from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import Result, simulate
@@ -24,9 +23,8 @@ from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
-from .plain import Pipelines, pipelines_of, pipelines_s
+from .plain import Pipelines, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .prices import Seats, costs_of, devices_of, figures_of
-from .quick import can_price, compute_orders, makespan_s
 
 # Devices of one machine that slow each other down while they are busy: processes on cores that share memory.
 #
