@@ -221,6 +221,9 @@ def complete_model_config(model_config: Any, args: Any) -> None:
     """
     # gpt_config_from_args leaves it at 8, whatever the flag says.
     model_config.rope_scaling_factor = args.rope_scaling_factor
+    # Delayed scaling in fp8 reduces the largest values after every pass.  TP ranks of a replica run the same passes;
+    # replicas of a plan do not, and would wait for each other.
+    model_config.transformer.tp_only_amax_red = True
 
 
 class PretrainHook:

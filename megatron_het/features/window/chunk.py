@@ -19,6 +19,7 @@ from megatron_het.device.memory import uncounted
 from megatron_het.device.simulated import is_simulated
 from megatron_het.features.window.building import layer_of, num_layers_of
 from megatron_het.features.window.shards import Pending, parts_of
+from megatron_het.runtime.quantized_weights import drop_copies
 
 # What the parameter window uses: bytes, collectives, and the shards' place in host memory.
 
@@ -321,6 +322,7 @@ class ChunkWindow:
         self.is_open = False
         self.use.add("parameter", -self._bytes("param_data"))
         if not self.is_resident:
+            drop_copies(self.ddp.module)  # they would stay where the weights do not
             for buffer in self.ddp.buffers:
                 buffer.param_data.untyped_storage().resize_(0)
 
