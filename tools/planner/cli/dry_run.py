@@ -387,7 +387,7 @@ def verifier_of(options: argparse.Namespace, estimator: Estimator) -> Verifier |
         has_torch = all(importlib.util.find_spec(name) for name in ("torch", "megatron"))
         is_gpu = not any(estimator.cluster.gpu(n.gpu).is_processor for n in estimator.cluster.nodes)
         small = estimator.cluster.total_gpus <= MOST_GPUS and os.environ.get("HET_PLAN_VERIFY", "1") != "0"
-        wanted = has_torch and is_gpu and small and not estimator.model.not_run
+        wanted = has_torch and is_gpu and small and not estimator.model.not_run and not estimator.model.fp8
     if not wanted:
         return None
     limit_s = options.verify_limit_s
