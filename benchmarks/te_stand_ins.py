@@ -358,7 +358,7 @@ class _Recipe:
 _MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
     "common": {},
-    "common.recipe": {name: _Recipe for name in ("DelayedScaling", "Format", "Float8CurrentScaling")},
+    "common.recipe": dict.fromkeys(("DelayedScaling", "Format", "Float8CurrentScaling"), _Recipe),
     "pytorch": {
         layer.__name__: layer
         for layer in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention)
@@ -376,10 +376,9 @@ _MODULES: dict[str, dict[str, Any]] = {
     },
     "pytorch.module": {},
     "pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (torch.Tensor,), {})},
-    "pytorch.router": {
-        name: _never
-        for name in ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
-    },
+    "pytorch.router": dict.fromkeys(
+        ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"), _never
+    ),
     "pytorch.module.base": {"TransformerEngineBaseModule": _Layer, "get_dummy_wgrad": _dummy_gradient},
 }
 
