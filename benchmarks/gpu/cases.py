@@ -45,7 +45,7 @@ class Setting:
     deadline_s: float
 
     def left_s(self, most_s: float) -> float:
-        """Returns a bound on a wait: so long, or until the deadline.
+        """Returns a bound on a wait: so long, or until the deadline; on a CPU, which may be busy, until the deadline.
 
         Raises:
             CaseError: It has passed.
@@ -53,7 +53,7 @@ class Setting:
         left_s = self.deadline_s - time.monotonic()
         if left_s < 1.0:
             raise CaseError("no time was left")
-        return min(most_s, left_s)
+        return min(most_s, left_s) if self.device == "cuda" else left_s
 
     def environment(self) -> dict[str, str]:
         """Returns the variables of a command that computes on the device."""
@@ -85,7 +85,7 @@ def run_part(
         cases: Makes them, by name.
         words: Command line.
         more: Adds arguments of the part.
-        at_once: Cases side by side.
+        at_once: Cases side by side on a GPU.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
     parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
@@ -93,9 +93,7 @@ def run_part(
         "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: to see that it works (default: %(default)s)"
     )
     parser.add_argument("--only", action="append", metavar="CASE", help="this case only; may be repeated")
-    parser.add_argument(
-        "--at-once", type=count(1, 16), default=at_once, help="cases side by side (default: %(default)s)"
-    )
+    parser.add_argument("--at-once", type=count(1, 16), help=f"cases side by side (default: {at_once}, on a CPU 1)")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
     parser.add_argument("--keep", type=Path, help="folder for everything that the cases write")
     more(parser)
@@ -107,7 +105,7 @@ def run_part(
         setting = Setting(options.json, options.device, folder.resolve(), time.monotonic() + options.limit_s)
         made = cases(setting, options)
         chosen = {name: case for name, case in made.items() if options.only is None or name in options.only}
-        return run_cases(setting, chosen, options.at_once)
+        return run_cases(setting, chosen, options.at_once or (at_once if options.device == "cuda" else 1))
 
 
 def run_cases(setting: Setting, cases: Mapping[str, Case], at_once: int = 1) -> int:

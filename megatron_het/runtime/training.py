@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint.checksums import ChecksumWriter
-from megatron_het.checkpoint.choice import save_folders
+from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.megatron_patches import failed_writes

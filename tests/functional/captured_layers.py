@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from megatron_het.features.zero_bubble.weight_gradients import SplitForward, WeightGradients
 
 from benchmarks import probe
+from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients
 
 _MODULES = ("transformer_engine", "transformer_engine.pytorch")
 

@@ -15,7 +15,7 @@ from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.joint import aligned_slots
 from megatron_het.schedule.kinds import Direction
-from megatron_het.schedule.passes.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
+from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
 
 # Splits the word embeddings and the output layer over the devices of each microbatch (SlimPipe, section 4.3).
 

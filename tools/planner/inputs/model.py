@@ -13,10 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megatron_het import safe_io as untrusted
 from megatron_het.plan.validate import LARGEST
-from megatron_het.safe_io.pickled import Inert, read_pickled
+from megatron_het.safe_io.reading import Inert, read_pickled
 
-from ..command import command
-from ..errors import PlannerError, from_file_error, validated
+from ..errors import PlannerError, command, from_file_error, validated
 from .catalog import Format, Precision
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .files import read_yaml
