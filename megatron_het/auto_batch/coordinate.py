@@ -179,7 +179,7 @@ class MemoryLimit:
 
 
 def memory_limit() -> MemoryLimit:
-    """Of this rank.
+    """Finds the memory that this rank may use.
 
     Raises:
         ValueError: The variable is malformed.

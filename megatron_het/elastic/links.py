@@ -89,12 +89,12 @@ class Severing:
 
     @property
     def key(self) -> str | None:
-        """Of what is under way; None in between."""
+        """Returns the key of what is under way; None in between."""
         return self._key
 
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
-        """What connects in here belongs to one session.
+        """Counts what connects in here to one session.
 
         Args:
             key: Its key, for :meth:`cut`.
@@ -170,7 +170,7 @@ def _peer(one: socket.socket) -> tuple[str, int] | None:
 
 
 def _addresses(host: str) -> set[str]:
-    """Of the controller."""
+    """Returns the addresses of the controller."""
     with contextlib.suppress(OSError):
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return {host}

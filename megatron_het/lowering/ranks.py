@@ -230,7 +230,7 @@ class ExpertName(NamedTuple):
     after: str
 
     def of(self, expert: int) -> str:
-        """The same parameter of another expert."""
+        """Returns the name of this parameter of another expert."""
         return f"{self.before}{expert}{self.after}"
 
 

@@ -52,7 +52,7 @@ class Role(Enum):
 
 
 class Direction(Enum):
-    """Of which pass an operation is part."""
+    """Names the pass that an operation is part of."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

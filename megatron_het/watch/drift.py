@@ -1,4 +1,4 @@
-"""What drifted: measured against predicted seconds of devices and links, iteration by iteration.
+"""Drift: measured against predicted seconds of devices and links, iteration by iteration.
 
 Devices of one kind, and links between the same kinds, form a *group*.  Every figure is the median over a small window,
 so that one slow iteration says nothing.  When the first window is full, each subject gets its *reference*: what it
@@ -72,7 +72,7 @@ class Finding:
         return f"the plan's figures of {self.name} are wrong{since}: {what} takes {times} the planned time"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return asdict(self)
 
 

@@ -244,7 +244,7 @@ class ContextExchange(Feature):
         return found
 
     def attention_units(self, options: ExchangeOptions) -> int:
-        """Of a slice."""
+        """Returns the exchange units of a slice."""
         return options.units
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:

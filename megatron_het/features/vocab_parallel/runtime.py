@@ -424,7 +424,7 @@ class SplitVocabulary:
         return weight.dtype
 
     def _shapes(self, op: RankOp, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of hidden states and labels on a rank."""
+        """Returns the shapes of hidden states and labels on a rank."""
         length, batch, _ = shape = call.shape(op)
         assert self._layer is not None
         tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length

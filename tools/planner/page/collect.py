@@ -1,4 +1,4 @@
-"""What is on the page of a plan, from the cost model and the simulator."""
+"""Contents of a plan's page, from the cost model and the simulator."""
 
 from __future__ import annotations
 

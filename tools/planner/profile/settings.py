@@ -1,4 +1,4 @@
-"""What to measure: settings of a profiling run, the operating points, and what is already there."""
+"""Settings of a profiling run: what to measure, at which operating points, and what is already there."""
 
 from __future__ import annotations
 

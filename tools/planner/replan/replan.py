@@ -397,7 +397,7 @@ def _search(estimator: Estimator, goal: Goal) -> Outcome:
 
 
 def _runtime(plan: Plan, cluster: Cluster) -> Runtime:
-    """As the plan's prediction was made: on the CPU the host computes and posts."""
+    """Returns the runtime that the plan's prediction was made for: on the CPU the host computes and posts."""
     costs = plan.predicted.costs if plan.predicted is not None else None
     is_cpu = costs is not None and costs.host_blocks
     return CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)

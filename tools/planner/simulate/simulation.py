@@ -119,7 +119,7 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
-    """The same, in operations of programs that only compute, by the time that a simulation takes."""
+    """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
     return operations_of(estimator, candidate) * (WHOLE_PROGRAM if candidate.rows or candidate.exchange else 1)
 
 
