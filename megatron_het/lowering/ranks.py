@@ -483,12 +483,14 @@ def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int) -> list[R
             op.microbatch,
             op.slice,
             op.chunk,
-            _label(op),
-            piece.dst if sending else piece.src,
-            *piece.rows(sending=sending),
-            i == len(mine) - 1,
+            label=_label(op),
+            peer=piece.dst if sending else piece.src,
+            lo=lo,
+            hi=hi,
+            is_final_piece=i == len(mine) - 1,
         )
         for i, piece in enumerate(mine)
+        for lo, hi in [piece.rows(sending=sending)]
     ]
 
 

@@ -376,7 +376,15 @@ def replan(
     if best is not None and best.runnable and best.iteration_s < before_s:
         better = complete(estimator, best, "made by replan from measured figures")
     after_s = before_s if better is None or best is None else best.iteration_s
-    return Replanned(corrected, better, watched.iteration_s, before_s, after_s, outcome, restart_s)
+    return Replanned(
+        corrected=corrected,
+        plan=better,
+        measured_s=watched.iteration_s,
+        before_s=before_s,
+        after_s=after_s,
+        outcome=outcome,
+        restart_s=restart_s,
+    )
 
 
 def predicted_s(estimator: Estimator, plan: Plan) -> float:
