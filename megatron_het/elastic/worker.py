@@ -301,7 +301,7 @@ class Worker:
         )
         news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)
-        boundary.is_cut = self._severing.is_cut
+        boundary.has_aborted = self._severing.has_aborted
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
         finally:
