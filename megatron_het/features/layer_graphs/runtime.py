@@ -102,13 +102,11 @@ class LayerGraphs(RuntimeFeature):
         if self._layers:
             _capture_by_te(call, self._passes, by_chunk)
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Layers know which of their graphs is meant; the output leaves the graphs' memory."""
-        return contextlib.nullcontext() if call.forward_only else self._around_forward(forward)
-
     @contextlib.contextmanager
-    def _around_forward(self, forward: ForwardPass) -> Iterator[None]:
-        forward.number = self._passes.numbers[forward.op.key]
+    def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
+        """Layers know which of their graphs is meant; the output leaves the graphs' memory, in evaluations too."""
+        if not call.forward_only:
+            forward.number = self._passes.numbers[forward.op.key]
         yield
         if self.is_captured and not forward.ends_in_loss and forward.output is not None:
             forward.output = forward.output.clone()
