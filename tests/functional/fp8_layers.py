@@ -38,9 +38,9 @@ class Recipe:
         """In place of Megatron's ``get_fp8_context``."""
         from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-        assert config.fp8 == "hybrid" and not is_init
+        assert config.fp8 == "hybrid"
         before = self._layer
-        self._layer = -1 if is_first_last_bf16_layer(config, layer_no) else layer_no
+        self._layer = -1 if is_init or is_first_last_bf16_layer(config, layer_no) else layer_no
         try:
             yield
         finally:
