@@ -25,11 +25,12 @@ _OF_MODEL = ("seq_length", "global_batch_size", "precision", "document_lengths")
 def quickstart(options: argparse.Namespace) -> int:
     """Run ``init``, ``plan``, ``check`` and ``emit`` in turn, each shown as it could be typed.
 
+    Args:
+        options: Its own, and ``main``, which runs a command.
+
     Returns:
         The exit code of the first command that fails, else 0.
     """
-    from ..__main__ import main
-
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise PlannerError(
@@ -45,7 +46,7 @@ def quickstart(options: argparse.Namespace) -> int:
     for words in _commands(options):
         sys.stdout.write(f"\n$ {command()} {shlex.join(words)}\n")
         sys.stdout.flush()
-        if code := main(words):
+        if code := options.main(words):
             return code
     sys.stdout.write(f"\nStart the job with:\n{_start(out / 'job')}\n")
     return 0
