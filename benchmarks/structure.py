@@ -118,7 +118,7 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "package_circles": 8,
+    "package_circles": 6,
     "docstring_openings": 55,
     "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES)
     | {
