@@ -242,6 +242,8 @@ def lines(verified: Verified) -> list[Any]:
     out += [f"left: {why}" for why in verified.left]
     if verified.searches > 1:
         out.append(f"searched {verified.searches} times; the last with --memory-margin {verified.memory_margin:.3f}")
-    out += [f"not verified: rank {check.rank}: {check.error}" for check in verified.ranks if check.error]
+    for error in dict.fromkeys(check.error for check in verified.ranks if check.error):
+        ranks = [str(check.rank) for check in verified.ranks if check.error == error]
+        out.append(f"not verified: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {error}")
     out.append(f"dry runs took {verified.seconds:.0f} s of {verified.limit_s:g} s")
     return out
