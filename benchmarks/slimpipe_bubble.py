@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_runs import Model, Setting, run
-from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.context_exchange.spec import add_exchange
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Op, Program, Shape

@@ -2,14 +2,16 @@
 
 ``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
-have all of them).  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.  Bounds are
-``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or did not run in time;
-the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
+have all of them); with ``--cuda-graphs`` plans whose layers are captured.  Layers are Megatron's own in fp32, with
+``--te`` those of Transformer Engine in bf16.  Bounds are ``benchmarks.compare.BOUNDS``.  ``failures`` counts what was
+out of them, ended with an error or did not run in time; the file is written after every case.  ``--dry`` shows the
+cases, which needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 import threading
@@ -43,6 +45,15 @@ _FEATURES: tuple[tuple[Feature, ...], ...] = (
 )
 _MODELS = ("mixtral", "deepseek_v3")
 """Families with experts, and with experts and latent attention."""
+_GRAPHS: tuple[tuple[Feature, str, str], ...] = (
+    (("schedule", "1f1b"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "transformer_engine", "attn"),
+    (("schedule", "zb-v"), "transformer_engine", ""),
+    (("schedule", "slimpipe"), "transformer_engine", "mlp"),
+    (("overlap", "gradients and parameters"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "local", ""),
+)
+"""Plans with CUDA graphs of layers: a feature, who captures, and which part of a layer."""
 
 
 def cases(has_te: bool) -> list[Case]:
@@ -64,6 +75,17 @@ def cases(has_te: bool) -> list[Case]:
     found = [replace(case, name=case.name.replace(" ", "-").replace(":", "")) for case in found]
     assert all(2 <= case.plan.world_size <= _MAX_RANKS for case in found)
     return with_precision(found, "bf16") if has_te else found
+
+
+def graph_cases() -> list[Case]:
+    """Plans with CUDA graphs of layers against a process without: they are captured after three of ten steps."""
+    found = []
+    for feature, kind, part in _GRAPHS:
+        flags = ("--cuda-graph-impl", kind, *(("--cuda-graph-modules", part) if part else ()))
+        name = "-".join(("graphs", kind, part or "layers", title(feature).replace(" ", "-").replace(":", "")))
+        case = case_of(pair_row([feature]), name, 0)
+        found.append(replace(case, own=(*case.own, *flags)))
+    return with_precision(found, "bf16")
 
 
 def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) -> dict[str, Any]:
@@ -120,10 +142,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trainings", description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
+    parser.add_argument("--cuda-graphs", action="store_true", help="CUDA graphs of layers of Transformer Engine")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name contains it")
     parser.add_argument("--dry", action="store_true", help="show the cases and train nothing")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
     options = parser.parse_args(words)
-    chosen = cases(options.te)
+    try:
+        found = graph_cases() if options.cuda_graphs else cases(options.te)
+        chosen = [case for case in found if re.search(options.only or "", case.name)]
+    except re.error as error:
+        parser.error(f"argument --only: {options.only!r} is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"argument --only: no case has {options.only!r} in its name; --dry shows them")
     if options.dry:
         for case in chosen:
             print(f"{case.name:55} {case.plan.world_size} ranks {case.plan.training.precision}")
@@ -131,9 +161,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json is None or not has_gpu():
         parser.error("--json is required" if options.json is None else "there is no NVIDIA GPU here; --dry needs none")
     check_target(options.json)
-    found = train(chosen, options.json, options.te, time.monotonic() + options.limit_s)
-    print(f"{found['failures']} of {len(chosen)} failed: {[*found['failed'], *found['not_run']]}")
-    return int(found["failures"] > 0)
+    report = train(chosen, options.json, options.te or options.cuda_graphs, time.monotonic() + options.limit_s)
+    print(f"{report['failures']} of {len(chosen)} failed: {[*report['failed'], *report['not_run']]}")
+    return int(report["failures"] > 0)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ _REFUSED = (
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
     Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
-    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
-    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
+    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),
     Refusal(
         "defer_embedding_wgrad_compute",
         "the output layer would get no gradient: Megatron's own schedules make it at their end",
@@ -97,8 +97,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)
-    if getattr(args, "cuda_graph_impl", "none") != "none":
-        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
     if args.dataloader_type == "external":
         raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
     if not args.calculate_per_token_loss:

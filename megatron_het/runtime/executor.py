@@ -132,10 +132,12 @@ class Executor:
                 f"Megatron asks for {call.num_microbatches}; "
                 "batch sizes must stay as the plan says, for evaluation too"
             )
+        self.current = "the start of an iteration"
+        for feature in self._features:
+            feature.prepare(call)
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(call, state)
         begin_gathers(call)
-        self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
         points = self._sync_points[call.forward_only]
@@ -178,7 +180,8 @@ class Executor:
                 around.enter_context(feature.around_forward(forward, call))
             around.enter_context(call.sized(op.microbatch))
             around.enter_context(at_chunk(op.chunk))
-            forward.output = output = self._forward_step(forward, call, state)
+            forward.output = self._forward_step(forward, call, state)
+        output = forward.output
         if not forward.ends_in_loss:
             # The transfer needs the values, autograd only the node: Megatron's backward expects
             # the output to be deallocated, so the values are kept by a detached alias.
@@ -205,7 +208,7 @@ class Executor:
             1,  # context-parallel size
             call.collect_non_loss_data,
             is_first_microbatch=chunk not in state.forwarded,
-            current_microbatch=forward.op.microbatch,
+            current_microbatch=forward.op.microbatch if forward.number is None else forward.number,
             is_last_stage=forward.ends_in_loss,
             **({"vp_stage": chunk} if self._tells_chunk else {}),
         )
@@ -228,9 +231,11 @@ class Executor:
             if backward.gradient is not None:
                 gradient = backward.gradient
             around.enter_context(at_chunk(op.chunk))
-            result = schedules.backward_step(state.inputs.pop(key), state.outputs.pop(key), gradient, call.config)
-        if result is not None:
-            self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
+            backward.result = schedules.backward_step(
+                state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
+            )
+        if backward.result is not None:
+            self._keep_for_send(Kind.SEND_BACKWARD, key, backward.result, call, state)
 
     def _hold_gradient_sync(self, call: Call, state: Iteration) -> None:
         """Suppress DDP's reduction until a chunk's gradients are about to be complete."""

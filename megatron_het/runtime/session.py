@@ -297,7 +297,7 @@ class HetSession:
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from megatron_het.runtime.recompute import recompute_up_projections
+        from megatron_het.runtime.building import recompute_up_projections
 
         recompute_up_projections(model)
         mark_sharded(model)

@@ -8,8 +8,7 @@ import pickle
 import zipfile
 from typing import Any
 
-from megatron_het.safe_io.errors import FileError, one_line
-from megatron_het.safe_io.reading import MAX_BYTES, check_regular
+from megatron_het.safe_io.reading import MAX_BYTES, FileError, check_regular, one_line
 
 
 class Inert:

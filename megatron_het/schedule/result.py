@@ -6,8 +6,7 @@ from functools import cached_property
 
 from megatron_het.schedule.ir import RECEIVES, Kind
 from megatron_het.schedule.kinds import Stream, Value, where
-from megatron_het.schedule.memory import MemoryUse, memory_use
-from megatron_het.schedule.timeline import Event, Timeline
+from megatron_het.schedule.memory import Event, MemoryUse, Timeline, memory_use
 
 # The causes of idle time in a simulated iteration.
 

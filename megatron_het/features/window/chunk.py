@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.window.layout import layer_of, num_layers_of
+from megatron_het.features.window.building import layer_of, num_layers_of
 from megatron_het.features.window.memory import HostCopy, SideStream, WindowUse
 from megatron_het.features.window.shards import Pending, parts_of
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.overlap import check_reductions_meet
+from megatron_het.features.base import Feature, Refusal, check_reductions_meet
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.paths import placement_of

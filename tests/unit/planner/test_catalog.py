@@ -7,16 +7,30 @@ import pytest
 
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.kernels import Kernels, Product, attention_s, exchange_s, product_s
-from tools.planner.costs.layer import Spread
-from tools.planner.costs.runtime import MEGATRON_HET, WITHOUT_TE, runtime_for
-from tools.planner.costs.uncertainty import DENSE, EXPERTS, catalog_uncertainty
+from tools.planner.costs.layer import DENSE, EXPERTS, Spread, catalog_uncertainty
+from tools.planner.costs.runtime import (
+    MEGATRON_HET,
+    WITHOUT_TE,
+    Kernels,
+    Product,
+    attention_s,
+    exchange_s,
+    product_s,
+    runtime_for,
+)
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.published.calibrate import fit_all, left_out, relative_errors
-from tools.planner.published.published import TABLES, bridge_s, read_runs, runtime_of
-from tools.planner.published.reference import reference_model, reference_profile
+from tools.planner.published.accuracy import reference_model, reference_profile
+from tools.planner.published.calibrate import (
+    TABLES,
+    bridge_s,
+    fit_all,
+    left_out,
+    read_runs,
+    relative_errors,
+    runtime_of,
+)
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 

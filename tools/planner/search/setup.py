@@ -15,7 +15,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.model import Model, model_of
 from ..inputs.profile_schema import load_profile
-from .goal import Goal
+from .outcome import Goal
 
 if TYPE_CHECKING:
     from megatron_het.plan import Plan
