@@ -101,6 +101,7 @@ _NONE_FAILED = judged_by("failures", most=0)
 PARTS = (
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
+    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
     Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),

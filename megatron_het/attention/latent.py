@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_het.attention.kv_cache import KVCache, Run
-from megatron_het.attention.rotary import take_blocks
+from megatron_het.attention.places import take_blocks
 
 
 @dataclass(frozen=True)

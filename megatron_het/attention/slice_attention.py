@@ -31,8 +31,8 @@ from megatron_het.attention.places import (
     Sharing,
     SliceContext,
     WholePlace,
+    held_before,
 )
-from megatron_het.attention.rotary import held_before
 from megatron_het.plan.parts import Blocks
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.

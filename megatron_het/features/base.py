@@ -445,6 +445,8 @@ ATTENTION_REFUSED = (
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
+    Refusal("fp8_dot_product_attention", "slices are merged from results in the precision of the model"),
+    Refusal("fp8_multi_head_attention", "slices are merged from results in the precision of the model"),
     Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
     Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
     Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),

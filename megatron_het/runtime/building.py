@@ -133,6 +133,8 @@ def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
     """
     count = 0
     for model in models:
+        if getattr(model.config, "fp8", None):
+            continue  # what runs again must be quantised again, and the down projection keeps no input as it was
         for layer in model.decoder.layers:  # type: ignore[union-attr]
             if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP:
                 layer.recompute_mlp = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
 
-from .command import command
+from .errors import command
 
 if TYPE_CHECKING:
     from .errors import PlannerError

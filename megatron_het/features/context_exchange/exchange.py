@@ -44,6 +44,7 @@ from megatron_het.attention.places import NOTHING, Given, TokenGradient, pack, u
 from megatron_het.families import family_of_model
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
+    ExchangedKeys,
     Limits,
     attend,
     attend_backward,
@@ -51,8 +52,8 @@ from megatron_het.features.context_exchange.helper import (
     attend_reached_backward,
     heads_of,
     joined_heads,
+    returned_units,
 )
-from megatron_het.features.context_exchange.keys import ExchangedKeys, returned_units
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline

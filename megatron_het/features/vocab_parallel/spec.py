@@ -15,7 +15,7 @@ from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.joint import aligned_slots
 from megatron_het.schedule.kinds import Direction
-from megatron_het.schedule.passes.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
+from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
 
 # Splits the word embeddings and the output layer over the devices of each microbatch (SlimPipe, section 4.3).
 
@@ -219,6 +219,7 @@ class Vocabulary(Feature):
     }
     refused = (
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
+        Refusal("fp8_output_proj", "the split output layer computes in the precision of the model"),
         Refusal("logits_load_dir", "distillation needs whole logits"),
         Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
     )

@@ -14,8 +14,7 @@ from megatron_het.device.memory import uncounted
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
 from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
-from megatron_het.features.window.chunk import ChunkWindow
-from megatron_het.features.window.memory import WindowUse
+from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 from megatron_het.features.window.optimizer import ChunkedOptimizer
 from megatron_het.features.window.shards import set_shares
 from megatron_het.features.window.spec import WindowOptions

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_het.safe_io import parse_yaml
 
-from ..command import command
-from ..errors import PlannerError
+from ..errors import PlannerError, command
 from ..inputs.catalog import catalog, find_gpu
 from ..inputs.cluster import cluster_from_document
 from ..inputs.files import check_target, write_text

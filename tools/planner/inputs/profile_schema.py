@@ -12,8 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..command import command
-from ..errors import PlannerError, validated
+from ..errors import PlannerError, command, validated
 from .files import read_json, write_json
 from .names import text_problem
 

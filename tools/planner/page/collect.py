@@ -10,7 +10,7 @@ from megatron_het.plan import Plan
 from megatron_het.schedule.cost import layer_share, message_bytes
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Op
 from megatron_het.schedule.kinds import Effect, Role, Stream, Work, complete
-from megatron_het.schedule.result import Result
+from megatron_het.schedule.simulate import Result
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator

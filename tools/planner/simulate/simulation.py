@@ -15,8 +15,8 @@ from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.ir import Program
-from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import Result, simulate
+from megatron_het.schedule.transfers import post_receives_early
 
 from ..costs.build import build_plan, in_order_of, part_of, seats
 from ..costs.candidate import Candidate
