@@ -105,9 +105,9 @@ PARTS = (
     Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 100, _NONE_FAILED),
-    Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
-    Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
+    Part("checkpoint", _cases("checkpoint"), 80, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 80, _NONE_FAILED),
     Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
     Part(
         "memory",

@@ -133,10 +133,9 @@ def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
     """
     count = 0
     for model in models:
-        if getattr(model.config, "fp8", None):
-            continue  # what runs again must be quantised again, and the down projection keeps no input as it was
         for layer in model.decoder.layers:  # type: ignore[union-attr]
-            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP:
+            # In fp8 what runs again is quantised again, and the down projection keeps another input.
+            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP and not layer.mlp.config.fp8:
                 layer.recompute_mlp = False
                 layer.mlp.__class__ = RecomputingMLP
                 count += 1

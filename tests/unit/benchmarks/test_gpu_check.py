@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import common_flags
-from benchmarks.gpu import check, offload, trainings
+from benchmarks.gpu import check, checkpoint, offload, trainings
+from benchmarks.gpu.cases import CaseError, Setting, run_cases
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
 from benchmarks.lab import Lab
@@ -86,6 +87,36 @@ def test_a_part_knows_its_limit(tmp_path):
     one = Part("told", ("-c", code, "{json}", "{limit_s}"), 60.0, judged_by("x", least=55.0, most=None))
     report = run_all([one], tmp_path / "out.json", {})
     assert report["parts"]["told"]["figures"] == {"x": 55.0}
+
+
+def test_cases_of_a_part_fail_alone(tmp_path, capsys):
+    """Each has a row as soon as it has ended, and what has not ended counts as a failure meanwhile."""
+    seen = []
+
+    def fails():
+        seen.append(json.loads((tmp_path / "out.json").read_text()))
+        raise CaseError("wrong")
+
+    def breaks():
+        raise KeyError("missing")
+
+    setting = Setting(tmp_path / "out.json", "cpu", tmp_path, 1e9)
+    assert run_cases(setting, {"good": lambda: {"x": 1}, "bad": fails, "broken": breaks}) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["failures"], found["failed"], found["not_run"]) == (2, ["bad", "broken"], [])
+    assert found["cases"]["good"]["x"] == 1 and found["cases"]["bad"]["error"] == "wrong"
+    assert seen[0]["failures"] == 2 and seen[0]["not_run"] == ["bad", "broken"]
+    assert run_cases(setting, {"good": dict}, at_once=2) == 0 and "broken" in capsys.readouterr().out
+
+
+def test_checkpoints_move_between_plans_that_can_run():
+    for precision in ("fp32", "bf16"):
+        for one in checkpoint.moves(precision).values():
+            for plan in (one.first, one.second):
+                check_plan(plan)
+                check_plan_alone(plan)
+                assert plan.world_size == 2 and plan.training.precision == precision
+            assert one.first.model == one.second.model and build(one.first) != build(one.second)
 
 
 def test_offload_has_figures_before_its_last_run():
