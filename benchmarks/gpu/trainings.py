@@ -116,9 +116,8 @@ def fp8_cases() -> list[Case]:
 
 def _widened(case: Case, precision: str) -> Case:
     """The case with the sizes of the family for fp8."""
-    sizes: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 512}
-    training = replace(case.plan.training, precision="bf16")
-    plan = replace(case.plan, model=replace(case.plan.model, **sizes), training=training)
+    model = replace(case.plan.model, hidden_size=256, ffn_hidden_size=512, seq_length=512)
+    plan = replace(case.plan, model=model, training=replace(case.plan.training, precision="bf16"))
     return replace(case, plan=plan, family=WIDE, chosen={**case.chosen, "precision": precision})
 
 

@@ -1,4 +1,4 @@
-"""What an elastic run does between iterations: leave together, and take over the state of an earlier generation."""
+"""Boundaries of an elastic run's iterations: leave together, and take over the state of an earlier generation."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class ElasticBoundary(Boundary):
         return None
 
     def saves(self) -> None:
-        """What fails from here to the next boundary is this checkpoint."""
+        """Notes that what fails from here to the next boundary is this checkpoint."""
         self.saving = (self.iteration or 0) + 1
 
     def reached(self, session: Any, iteration: int) -> None:
@@ -216,7 +216,7 @@ class ElasticBoundary(Boundary):
 
     @property
     def iterations_left(self) -> int:
-        """Of the training, after those that are done."""
+        """Returns the iterations of the training that are left."""
         assert self.trainee is not None
         args, done = self.trainee.args, self.iteration or 0
         if args.train_iters:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_ABORT_S = 10.0
+_ABORT_S, _BEFORE_CUT_S = 10.0, 3.0
 
 
 def communicators() -> list[Any]:
@@ -94,12 +94,12 @@ class Severing:
 
     @property
     def key(self) -> str | None:
-        """Of what is under way; None in between."""
+        """Returns the key of what is under way; None in between."""
         return self._key
 
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
-        """What connects in here belongs to one session.
+        """Counts what connects in here to one session.
 
         Args:
             key: Its key, for :meth:`cut`.
@@ -123,6 +123,10 @@ class Severing:
         with self._lock:  # the next session's connections are not this one's
             if self._key != key:
                 return 0
+            waiting = [one for one in communicators() if one not in self._aborted]
+            self._aborted += waiting
+            self._has_aborted = bool(self._aborted)  # before it happens
+            abort(waiting, _BEFORE_CUT_S)  # while NCCL has its connections; one that is being made needs the cut
             spared = self._older | {_inode_of(number) for number in _of_python()}
             controller = {(address, self._port) for address in _addresses(self._host)}
             for one in sockets():
@@ -131,10 +135,6 @@ class Severing:
                 with contextlib.suppress(OSError):  # it is not connected, or not any more
                     one.shutdown(socket.SHUT_RDWR)
                     number += 1
-            waiting = [one for one in communicators() if one not in self._aborted]
-            self._aborted += waiting
-            self._has_aborted = bool(self._aborted)  # before it happens
-            abort(waiting)
         return number
 
 
@@ -177,7 +177,7 @@ def _peer(one: socket.socket) -> tuple[str, int] | None:
 
 
 def _addresses(host: str) -> set[str]:
-    """Of the controller."""
+    """Returns the addresses of the controller."""
     with contextlib.suppress(OSError):
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return {host}
