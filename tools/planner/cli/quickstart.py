@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..emit.checks import to_fill_in
 from ..errors import PlannerError, command
 from ..inputs import __name__ as inputs_package
 from ..inputs.files import write_text
@@ -48,7 +49,8 @@ def quickstart(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         if code := options.main(words):
             return code
-    sys.stdout.write(f"\nStart the job with:\n{_start(out / 'job')}\n")
+    start = "When that is filled in, start" if to_fill_in(shlex.split(options.extra or "")) else "Start"
+    sys.stdout.write(f"\n{start} the job with:\n{_start(out / 'job')}\n")
     return 0
 
 
