@@ -301,7 +301,7 @@ class Worker:
         )
         news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)
-        boundary.is_cut = self._severing.is_cut
+        boundary.has_aborted = self._severing.has_aborted
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
         finally:
@@ -361,7 +361,7 @@ class Worker:
 
 
 class News:
-    """What the controller wants of a generation, heard on a thread, so that training never waits to hear of nothing.
+    """Hears on a thread what the controller wants of a generation, so that training never waits to hear of nothing.
 
     Every rank that has heard that a change is wanted says so.  Once all have, the first rank writes at a boundary that
     everybody leaves at the next one.  No rank gets there without the first rank's part in the iteration between, and
@@ -410,7 +410,7 @@ class News:
         return found
 
     def leaves_at(self, iteration: int) -> bool:
-        """The same answer on all ranks; False while the controller is away."""
+        """Gives one answer on all ranks; False while the controller is away."""
         self.opened()
         if not self._knows or time.monotonic() < self._away_until_s:
             return False

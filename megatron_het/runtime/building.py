@@ -211,7 +211,7 @@ class ChunkedBuilder:
         model_type: ModelType = ModelType.encoder_or_decoder,
         **options: Any,
     ) -> list[Any]:
-        """As upstream's; the chunks that upstream cannot build are built one after the other.
+        """Builds chunks as upstream does; those that upstream cannot build come one after the other.
 
         Its other options, of which every release has its own, are for what comes after building.
         """
@@ -299,7 +299,7 @@ class ChunkedBuilder:
 
 
 class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
-    """The same of a GPTModel."""
+    """Builds a GPTModel that way."""
 
 
 class PlacedHybridModelBuilder(HybridModelBuilder):
@@ -318,4 +318,4 @@ class PlacedHybridModelBuilder(HybridModelBuilder):
 
 
 class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
-    """The same of a HybridModel."""
+    """Builds a HybridModel that way."""

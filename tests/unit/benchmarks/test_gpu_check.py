@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -251,3 +252,21 @@ class FakeRunner:
 
     def run_all(self, jobs, *, at_once):
         return iter(list(jobs))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_trainings_share_the_gpu_by_a_service_of_their_own(tmp_path, monkeypatch, works: bool):
+    control, said = tmp_path / "bin" / "nvidia-cuda-mps-control", tmp_path / "said"
+    control.parent.mkdir()
+    control.write_text(
+        f'#!/bin/sh\necho "$@ $CUDA_MPS_PIPE_DIRECTORY" >> {said}\ncat >> {said}\nexit {int(not works)}\n'
+    )
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{control.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with trainings.shared_gpu(tmp_path):
+        assert os.environ.get("CUDA_MPS_PIPE_DIRECTORY") == (str(tmp_path / "mps") if works else None)
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    first, *more = said.read_text().splitlines()
+    assert first == f"-d {tmp_path / 'mps'}"
+    assert ("quit -t 5" in more) is works

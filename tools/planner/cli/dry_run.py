@@ -198,13 +198,14 @@ def _run_in_turn(
             words += ["--rank", str(rank)]
         longest_s = START_S + (limit_s + 1) * len(ranks)
         bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
+        ended = ""
         with (out / "log").open("w+", encoding="utf-8", errors="replace") as log:
             try:
                 subprocess.run(
                     [*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False
                 )
             except subprocess.TimeoutExpired:
-                log.write(f"\nended after {bound_s:g} s\n")
+                ended = f"not done after {bound_s:.0f} s"
             log.seek(0)
             lines = log.read().splitlines()
         for rank in ranks:
@@ -212,16 +213,16 @@ def _run_in_turn(
             if path.exists():
                 found[rank] = json.loads(path.read_text(encoding="utf-8"))
             else:
-                found[rank] = {"error": _reason(lines)}
+                found[rank] = {"error": _reason(lines, ended)}
     return found
 
 
-def _reason(lines: Sequence[str]) -> str:
-    """The one line of a log that says why there are no figures, or its end."""
+def _reason(lines: Sequence[str], ended: str) -> str:
+    """The one line of a log that says why there are no figures, else that its process was ended, else the log's end."""
     for line in reversed(lines):
         if line.startswith(("megatron_het", "error:")) or "Error: " in line:
             return line.strip()
-    return "\n".join(lines[-_LAST_LINES:]) or "it ended without a word"
+    return ended or "\n".join(lines[-_LAST_LINES:]) or "it ended without a word"
 
 
 def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, Any]:
@@ -431,14 +432,14 @@ class Verifier:
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
                 if not worst.is_too_large:
                     return Verified(
-                        found,
-                        plan,
-                        checks,
-                        self._left,
-                        searches,
-                        estimator.memory_margin,
-                        round(self._spent_s, 1),
-                        self._limit_s,
+                        found=found,
+                        plan=plan,
+                        ranks=checks,
+                        left=self._left,
+                        searches=searches,
+                        memory_margin=estimator.memory_margin,
+                        seconds=round(self._spent_s, 1),
+                        limit_s=self._limit_s,
                     )
                 self._left.append(_why(found, worst))
                 closest = max(closest, worst.predicted_bytes / worst.needed_bytes)
@@ -479,14 +480,14 @@ def _check(plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[
     said = max(mine, key=lambda m: m.total_bytes / m.capacity_bytes)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
-        rank,
-        len(kind.ranks),
-        s,
-        replica.device,
-        peak,
-        said.total_bytes,
-        said.capacity_bytes,
-        str(result.get("error", "")),
+        rank=rank,
+        stands_for=len(kind.ranks),
+        stage=s,
+        gpu=replica.device,
+        needed_bytes=peak,
+        predicted_bytes=said.total_bytes,
+        capacity_bytes=said.capacity_bytes,
+        error=str(result.get("error", "")),
     )
 
 
@@ -509,6 +510,8 @@ def lines(verified: Verified) -> list[Any]:
     out += [f"left: {why}" for why in verified.left]
     if verified.searches > 1:
         out.append(f"searched {verified.searches} times; the last with --memory-margin {verified.memory_margin:.3f}")
-    out += [f"not verified: rank {check.rank}: {check.error}" for check in verified.ranks if check.error]
+    for error in dict.fromkeys(check.error for check in verified.ranks if check.error):
+        ranks = [str(check.rank) for check in verified.ranks if check.error == error]
+        out.append(f"not verified: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {error}")
     out.append(f"dry runs took {verified.seconds:.0f} s of {verified.limit_s:g} s")
     return out
