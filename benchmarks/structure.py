@@ -142,7 +142,7 @@ PRESENT: dict[str, Target] = {
         "multi-token prediction": 23,
     },
     "positional_records": 40,
-    "product_files": 336,
+    "product_files": 331,
     "product_lines": 76_800,
     "all_lines": 141_500,
     "package_lines": BUDGET

@@ -371,7 +371,7 @@ def _support_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders and files of the job")
     parser.add_argument("--out", type=Path, default=Path("support.zip"), help="the archive (default %(default)s)")
-    parser.set_defaults(run=_call("cli.support", "support"))
+    parser.set_defaults(run=_call("cli.commands", "support"))
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
