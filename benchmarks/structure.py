@@ -144,7 +144,7 @@ PRESENT: dict[str, Target] = {
     "positional_records": 40,
     "product_files": 331,
     "product_lines": 76_800,
-    "all_lines": 141_500,
+    "all_lines": 141_600,
     "package_lines": BUDGET
     | {
         "benchmarks": 20_700,
