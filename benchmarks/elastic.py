@@ -137,7 +137,14 @@ class ElasticJob:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self._base = ["--controller", f"127.0.0.1:{port}"]
-        self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", "10"]
+        self._base += [
+            "--folder",
+            str(folder / "job"),
+            "--copy-every",
+            copy_every,
+            "--leave-s",
+            "30" if device == "cuda" else "10",
+        ]
         self._flags = flags(iterations, folder / "report", make(1), device)
         self._processes: dict[str, Any] = {}
         self._open("controller", ["--controller-only", "--nodes", str(len(nodes)), "--plans", *map(str, plans)])

@@ -20,12 +20,15 @@ from tools.planner.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
     MOE_CONSTANTS,
+    TABLES,
+    PublishedRun,
     constants_of,
     fit_all,
     left_out,
+    read_runs,
     relative_errors,
+    runtime_of,
 )
-from tools.planner.published.published import TABLES, PublishedRun, read_runs, runtime_of
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ _TAIL_LINES = 15
 _LEAST_S = 10.0
 _LAST_WORDS_S = 5.0
 """A part that keeps to a limit itself has so much less, to say what hangs."""
+_MARK = "HET_GPU_CHECK_PART"
+"""Variable by which the processes of a part are known, whatever session they are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +99,23 @@ def _cases(module: str, *words: str) -> tuple[str, ...]:
 _NONE_FAILED = judged_by("failures", most=0)
 
 PARTS = (
+    # Those that train many plans at once are not neighbours: their ranks take turns on the device.
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
-    Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
+    Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 70, _NONE_FAILED),
-    Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
-    Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
+    Part("checkpoint", _cases("checkpoint"), 80, _NONE_FAILED),
+    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 80, _NONE_FAILED),
+    Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
         90,
         all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
     Part(
         "graphs",
@@ -153,12 +159,13 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     target = folder / f"{part.name}.json"
     values = {"{json}": str(target), "{limit_s}": f"{max(1.0, limit_s - _LAST_WORDS_S):g}"}
     words = [values.get(word, word) for word in part.command]
-    start_s = time.monotonic()
+    start_s, mark = time.monotonic(), secrets.token_hex(8)
     log = folder / f"{part.name}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *words],
             cwd=REPOSITORY,
+            env={**os.environ, _MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -169,7 +176,7 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _end(process, mark)
     result: dict[str, Any] = {"exit_code": code, "elapsed_s": round(time.monotonic() - start_s, 1)}
     try:
         figures = read_figures(target)
@@ -184,11 +191,16 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     return result
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """End a part and the ranks that it has started, which would keep the GPU's memory from the next part."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    own = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if own in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def read_figures(path: Path) -> Any:

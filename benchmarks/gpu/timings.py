@@ -375,7 +375,7 @@ def main(words: Sequence[str] | None = None) -> int:
     is_cuda = torch.cuda.is_available()
     if not is_cuda and not options.small:
         parser.exit(3, "benchmarks.gpu.timings needs a CUDA device, and there is none here\n")
-    from tools.planner.cli.inventory.naming import catalog_name
+    from tools.planner.cli.inventory import catalog_name
 
     named = catalog_name(torch.cuda.get_device_name()) if is_cuda else None
     device, precision = named.name if named else "here", "bf16" if is_cuda else "fp32"

@@ -121,7 +121,7 @@ class MeasuringSession(HetSession):
         self._pass_s = 0.0
 
     def know_links(self, seconds: dict[str, list[float]]) -> None:
-        """What collectives take, for the first answer."""
+        """Sets what collectives take, for the first answer."""
         self._links = seconds
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
     """Start the rank's training, which the session turns into measurements."""
     from megatron_het import device as platform
-    from megatron_het.auto_batch.links import measure_links
+    from megatron_het.auto_batch.exchange import measure_links
     from megatron_het.device.memory import limited_memory
     from megatron_het.launch import start as hooks
 

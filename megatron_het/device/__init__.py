@@ -1,4 +1,4 @@
-"""What differs between CUDA and CPU, in one place.
+"""Differences between CUDA and CPU, in one place.
 
 :func:`activate` is called before ``megatron.training`` is imported.  On a machine with a usable
 CUDA device it changes nothing at all.  Without one it installs the CPU device support of
@@ -22,9 +22,11 @@ import torch
 from megatron_het.device.flags import Flag, platform_flags, unmet
 from megatron_het.device.simulated import host_wait, is_simulated
 
-__all__ = ["SAME_DEVICES", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
+__all__ = ["SAME_DEVICES", "SHARING_RANK", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
 
 SAME_DEVICES = "HET_SAME_DEVICES"
+SHARING_RANK = "HET_LOCAL_RANK"
+"""Variable with the launcher's local rank where ranks share devices: ``LOCAL_RANK`` is the device then."""
 """Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
 _ACTIVE: list[Platform] = []
 
@@ -83,7 +85,7 @@ class Platform:
         return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
 
     def default_flags(self) -> tuple[str, ...]:
-        """The same flags as words of a command line; empty with CUDA, TE and Apex in place."""
+        """Returns these flags as words of a command line; empty with CUDA, TE and Apex in place."""
         return tuple(word for flag in self.flags() for word in flag.words)
 
     def unmet_flags(self, args: object) -> tuple[Flag, ...]:
@@ -126,6 +128,7 @@ def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
         settings |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     for name, value in settings.items():
         environment.setdefault(name, value)
+    environment.setdefault(SHARING_RANK, str(local_rank))
     environment["LOCAL_RANK"] = str(local_rank % devices)
     return (
         f"{ranks} ranks share {devices} device{'s' if devices > 1 else ''} on {socket.gethostname()}: NCCL takes every "
@@ -155,10 +158,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
                 sys.stderr.write(f"megatron_het: {said}\n")
             _ACTIVE.append(Platform("cuda"))
         else:
-            from megatron_het.device import cpu, cpu_children
+            from megatron_het.device import cpu
 
             cpu.install()
-            cpu_children.install(activate)
+            cpu.prepare_children(activate)
             _ACTIVE.append(Platform("cpu"))
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)

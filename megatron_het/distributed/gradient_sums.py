@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups
-from megatron_het.distributed.parameters import CopiesCheck, ShardedParameter, is_tied_copy
-from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
+from megatron_het.distributed.resharding import CopiesCheck, ReplicaClass, ShardedParameter, ShardExchange, is_tied_copy
 from megatron_het.plan import Placement
 
 
@@ -119,7 +118,7 @@ class GradientFinalizer:
             copy.main_grad.copy_(copies[0].main_grad)
 
     def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
-        """The same sums once upstream has reduced inside every class, and over TP ranks.
+        """Adds what is missing once upstream has reduced inside every class, and over TP ranks.
 
         Args:
             model: DDP-wrapped chunks of this rank.

@@ -165,9 +165,7 @@ class Copies:
         with self._lock:
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration <= iteration]
 
-    def keep(
-        self, session: Any, trainee: Trainee, iteration: int, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def keep(self, session: Any, trainee: Trainee, iteration: int, check: Callable[[], None] = lambda: None) -> None:
         """At a boundary: copy the state, if it is time.  All ranks call it at the same boundaries.
 
         Args:

@@ -20,7 +20,7 @@ from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
 from megatron_het.megatron_patches import failed_writes
-from megatron_het.runtime.roll_call import flush_logs
+from megatron_het.runtime.training import flush_logs
 from megatron_het.safe_io import write_json
 
 
@@ -147,6 +147,9 @@ def end_session() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+        if dist.is_initialized():  # a communicator that has failed is in the way
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
     # Groups are numbered, and members of one must have the same number.  A world that could not be made, because a
     # member died meanwhile, has used one up; processes that came later have not.
     if not dist.is_initialized():

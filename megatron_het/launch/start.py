@@ -234,6 +234,13 @@ def _check_transport(transport: str, backend: str, device: Platform) -> None:
 
 def _check_platform(device: Platform, args: Any) -> None:
     """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
+    if getattr(args, "cuda_graph_impl", "none") != "none" and not (device.is_cuda or device.plays_cuda):
+        raise PlanError(
+            "--cuda-graph-impl",
+            args.cuda_graph_impl,
+            f"this machine ({device.device_name}) has no CUDA device",
+            "Leave it out",
+        )
     missing = device.unmet_flags(args)
     if missing:
         raise PlanError(
@@ -255,7 +262,7 @@ def _check_wandb(args: Any) -> None:
 
 
 def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
-    """What is wrong with Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
+    """Problems of Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
 
     What this machine lacks is not among it; see ``Platform.unmet_flags``.
 
@@ -288,7 +295,7 @@ def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
 
 
 def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """Likewise the programs of a plan whose session is not this one."""
+    """Checks the programs of a plan whose session is not this one."""
     from megatron_het.runtime.session import check_programs
 
     with errors_of(_turn_of(plan), turns):

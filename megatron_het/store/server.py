@@ -16,8 +16,17 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_het.store.documents import Documents
-from megatron_het.store.wire import HEAD_BYTES, NONCE_BYTES, PROOF_BYTES, REFUSED, Channel, Handshake, StoreError, hello
+from megatron_het.store.wire import (
+    HEAD_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    REFUSED,
+    Channel,
+    Documents,
+    Handshake,
+    StoreError,
+    hello,
+)
 
 MAX_STRANGERS = 64
 HANDSHAKE_S = 5.0
@@ -42,7 +51,7 @@ class Strangers:
     last: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return asdict(self)
 
 
@@ -287,7 +296,7 @@ class StoreServer(Documents):
                         del self._waiting[key]
 
     def _wake(self, key: str) -> None:
-        """Those who wait for a key look again."""
+        """Wakes those who wait for a key."""
         if threading.current_thread() is self._thread:
             self._resume(key)
         elif self._thread.is_alive():

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_het.distributed.parameters import CopiesCheck, is_tied_copy
+from megatron_het.distributed.resharding import CopiesCheck, is_tied_copy
 from megatron_het.features.window.chunk import ChunkWindow
 from megatron_het.features.window.spec import WindowOptions
 from megatron_het.features.window.state import Entry, OffloadedState, UndoLog
@@ -177,7 +177,7 @@ class ChunkedOptimizer:
         return found
 
     def _take(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        """What a checkpoint has of a main parameter and its state."""
+        """Sets a main parameter and its state from a checkpoint."""
         self._bring(self._owner[parameter])
         type(self._optimizer)._set_main_param_and_optimizer_states(self._optimizer, parameter, tensors)
 

@@ -13,7 +13,7 @@ from tools.planner.costs.extras import rows_of
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.published.reference import reference_nodes
+from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
 from tools.planner.search.methods import search

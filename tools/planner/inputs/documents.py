@@ -11,7 +11,7 @@ import functools
 import random
 
 from megatron_het.safe_io import FileError, read_text
-from megatron_het.safe_io.errors import shown
+from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts
 
 from ..errors import PlannerError, from_file_error
@@ -83,7 +83,7 @@ def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_l
 
 
 def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
-    """The same of every sequence that is drawn.
+    """Computes the share that is left for every sequence that is drawn.
 
     Args:
         lengths: Of the documents.

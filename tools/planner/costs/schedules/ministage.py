@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_het.features import host_parameters, switches
-from megatron_het.plan.routing import route
+from megatron_het.plan.placement import route
 
 from ..candidate import Candidate, chunk_layers
 from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, rank_bytes, rank_parameters
