@@ -206,6 +206,7 @@ def _split(stages):
         ((4, 4, 4, 4), 16, 50e9, {"rows": _split(4)}),
         ((4, 4, 4, 4), 16, 50e9, {"rows": _split(4), "recompute": "full"}),
         ((4, 4, 4), 16, 50e9, {"rows": _split(3)}),
+        ((4,), 4, 50e9, {"rows": _split(1)}),
         ((1,) * 8, 8, 50e9, {"rows": _split(8)}),
         ((4, 4, 4, 4), 2, 1e9, {"rows": _split(4), "schedule": "slimpipe", "slices": 16}),
         ((4, 4, 4, 4), 12, 1e9, {"rows": _split(4), "schedule": "slimpipe", "slices": 8}),

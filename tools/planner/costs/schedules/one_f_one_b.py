@@ -107,7 +107,7 @@ class OneFOneB(Schedule):
         Between two meetings a stage begins with a backward for which the stage before waits, or ends with a forward
         that has come from two stages before.
         """
-        if not candidate.rows:
+        if not candidate.rows or len(stages) == 1:
             return 0.0
         units, layers = [stage.units[0] for stage in stages], [stage.layers for stage in candidate.stages]
         forward = [unit.layer_f * n for unit, n in zip(units, layers)]
