@@ -222,7 +222,9 @@ def thorough(
     merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
     gpus = sum(limits)
     effort = effort or ground.asked or effort_for(gpus)
-    book = Book(merged.estimator, goal, progress, limits, ground.first, bound, bound)
+    # The closed form of a small plan may be far off, so that nothing is given up for it.
+    beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
+    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten, bound)
     ground.first = ground.first or book
     outcome = Outcome("auto")
     try:
