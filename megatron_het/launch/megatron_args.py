@@ -302,7 +302,8 @@ def _check_delayed_scaling(plan: Plan, args: Any) -> None:
         raise PlanError(
             "--first-last-layers-bf16", True, "delayed scaling is of all layers at once", "Use --fp8-recipe tensorwise"
         )
-    recomputes = plan.training.recompute != "none" or args.recompute_granularity or args.recompute_activations
+    given = (getattr(args, f"recompute_{name}", None) for name in ("granularity", "activations"))
+    recomputes = plan.training.recompute != "none" or any(given)
     if recomputes and plan.schedule.name in LAST_IN_FIRST_OUT:
         raise PlanError(
             "--fp8-recipe",

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.cases import common_flags
+from benchmarks.compare import BOUNDS
 from benchmarks.gpu import check, checkpoint, offload, trainings
 from benchmarks.gpu.cases import CaseError, Setting, run_cases
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
@@ -20,6 +22,7 @@ from benchmarks.lab import Lab
 from benchmarks.parity import measure
 from benchmarks.runner import JobError
 from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.launch.megatron_args import _check_fp8
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
 
@@ -189,6 +192,33 @@ def test_trainings_have_every_schedule_and_valid_plans(has_te, capsys):
         assert ("--spec" in flags) <= (not has_te) and "gloo" not in (*flags, *case.plan_flags("cuda"))
         assert ("--bf16" in flags) == has_te
     assert trainings.main(["--dry"]) == 0 and len(capsys.readouterr().out.splitlines()) == len(names)
+
+
+def test_trainings_in_fp8_have_sizes_for_it():
+    chosen = trainings.fp8_cases()
+    assert len({case.name for case in chosen}) == len(chosen) <= 10
+    for case in chosen:
+        check_plan(case.plan)
+        check_plan_alone(case.plan)
+        build(case.plan)
+        words = [*case.extra, *case.own]
+        recipe = words[words.index("--fp8-recipe") + 1]
+        _check_fp8(case.plan, SimpleNamespace(fp8="hybrid", fp8_recipe=recipe, transformer_impl="transformer_engine"))
+        assert case.chosen["precision"] in BOUNDS["cuda"] and "--bf16" in common_flags(*case.reference, device="cuda")
+
+
+def test_fp8_that_nobody_computes_is_a_failure(tmp_path, monkeypatch):
+    chosen = [case for case in trainings.fp8_cases() if case.name == "fp8-against-bf16"]
+    figures = {f"relative_{key}_difference": 1e-3 for key in ("loss", "validation", "gradient", "norm")}
+
+    def measured(cases, *_unused, on_entry, **_more):
+        on_entry({"name": cases[0].name, "chosen": cases[0].chosen, **figures})
+
+    monkeypatch.setattr(trainings, "measure", measured)
+    monkeypatch.setattr(trainings, "has_gpu", lambda: True)
+    assert trainings.train(chosen, tmp_path / "out.json", True, 1e9)["failed"] == ["fp8-against-bf16"]
+    figures["relative_gradient_difference"] = 0.05
+    assert trainings.train(chosen, tmp_path / "out.json", True, 1e9)["failures"] == 0
 
 
 def test_trainings_count_what_did_not_run(tmp_path, monkeypatch):

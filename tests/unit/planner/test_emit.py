@@ -111,7 +111,9 @@ def test_flags_of_plan_and_model() -> None:
     assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words
     words = model_arguments(plan, ModelOptions(gated=False, biases=True, learned_positions=64))
     assert words[words.index("--max-position-embeddings") + 1] == "64"
-    assert "--disable-bias-linear" not in words
+    assert "--disable-bias-linear" not in words and "--fp8-format" not in words
+    words = model_arguments(plan, ModelOptions(fp8=True))
+    assert words[words.index("--fp8-format") + 1] == "hybrid" and words[words.index("--fp8-recipe") + 1] == "tensorwise"
 
 
 def test_bash_arrays_survive_bash() -> None:

@@ -1,0 +1,118 @@
+"""fp8 on a machine without it: linear layers of Megatron stand in for those of Transformer Engine.
+
+They keep a copy of their weight as those do, and use the copy.  They fail where the copy is not of the weight as it is,
+and where they run outside of the recipe of their layer.  Copies are exact, so that trainings can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import probe
+
+
+class Copy:
+    """The quantised copy of a weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._data = weight.detach().clone()
+
+
+class Recipe:
+    """Knows in which layer's recipe the process is, and what has been quantised in it."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._layer = out, -1
+        self._iterations: list[Counter[str]] = []
+        self._passes: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def context(self, config: Any, layer_no: int = -1, is_init: bool = False) -> Iterator[None]:
+        """In place of Megatron's ``get_fp8_context``."""
+        from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+        assert config.fp8 == "hybrid"
+        before = self._layer
+        self._layer = -1 if is_init or is_first_last_bf16_layer(config, layer_no) else layer_no
+        try:
+            yield
+        finally:
+            self._layer = before
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._iterations.append(Counter())
+
+    def multiply(self, layer: Any, number: int, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """The weight that a linear layer computes with."""
+        self._passes[f"{number} {self._layer}"] += 1
+        if self._layer < 0:
+            return weight
+        if "weight" not in layer._fp8_workspaces:
+            layer._fp8_workspaces["weight"] = Copy(weight)
+            self._iterations[-1][f"{number} {name}"] += 1
+        assert not layer.is_first_microbatch, "the backward of this pass would write where others add"
+        assert torch.equal(layer._fp8_workspaces["weight"]._data, weight), f"layer {number} {name}: stale copy"
+        return weight
+
+    def write(self) -> None:
+        """Write how often each weight was quantised by iteration, and the layers and recipes of all passes."""
+        self._out.write_text(json.dumps({"quantised": self._iterations, "passes": self._passes}))
+
+
+def _linear_layers(models: list[Any]) -> Iterator[tuple[int, str, Any]]:
+    """The linear layers of decoders, with the number of their layer and their names there."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for layer in (layer for model in models for layer in model.decoder.layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                yield layer.layer_number - 1, name, module
+
+
+def _stand_in(recipe: Recipe, number: int, name: str, layer: Any) -> None:
+    own = layer._forward_impl
+
+    def forward(*, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+        found: torch.Tensor = own(weight=recipe.multiply(layer, number, name, weight), **more)
+        return found
+
+    layer._forward_impl = forward
+
+
+def observe(*, rank: int, out: str, gradients: bool = False) -> None:
+    """As :func:`benchmarks.probe.observe`; ``fp8-RANK.json`` in the folder says what was quantised."""
+    from megatron.core.transformer import transformer_block
+
+    from megatron_het.launch import megatron_args
+    from megatron_het.runtime.executor import Executor
+    from megatron_het.runtime.session import HetSession
+
+    recipe = Recipe(Path(out) / f"fp8-{rank}.json")
+    megatron_args._check_fp8 = lambda *_: None
+    transformer_block.get_fp8_context = recipe.context
+    prepare, run = HetSession._prepare_model, Executor.run
+
+    def prepared(session: Any, models: list[Any]) -> Any:
+        for _, _, layer in _linear_layers(models):
+            layer._fp8_workspaces, layer.is_first_microbatch = {}, True
+        found = prepare(session, models)
+        for number, name, layer in _linear_layers(found):
+            _stand_in(recipe, number, name, layer)
+        return found
+
+    def runs(executor: Any, call: Any) -> Any:
+        recipe.begin()
+        result = run(executor, call)
+        recipe.write()
+        return result
+
+    HetSession._prepare_model, Executor.run = prepared, runs
+    probe.observe(rank=rank, out=out, gradients=gradients)

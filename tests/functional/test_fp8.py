@@ -1,0 +1,61 @@
+"""Every layer of every pass runs in its recipe of fp8, and quantises its weights once per iteration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.combination_cases import case_of, pair_row
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.runner import words
+from tests.functional.selected import tiers
+
+BAR = 1e-5
+FLAGS = words(
+    "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 "
+    "--num-layers-at-end-in-bf16 1"
+)
+
+
+def made(name: str, **features: object) -> Case:
+    case = case_of(pair_row(features.items()), name, 0)
+    return replace(case, own=(*case.own, *FLAGS))
+
+
+CASES = [
+    made("fp8-slimpipe", schedule="slimpipe"),
+    made("fp8-zb-v", schedule="zb-v"),
+    made("fp8-interleaved", schedule="interleaved"),
+    made("fp8-window", window="exact"),
+    made("fp8-ZeRO-3", window="ZeRO-3"),
+]
+BY_NAME = {case.name: case for case in CASES}
+FULL = {"fp8-interleaved", "fp8-window"}
+
+
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
+def test_layers_run_in_their_recipe(name: str, lab: Lab) -> None:
+    case = BY_NAME[name]
+    job = lab.job(case)
+    assert job.setup is not None
+    job = replace(job, setup=("tests.functional.fp8_layers:observe", job.setup[1]), timeout_s=240.0)
+    lab.runner.run(job)
+    layers, seen = case.plan.model.num_layers, set()
+    for rank in range(case.plan.world_size):
+        found = json.loads((job.log_dir / f"fp8-{rank}.json").read_text())
+        for passes in found["passes"]:
+            number, recipe = map(int, passes.split())
+            assert recipe == (-1 if number in (0, layers - 1) else number)
+            seen.add(number)
+        times = {count for iteration in found["quantised"] for count in iteration.values()}
+        if "ZeRO" in name:  # parameters are freed between passes, and their copies with them
+            assert times
+        elif "window" not in name:
+            assert times <= {1}
+    assert seen == set(range(layers))
+    figures = compare(job.log_dir, case.plan, lab.reference(case))
+    assert max(figures.loss, figures.validation) <= BAR, figures

@@ -1,0 +1,92 @@
+"""What is refused of fp8, and what is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_het.features.base import ATTENTION_REFUSED
+from megatron_het.launch.megatron_args import LAST_IN_FIRST_OUT, _check_fp8
+from megatron_het.lowering.programs import build
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.schedule.ir import Kind
+from tests.unit.plan.megatron_flags import flags
+
+CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
+SLICES = {"slimpipe": {"slices": 4}, "seq1f1b": {"slices": 4}, "terapipe": {"slices": 4}}
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half", "ministage", *SLICES, "data-parallel")
+
+
+def made(schedule: str = "1f1b", length: int = 64, **parameters: Any) -> Plan:
+    stages = 1 if schedule == "data-parallel" else 2
+    words = f"--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size {stages} --seq-length {length}"
+    if schedule in CHUNKS:
+        words += f" --num-virtual-stages-per-pipeline-rank {CHUNKS[schedule]}"
+    return plan_from_flags(flags(words), stages, ScheduleSpec(schedule, {**SLICES.get(schedule, {}), **parameters}))[0]
+
+
+def arguments(recipe: str = "tensorwise", **changed: Any) -> SimpleNamespace:
+    given = {
+        "fp8": "hybrid",
+        "fp8_recipe": recipe,
+        "transformer_impl": "transformer_engine",
+        "recompute_granularity": None,
+        "recompute_activations": False,
+        "first_last_layers_bf16": False,
+        "cuda_graph_impl": "none",
+    }
+    return SimpleNamespace(**{**given, **changed})
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_takes_fp8(schedule: str, recipe: str) -> None:
+    _check_fp8(made(schedule), arguments(recipe))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_backwards_are_in_the_order_of_forwards_or_not(schedule: str) -> None:
+    """Delayed scaling with recomputation is refused where a chunk's passes do not come back in their order."""
+    plan = made(schedule)
+    program = build(plan)[False]
+    in_order = True
+    for ops in program.ops:
+        for chunk in {op.chunk for op in ops}:
+            passes = [op for op in ops if op.chunk == chunk]
+            order = [(op.microbatch, op.slice) for op in passes if op.kind is Kind.FORWARD]
+            back = [(op.microbatch, op.slice) for op in passes if op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+            in_order = in_order and order == back
+    assert in_order is (schedule not in LAST_IN_FIRST_OUT)
+    if not in_order:
+        with pytest.raises(PlanError, match="goes back in another order"):
+            _check_fp8(plan, arguments("delayed", recompute_granularity="full"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"transformer_impl": "local"}, "compute nothing in fp8"),
+        ({"recipe": "custom"}, "is not known"),
+        ({"recipe": "delayed", "first_last_layers_bf16": True}, "all layers at once"),
+        ({"cuda_graph_impl": "local"}, "when it was captured"),
+    ],
+)
+def test_refused(changed: dict[str, Any], reason: str) -> None:
+    _check_fp8(made(), arguments())
+    with pytest.raises(PlanError, match=reason):
+        _check_fp8(made(), arguments(**changed))
+    _check_fp8(made(), arguments(**{**changed, "fp8": None}))
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("mxfp8", 32)])
+def test_slices_have_as_many_tokens_as_products_want(recipe: str, tokens: int) -> None:
+    _check_fp8(made("slimpipe", 4 * tokens), arguments(recipe))
+    with pytest.raises(PlanError, match=f"passes of {tokens // 2} tokens .* multiple of {tokens}"):
+        _check_fp8(made("slimpipe", 2 * tokens), arguments(recipe))
+
+
+def test_attention_of_slices_stays_as_it_is() -> None:
+    assert {"fp8_dot_product_attention", "fp8_multi_head_attention"} <= {r.attribute for r in ATTENTION_REFUSED}
