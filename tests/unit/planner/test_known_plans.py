@@ -110,7 +110,7 @@ def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     best = search_auto(estimator, goal).best
     assert best is not None
-    assert best.candidate.depths and best.iteration_s < 1.71
+    assert best.candidate.depths and best.iteration_s < 1.68
 
 
 SIX = ((5, {3: 312}), (6, {7: 312}), (6, {11: 312}), (6, {15: 311, 23: 39}), (5, {19: 312}), (4, {15: 1, 23: 273}))
@@ -118,9 +118,6 @@ SIX = ((5, {3: 312}), (6, {7: 312}), (6, {11: 312}), (6, {15: 311, 23: 39}), (5,
 
 
 @pytest.mark.full
-@pytest.mark.xfail(
-    strict=True, reason="the search finds 1.707 s, a plan that it found with other constants takes 1.680"
-)
 def test_the_best_known_plan_of_10_000_gpus_is_found():
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     stages = tuple(Stage(layers, tuple(Group(p, 1, n) for p, n in pools.items())) for layers, pools in SIX)
@@ -129,7 +126,7 @@ def test_the_best_known_plan_of_10_000_gpus_is_found():
     if estimate is None or not estimator.fits(estimate):
         pytest.fail("the known plan does not fit")
     best = search_auto(estimator, Goal()).best
-    assert best is not None and best.iteration_s <= min(1.7, block_s(estimator, known, estimate) * 1.001)
+    assert best is not None and best.iteration_s <= min(1.68, block_s(estimator, known, estimate) * 1.001)
 
 
 def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:

@@ -122,12 +122,6 @@ def _pipeline(
     # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
     lines = [[_of_kind(s, i) for s in stages] for i in range(len(stages[0].units))] if apart else [stages]
     found = max([schedule.pipeline(estimator, candidate, line, transfers, total) for line in lines])
-    if candidate.rows:
-        s = found.bottleneck
-        layers, unit = candidate.stages[s].layers, stages[s].units[0]
-        whole_s = unit.both_s(layers, *candidate.ends_of(s))
-        loss_s = schedule.vocabulary_loss_s(candidate, unit, len(stages), layers)
-        found = found._replace(end_s=found.end_s + found.busy_s * loss_s / whole_s)
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found, schedule.ends(estimator, candidate, stages, transfers, found)

@@ -202,7 +202,7 @@ class Sketch:
             unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
             loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
             loss += loss_s / unit.both_s(layers, 1 / len(groups), 1 / len(groups))
-        fill_s = passes / cut + 2 * sum(ways) / like.slices
+        fill_s = passes / cut + 2 * sum(ways) * like.chunks / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
     def _stages_s(self, found: list[_Known], caps: list[int], drain: float) -> tuple[float, float, float]:

@@ -116,7 +116,9 @@ class Schedule:
         forwards hide a part; the same holds at the end; and with ``k`` microbatches in flight, k of them
         take at least one round trip, halfway between mean and slowest replicas: backwards run in the
         order of the microbatches, so one on a slow replica holds up those after it.  Chunks and slices cut the
-        pieces that fill the pipeline, slices what is sent as well.
+        pieces that fill the pipeline, slices what is sent as well; later chunks begin when the ones before have gone
+        around.  Neighbours that wait for each other's messages in turn are no faster than their loop.  Parts of a split
+        output layer fill nothing: stages compute them at one time.
 
         Args:
             stages: At their operating points.
@@ -126,7 +128,11 @@ class Schedule:
         del total
         cut = candidate.chunks * candidate.slices
         ways = [t / candidate.slices for t in transfers]
-        round_trip, slowest = _round_trips(stages, ways, cut)
+        rows = candidate.rows
+        at_once = [stage.units[0].ends_s(*rows[s]) if rows else 0.0 for s, stage in enumerate(stages)]
+        round_trip, slowest = _round_trips(stages, ways, cut, at_once)
+        periods = self.periods_s(candidate, stages, ways)
+        waits_s = self.waits_s(estimator, candidate, stages, ways)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
         drain, alone = 0.0, []
         for s, stage in enumerate(stages):
@@ -134,15 +140,42 @@ class Schedule:
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
                 stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
-                stall = _stall_s(stage, rt, slowest[s], cut, _link_time(s, transfers), candidate.chunks)
+                link_s = _link_time(s, transfers)
+                stall = _stall_s(stage, rt, slowest[s], cut, link_s, candidate.chunks, periods[s]) + waits_s
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
             drain += stage.backward_s / cut + way
             if end > worst:
                 worst, busy, which = end, stage.busy_s, s
-            before += (stage.forward_s + stage.backward_s) / cut + 2 * way
+            before += (stage.forward_s + stage.backward_s - at_once[s]) / cut + 2 * way
         return Pipeline(worst, busy, which, 0.0, alone)
+
+    def periods_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
+        """Least time from a microbatch to the next one, per stage, where all have enough to do.
+
+        Args:
+            ways: Seconds of a message over each boundary.
+        """
+        cut = candidate.chunks * candidate.slices
+        if max(ways, default=0.0) <= 0 or any(len(stage.units) > 1 for stage in stages):
+            return [0.0] * len(stages)
+        if len({stage.microbatches[0] for stage in stages}) > 1:
+            return [0.0] * len(stages)
+        both = [(stage.forward_s + stage.backward_s) / cut for stage in stages]
+        # A stage that is one nearer to the end holds one message less, or one pass forward and one back if cut.
+        ahead = [stage.in_flight[0] for stage in stages] if cut == 1 else range(2 * len(stages), 0, -2)
+        return [cut * period for period in _loops_s(both, ways, ahead)]
+
+    def waits_s(
+        self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
+    ) -> float:
+        """Seconds that any stage waits beside that: until the chunks before have gone around, forward and back."""
+        if candidate.chunks == 1 or len(stages) == 1:
+            return 0.0
+        groups = [candidate.stages[-1].groups, candidate.stages[0].groups]
+        back_s = estimator.ways_s(groups, candidate.micro_batch_size, candidate.cp)[0] / candidate.slices
+        return 2 * (candidate.chunks - 1) * (sum(ways) + max(back_s, *ways))
 
     def mismatch_loss(self, candidate: Candidate) -> float:
         """Expected share of the busy time lost where stages of different width meet.
@@ -331,18 +364,44 @@ def _evenly(counts: Sequence[int], total: int) -> list[list[int]]:
     return [mine[end - count : end] for end, count in zip(ends.tolist(), counts)]
 
 
-def _round_trips(stages: Sequence[StageTimes], transfers: Sequence[float], cut: int) -> tuple[list[float], list[float]]:
-    """From each stage to the last and back: at the mean speed, and over the slowest replicas."""
+def _round_trips(
+    stages: Sequence[StageTimes], transfers: Sequence[float], cut: int, at_once: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """From each stage to the last and back: at the mean speed, and over the slowest replicas.
+
+    Args:
+        at_once: Seconds of a microbatch that each stage computes while the others do, too.
+    """
     round_trip, slowest = [0.0] * len(stages), [0.0] * len(stages)
     for s in range(len(stages) - 2, -1, -1):
         nxt = stages[s + 1]
-        round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s) / cut + 2 * transfers[s]
-        slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b))
+        round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s - at_once[s + 1]) / cut + 2 * transfers[s]
+        slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b)) - at_once[s + 1]
         slowest[s] = slowest[s + 1] + slow / cut + 2 * transfers[s]
     return round_trip, slowest
 
 
-def _stall_s(stage: StageTimes, rt: float, slowest: float, cut: int, link_s: float, chunks: int) -> float:
+def _loops_s(both: Sequence[float], ways: Sequence[float], ahead: Sequence[int]) -> list[float]:
+    """Least time between passes, per stage, of the loops over it and later ones: it goes on when these have answered.
+
+    Args:
+        both: Seconds of a pass forward and back of each stage.
+        ways: Seconds of a message over each boundary.
+        ahead: Passes that each stage is ahead of its backwards.
+    """
+    out = []
+    for s, own in enumerate(both):
+        worst = loop = own
+        for e in range(s + 1, len(both)):
+            loop += 2 * ways[e - 1] + both[e]
+            worst = max(worst, loop / (ahead[s] - ahead[e] + 1))
+        out.append(worst)
+    return out
+
+
+def _stall_s(
+    stage: StageTimes, rt: float, slowest: float, cut: int, link_s: float, chunks: int, period_s: float
+) -> float:
     """How long a stage waits, beyond the compute of its slowest replica."""
     stall = 0.0
     for i, held in enumerate(stage.in_flight):
@@ -353,9 +412,10 @@ def _stall_s(stage: StageTimes, rt: float, slowest: float, cut: int, link_s: flo
         if cut == 1 and k <= held:  # all microbatches in flight at once: one round trip, not two
             idle = max(0.0, rt + max(f + k * b, k * f + b) - own)
         elif cut == 1:
-            idle = max(idle, (k - held) * (f + b + (rt + slowest) / 2) / held + f + b + rt - own)
+            late = min(idle, rt) + (k - held) * (period_s - f - b) if period_s > f + b else 0.0
+            idle = max(idle, late, (k - held) * (f + b + (rt + slowest) / 2) / held + f + b + rt - own)
         else:
-            idle = rt
+            idle = rt + k * max(0.0, period_s - (f + b) * cut)
         idle = max(idle, link_s * k * chunks - own)
         stall = max(stall, own + idle - stage.busy_s)
     return stall

@@ -45,6 +45,13 @@ class Interleaved(Schedule):
         """A chunk per layer."""
         return estimator.model.num_layers
 
+    def waits_s(
+        self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
+    ) -> float:
+        """A group of fewer microbatches than stages takes as long as a whole one, too."""
+        lacking_s = [-stage.microbatches[0] % len(stages) * (stage.forward_s + stage.backward_s) for stage in stages]
+        return super().waits_s(estimator, candidate, stages, ways) + max(lacking_s)
+
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, Table 2."""
         count, v = len(candidate.stages), candidate.chunks
@@ -92,9 +99,31 @@ class OneFOneB(Schedule):
         """Less is lost where more microbatches are in flight."""
         return MISMATCH_WITH_SLACK if candidate.slack > 0 else super().mismatch(candidate)
 
+    def waits_s(
+        self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
+    ) -> float:
+        """Seconds in which stages that meet for the output layer of every microbatch wait for each other.
+
+        Between two meetings a stage begins with a backward for which the stage before waits, or ends with a forward
+        that has come from two stages before.
+        """
+        if not candidate.rows or len(stages) == 1:
+            return 0.0
+        units, layers = [stage.units[0] for stage in stages], [stage.layers for stage in candidate.stages]
+        forward = [unit.layer_f * n for unit, n in zip(units, layers)]
+        backward = [unit.layer_b * n for unit, n in zip(units, layers)]
+        pairs = zip(ways, forward, forward[1:], backward, backward[1:])
+        apart_s = max([max(b + way + b2, f + f2 + max(f, f2) + 2 * way) for way, f, f2, b, b2 in pairs])
+        if len(stages) % 3 == 0:  # embeddings of the next microbatch fall between the same two meetings
+            apart_s += forward[0]
+        ends_s = max([unit.ends_s(*candidate.ends_of(s)) for s, unit in enumerate(units)])
+        least_s = max([f + b for f, b in zip(forward, backward)])
+        least_s = max([least_s, *[period - ends_s for period in self.periods_s(candidate, stages, ways)]])
+        return (max([stage.microbatches[0] for stage in stages]) - 1) * max(0.0, apart_s - least_s)
+
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
-        """Returns a forward of another stage before each backward, less the stage's part of the output layer."""
-        return max(0.0, layers * unit.layer_f - unit.head_f / stages)
+        """Returns what the meetings of stages take longer than a forward and a backward of each."""
+        return layers * max(unit.layer_b - unit.layer_f, unit.layer_f)
 
     def ends(
         self,

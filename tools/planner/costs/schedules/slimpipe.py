@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import lcm
 from types import SimpleNamespace
 
@@ -79,6 +79,28 @@ class SlimPipe(Schedule):
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, equation (1)."""
         return min(place.microbatches, 1.0 + 2 * place.after / (like.slices * like.chunks))
+
+    def waits_s(
+        self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
+    ) -> float:
+        """Where all stages meet for the output layer, messages show as long as passes go one way only.
+
+        A pass comes to the last stage after as many passes of the first one as there are stages, and meets it there.
+        """
+        found = super().waits_s(estimator, candidate, stages, ways)
+        return found + 2 * sum(ways) * candidate.slices / len(stages) if candidate.rows else found
+
+    def periods_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
+        """Returns no less than a stage takes that meets all others for the output layer of every slice."""
+        found = super().periods_s(candidate, stages, ways)
+        if not candidate.rows:
+            return found
+        lost = [
+            self.vocabulary_loss_s(candidate, stage.units[0], len(stages), its.layers)
+            for stage, its in zip(stages, candidate.stages)
+        ]
+        own = [stage.forward_s + stage.backward_s for stage in stages]
+        return [max(period, t + loss_s) for period, t, loss_s in zip(found, own, lost)]
 
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
         """Stages that meet for every slice wait for the one whose slice attends to the most keys."""
