@@ -33,7 +33,7 @@ def entry(generation: int, seen: float, steps: tuple[float, ...], began: int = 0
 
 def test_what_a_change_takes() -> None:
     assert change_s([entry(0, 0.0, (9.0,))]) == CHANGE_S
-    assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))]) == 3.0
+    assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))], SLOW) == 3.0
 
 
 def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
@@ -47,6 +47,21 @@ def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
     assert of(10**9, 1e8, [[1], [1]]) - small == pytest.approx(9.0)
     assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * GROUP_S)
     assert grows_for_s(SLOW) == 0.0 and change_s([], SLOW) == CHANGE_S
+
+
+def test_what_a_change_takes_is_learned_from_the_changes_of_the_job() -> None:
+    def seen(number: int, took_s: float, moved_s: float) -> dict[str, Any]:
+        told = {"iteration": 5, "times": {"built": 3.0, "loaded": 3.0 + moved_s, "first_step": 10.0 + took_s}}
+        return {"generation": number, "seen": 10.0, "took_s": took_s, "grows_s": 2.0, "opened": {"0": told}}
+
+    ranks = (RankPrediction(0, 1.0, 10**10, 0, 10**10, 0),)
+    large = replace(FAST, predicted=Prediction(1.0, 0.0, ranks))
+    start, ratio = entry(0, 0.0, (9.0,)), grows_for_s(large) / 2.0
+    assert change_s([start, seen(1, 7.0, 4.0)], large) == pytest.approx(3.0 + 4.0 * ratio)
+    assert change_s([start, seen(1, 7.0, 9.0)], large) == pytest.approx(7.0 * ratio), "never more than the whole"
+    changes = [seen(1, 1.0, 0.0), seen(2, 7.0, 0.0), seen(3, 90.0, 0.0), seen(4, 8.0, 0.0)]
+    assert change_s([start, *changes], large) == 8.0, "one slow change does not count, nor does an old one"
+    assert change_s([start, *changes]) == 8.0
 
 
 def test_what_an_iteration_takes() -> None:
