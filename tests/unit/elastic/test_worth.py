@@ -64,6 +64,25 @@ def test_what_a_change_takes_is_learned_from_the_changes_of_the_job() -> None:
     assert change_s([start, *changes]) == 8.0
 
 
+def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
+    board: Any = Notes()
+    made = replace(plan([[1]]), predicted=Prediction(1.0, 0.0, (RankPrediction(0, 1.0, 10**9, 0, 10**9, 0),)))
+    controller = Controller(board, GivenPlans([made]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
+    come(board, 1, "n1")
+    controller._step()
+    ended = {"process": 1, "how": "failed", "error": "", "iteration": 1, "unsaved": None}
+    for generation in range(2):
+        times = {"built": 1.0, "loaded": 2.0, "first_step": 3.0}
+        opened = {"type": "opened", "process": 1, "iteration": 0, "last": 9, "times": times, "padded_vocab_size": None}
+        board.post({**opened, "generation": generation})
+        controller._step()
+        if not generation:
+            board.post({"type": "ended", **ended, "generation": 0})
+            controller._step()
+    noted = controller.history[-1]
+    assert noted["generation"] == 1 and noted["grows_s"] == grows_for_s(made) and 0.0 <= noted["took_s"] < 60.0
+
+
 def test_what_an_iteration_takes() -> None:
     assert measured_s({}, 5, 10.0) is None
     assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
