@@ -133,4 +133,11 @@ def hybrid_pattern(family: str, layers: int) -> str:
     return (unit * layers)[:layers] + later
 
 
-ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES | HYBRID_FAMILIES
+# Products in fp8 want multiples of 16 in every dimension, in blocks of 128, of a slice and on a TP rank too.
+WIDE = "wide"
+_WIDE = {
+    WIDE: (*_LLAMA, *words("--hidden-size 256 --ffn-hidden-size 512 --seq-length 512 --max-position-embeddings 512"))
+}
+ALL_FAMILIES = (
+    _WIDE | FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES | HYBRID_FAMILIES
+)

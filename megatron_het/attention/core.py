@@ -22,8 +22,16 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
-from megatron_het.attention.places import NO_EXCHANGE, LayerExchange, Sharing, SliceContext
-from megatron_het.attention.rotary import Rotation, Rotations, held_before, take_blocks
+from megatron_het.attention.places import (
+    NO_EXCHANGE,
+    LayerExchange,
+    Rotation,
+    Rotations,
+    Sharing,
+    SliceContext,
+    held_before,
+    take_blocks,
+)
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.families import family_of_model
 from megatron_het.plan.parts import Blocks, part_tokens
@@ -130,7 +138,7 @@ class SliceCoreAttention(torch.nn.Module):
 
     @property
     def cache(self) -> KVCache:
-        """Of the first run, which is the only one of most layers."""
+        """Returns the key-value cache of the first run, which is the only one of most layers."""
         return self.caches[0]
 
     def forward(

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megatron_het.attention.kv_cache import KVCache, Run
-from megatron_het.attention.rotary import take_blocks
+from megatron_het.attention.places import take_blocks
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class LatentCache(KVCache):
 
 
 def widths_of(attention: Any) -> Widths:
-    """Of a ``MultiLatentAttention`` of Megatron."""
+    """Reads the widths of Megatron's ``MultiLatentAttention``."""
     config = attention.config
     return Widths(
         attention.num_attention_heads_per_partition,

@@ -31,8 +31,8 @@ from megatron_het.attention.places import (
     Sharing,
     SliceContext,
     WholePlace,
+    held_before,
 )
-from megatron_het.attention.rotary import held_before
 from megatron_het.plan.parts import Blocks
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
@@ -139,7 +139,11 @@ class LimitedPlace:
                     run = cache.in_order(context.microbatch, start, self.first)
                     k, v = torch.cat((run.keys[:, sequences], k)), torch.cat((run.values[:, sequences], v))
                 rows = slice(lo - self.first, hi - self.first)
-                found.append(Call(Form.CAUSAL, k, v, rows, sequences, run, held, window, opens=True))
+                found.append(
+                    Call(
+                        Form.CAUSAL, k, v, rows=rows, sequences=sequences, run=run, own=held, window=window, opens=True
+                    )
+                )
         return found
 
     def _joined(self, blocks: Sequence[Any]) -> list[tuple[Span, Form, int, int]]:

@@ -1,4 +1,4 @@
-"""What a feature is: options, checks, refusals, passes and the upstream code that it leans on.
+"""Interface of a feature: options, checks, refusals, passes and the upstream code that it leans on.
 
 A feature is something that a plan can ask for beyond its schedule.  This half of a feature needs no torch: the
 planner, the command line and the start of a run read it.  The half that runs on a rank is in the module that
@@ -445,6 +445,8 @@ ATTENTION_REFUSED = (
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
+    Refusal("fp8_dot_product_attention", "slices are merged from results in the precision of the model"),
+    Refusal("fp8_multi_head_attention", "slices are merged from results in the precision of the model"),
     Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
     Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
     Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),

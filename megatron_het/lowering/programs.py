@@ -21,12 +21,10 @@ from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.listing import Part, parts_of
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape
+from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape, placement_of
 from megatron_het.schedule.kinds import COLLECTIVES
-from megatron_het.schedule.passes import add_transfers, post_receives_early
-from megatron_het.schedule.paths import placement_of
-from megatron_het.schedule.transports import deadlock
-from megatron_het.schedule.validate import check
+from megatron_het.schedule.transfers import add_transfers, post_receives_early
+from megatron_het.schedule.validate import check, deadlock
 
 # The costs that a plan file carries, to and from those that the simulator reads.
 
@@ -85,7 +83,7 @@ def _rounded(row: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _short(value: float) -> float:
-    """As many digits as a prediction is worth, so that devices that are alike share a row."""
+    """Rounds to the digits that a prediction is worth, so that devices that are alike share a row."""
     return float(f"{value:.{_DIGITS}g}")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import Cut, Plan, Replica, Stage
-from megatron_het.schedule.paths import Place
+from megatron_het.schedule.ir import Place
 
 # Which replica of each stage runs which microbatch: Zorse's rule (section 4.2).
 #

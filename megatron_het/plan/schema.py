@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_het.plan.costs import PlannedCosts
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.patterns import WITH_ATTENTION, layers_of
-from megatron_het.schedule.paths import Place, path_of, placement_of
+from megatron_het.schedule.ir import Place, path_of, placement_of
 
 PLAN_FORMAT = "megatron_het.plan"
 PLAN_VERSION = 1
@@ -85,7 +85,7 @@ class TrainingShape:
 
     @property
     def batches_of_microbatches(self) -> tuple[int, ...]:
-        """Of what is read at once, how many each microbatch is."""
+        """Returns how many units of what is read at once each microbatch is."""
         return self.micro_batch_sizes or (1,) * self.num_microbatches
 
 

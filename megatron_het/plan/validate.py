@@ -13,7 +13,7 @@ from megatron_het.plan.errors import PlanError
 from megatron_het.plan.patterns import CHUNK, later_layers, layers_of, problem_of
 from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape, _plain
 from megatron_het.safe_io import MAX_PASSES, FileError, read_json, write_json
-from megatron_het.schedule.paths import PLACEMENTS, placement_of
+from megatron_het.schedule.ir import PLACEMENTS, placement_of
 
 # What no plan needs more of: bounds on sizes, so that a mistyped number is an error and not a hang.
 

@@ -134,7 +134,8 @@ def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
     count = 0
     for model in models:
         for layer in model.decoder.layers:  # type: ignore[union-attr]
-            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP:
+            # In fp8 what runs again is quantised again, and the down projection keeps another input.
+            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP and not layer.mlp.config.fp8:
                 layer.recompute_mlp = False
                 layer.mlp.__class__ = RecomputingMLP
                 count += 1
@@ -210,7 +211,7 @@ class ChunkedBuilder:
         model_type: ModelType = ModelType.encoder_or_decoder,
         **options: Any,
     ) -> list[Any]:
-        """As upstream's; the chunks that upstream cannot build are built one after the other.
+        """Builds chunks as upstream does; those that upstream cannot build come one after the other.
 
         Its other options, of which every release has its own, are for what comes after building.
         """
@@ -298,7 +299,7 @@ class ChunkedBuilder:
 
 
 class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
-    """The same of a GPTModel."""
+    """Builds a GPTModel that way."""
 
 
 class PlacedHybridModelBuilder(HybridModelBuilder):
@@ -317,4 +318,4 @@ class PlacedHybridModelBuilder(HybridModelBuilder):
 
 
 class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
-    """The same of a HybridModel."""
+    """Builds a HybridModel that way."""

@@ -25,6 +25,7 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
+from megatron_het.runtime.quantized_weights import drop_copies
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
@@ -197,6 +198,8 @@ class Executor:
         from megatron.core.utils import get_attr_wrapped_model
 
         chunk, model = forward.op.chunk, call.models[forward.op.chunk]
+        if chunk not in state.forwarded:
+            drop_copies(model)
         output, num_tokens = schedules.forward_step(
             forward.forward_step_func,
             forward.data_iterator,
@@ -207,7 +210,6 @@ class Executor:
             call.config,
             1,  # context-parallel size
             call.collect_non_loss_data,
-            is_first_microbatch=chunk not in state.forwarded,
             current_microbatch=forward.op.microbatch if forward.number is None else forward.number,
             is_last_stage=forward.ends_in_loss,
             **({"vp_stage": chunk} if self._tells_chunk else {}),

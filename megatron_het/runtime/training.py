@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint.checksums import ChecksumWriter
-from megatron_het.checkpoint.choice import save_folders
+from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.megatron_patches import failed_writes
@@ -222,6 +221,9 @@ def complete_model_config(model_config: Any, args: Any) -> None:
     """
     # gpt_config_from_args leaves it at 8, whatever the flag says.
     model_config.rope_scaling_factor = args.rope_scaling_factor
+    # Delayed scaling in fp8 reduces the largest values after every pass.  TP ranks of a replica run the same passes;
+    # replicas of a plan do not, and would wait for each other.
+    model_config.transformer.tp_only_amax_red = True
 
 
 class PretrainHook:

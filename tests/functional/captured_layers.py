@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import probe
-from megatron_het.features.zero_bubble.weight_gradients import SplitForward, WeightGradients
+from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients
 
 _MODULES = ("transformer_engine", "transformer_engine.pytorch")
 

@@ -44,6 +44,7 @@ from megatron_het.attention.places import NOTHING, Given, TokenGradient, pack, u
 from megatron_het.families import family_of_model
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
+    ExchangedKeys,
     Limits,
     attend,
     attend_backward,
@@ -51,8 +52,8 @@ from megatron_het.features.context_exchange.helper import (
     attend_reached_backward,
     heads_of,
     joined_heads,
+    returned_units,
 )
-from megatron_het.features.context_exchange.keys import ExchangedKeys, returned_units
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
@@ -478,7 +479,7 @@ class _Layer:
         self._done()
 
     def _results(self, expected: Callable[[RankOp], Any]) -> Iterator[list[tuple[RankOp, list[torch.Tensor]]]]:
-        """What comes back, the parts of one device together: its ranks have different heads of the same units."""
+        """Yields what comes back, parts of one device together: its ranks have different heads of the same units."""
         for _, results in groupby(self._exchange.results(), key=lambda result: (result[0].start, result[0].stop)):
             yield [(op, unpack(buffer, expected(op))) for op, buffer in results]
 

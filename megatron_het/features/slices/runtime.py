@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.rotary import take_blocks
+from megatron_het.attention.places import take_blocks
 from megatron_het.features.slices.spec import cutting_of
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.parts import Blocks, part_tokens, token_blocks

@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_het.lowering.boundary import Piece, Side, pieces
-from megatron_het.lowering.ranks import RankOp, side_of
+from megatron_het.lowering.ranks import Piece, RankOp, Side, pieces, side_of
 from megatron_het.plan import Placement
 from megatron_het.plan.parts import stage_rows, tp_unit
 from megatron_het.report.timeline import Timeline

@@ -15,7 +15,7 @@ from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.joint import aligned_slots
 from megatron_het.schedule.kinds import Direction
-from megatron_het.schedule.passes.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
+from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
 
 # Splits the word embeddings and the output layer over the devices of each microbatch (SlimPipe, section 4.3).
 
@@ -62,7 +62,7 @@ def _embeddings_by_slot(program: Program) -> Inserts:
 
 
 def _first_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> Iterator[Moment]:
-    """Of the model's first chunk: when the compute operation before a forward begins, and when a backward ends."""
+    """Times of the model's first chunk: when the operation before a forward begins, and when a backward ends."""
     stage, chunk = graph.program.shape.path[0]
     for d, device in enumerate(graph.program.devices):
         before = 0.0  # when the compute operation before began
@@ -219,6 +219,7 @@ class Vocabulary(Feature):
     }
     refused = (
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
+        Refusal("fp8_output_proj", "the split output layer computes in the precision of the model"),
         Refusal("logits_load_dir", "distillation needs whole logits"),
         Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
     )

@@ -14,8 +14,7 @@ from megatron_het.device.memory import uncounted
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
 from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
-from megatron_het.features.window.chunk import ChunkWindow
-from megatron_het.features.window.memory import WindowUse
+from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 from megatron_het.features.window.optimizer import ChunkedOptimizer
 from megatron_het.features.window.shards import set_shares
 from megatron_het.features.window.spec import WindowOptions
@@ -239,7 +238,7 @@ class ParameterWindow:
                 self._step_at_once(op.chunk)
 
     def before_part(self, op: RankOp) -> None:
-        """As :meth:`before_backward`, of the chunk that has the rows; a forward needs the parameters alone."""
+        """Makes the chunk that has the rows ready; a forward needs the parameters alone."""
         if self._optimizer is None:
             return
         chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
@@ -321,7 +320,7 @@ class ParameterWindow:
         chunk.reduce(start, stop)
 
     def _before_reduction(self, chunk: ChunkWindow) -> None:
-        """What upstream does to whole gradients: sums over the TP group, checks."""
+        """Does to whole gradients what upstream does: sums over the TP group, checks."""
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
         _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self._tp_group)

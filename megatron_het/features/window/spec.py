@@ -16,8 +16,7 @@ from megatron_het.features.window.passes import STAGES, add_parameters, add_shar
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import state_shares
 from megatron_het.schedule.cost import Costs, PerChunk
-from megatron_het.schedule.ir import Program
-from megatron_het.schedule.paths import Place
+from megatron_het.schedule.ir import Place, Program
 
 SCHEDULE = "ministage"
 ALONE = "data-parallel"
@@ -323,7 +322,7 @@ def _check_zero(plan: Plan, options: WindowOptions) -> None:
 
 
 def _check_early(plan: Plan, args: Any, update: str) -> None:
-    """What needs all gradients cannot go with updates that are never taken back."""
+    """Refuses what needs all gradients beside updates that are never taken back."""
     where, advice = "schedule.parameters.update", 'Use "exact" or "undo", or switch the option off'
     if args.clip_grad > 0 and update == "at-once":
         raise PlanError(where, update, f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)

@@ -1,4 +1,4 @@
-"""What the optimizer keeps of a ministage: in host memory between updates, and backed up before one.
+"""Optimizer state of a ministage: in host memory between updates, and backed up before one.
 
 Both are for the tensors of the inner optimizer: main parameters and the state that belongs to them
 (Adam's two moments, and the count of steps, which is a number and stays where it is).
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_het.distributed.resharding import ShardExchange
-from megatron_het.features.window.chunk import Bucket, ChunkWindow
-from megatron_het.features.window.memory import HostCopy, Streams, WindowUse
+from megatron_het.features.window.chunk import Bucket, ChunkWindow, HostCopy, Streams, WindowUse
 
 # Gradients summed beyond the replicas that share shards: over other classes of replicas, and over tied embeddings.
 #

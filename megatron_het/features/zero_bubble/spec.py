@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal, check_reductions_meet
 from megatron_het.plan import Plan, PlanError
-from megatron_het.schedule.ir import Program
-from megatron_het.schedule.paths import placement_of
+from megatron_het.schedule.ir import Program, placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
 _TRANSFORMER = "megatron.core.transformer"
@@ -96,7 +95,7 @@ class ZeroBubble(Feature):
 
 
 def _parameters(args: Any) -> int:
-    """Of a chunk at most: all layers whole, and the vocabulary twice."""
+    """Returns the most parameters of a chunk: all layers whole, and the vocabulary twice."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     attention = 4 * hidden * max(hidden, heads * (getattr(args, "kv_channels", None) or 0))
     experts = getattr(args, "num_experts", None) or 1

@@ -248,11 +248,11 @@ def test_what_is_priced_only_is_not_emitted():
     from tools.planner.errors import PlannerError
 
     experts = Experts(count=8, top_k=2, ffn_hidden_size=1024)
-    for runs in ({}, {"experts": experts}, {"head_size": 64}, {"biases": True, "experts": experts}):
+    for runs in ({}, {"fp8": True}, {"experts": experts}, {"head_size": 64}, {"biases": True, "experts": experts}):
         Model(**SHAPE, **runs).check_run("m.yaml")
     dropping = experts.model_copy(update={"dropless": False})
     for changes in (
-        {"fp8": True},
+        {"fp4": True},
         {"attention_window": 64},
         {"experts": dropping},
         {"sequence_parallel": False, "experts": experts},

@@ -14,15 +14,17 @@ from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.replay.command import limited
 from tools.planner.replay.policies import (
     CHANGES,
+    Change,
     Costs,
+    Trace,
     _Job,
+    load_trace,
     pauses_by_state,
     run_elastic,
     run_full_pool,
     run_restart,
     with_start,
 )
-from tools.planner.replay.trace import Change, Trace, load_trace
 
 COSTS = Costs(join_s=3.0, leave_s=2.0, death_s=4.0, start_s=10.0, restart_s=20.0, save_every=5)
 

@@ -12,8 +12,7 @@ from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.transports import deadlock
-from megatron_het.schedule.validate import check, validate
+from megatron_het.schedule.validate import check, deadlock, validate
 
 
 def position(program: Program, device: int, kind: Kind, nth: int = 0) -> int:

@@ -15,8 +15,8 @@ from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.exchange import PassCosts, level, plan_exchange
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.transfers import add_transfers
 from megatron_het.schedule.validate import check
 
 LINEAR_S, ATTENTION_S, SLICES = 1.0, 2.0, 8

@@ -14,9 +14,8 @@ from megatron_het.features.window.passes import add_parameters, add_sharded_pass
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.transports import deadlock
-from megatron_het.schedule.validate import validate
+from megatron_het.schedule.transfers import post_receives_early
+from megatron_het.schedule.validate import deadlock, validate
 from testing import paper_formulas as formulas
 
 

@@ -22,7 +22,7 @@ from megatron_het.schedule import (
     generate,
     simulate,
 )
-from megatron_het.schedule.passes import post_receives_early
+from megatron_het.schedule.transfers import post_receives_early
 
 
 def test_one_f_one_b_by_hand() -> None:

@@ -12,11 +12,10 @@ from typing import Any
 from megatron_het.plan.validate import most_chunks
 from megatron_het.safe_io import MAX_PASSES
 
-from ..command import command
 from ..costs.build import candidate_of, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, command, from_plan_error
 from ..inputs.cluster import Cluster
 from ..inputs.files import check_target
 from ..inputs.model import Model
@@ -41,8 +40,8 @@ from ..search.limit import collector_paused, cpu_limit, each_s, left_s, nothing_
 from ..search.methods import search
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
-from .verify import lines as verified_lines
-from .verify import verifier_of
+from .dry_run import lines as verified_lines
+from .dry_run import verifier_of
 
 # What to say where the number of passes that an iteration may have leaves out deep pipelines.
 
@@ -272,7 +271,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def refuse_unrunnable(made: Any, file: str) -> None:
-    """What the runtime refuses has no iteration time."""
+    """Refuses what the runtime refuses: such a plan has no iteration time."""
     from megatron_het.features.plan_checks import check_plan_alone
     from megatron_het.plan import PlanError
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_het.safe_io import parse_yaml
 
-from ..command import command
-from ..errors import PlannerError
+from ..errors import PlannerError, command
 from ..inputs.catalog import catalog, find_gpu
 from ..inputs.cluster import cluster_from_document
 from ..inputs.files import check_target, write_text
@@ -269,7 +268,7 @@ def _main_memory() -> float | None:
 
 
 def _network(base: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """What the network cards of this machine say: all InfiniBand ports together, else the fastest Ethernet card."""
+    """Reads the rate of this machine's network cards: all InfiniBand ports together, else the fastest Ethernet card."""
     ports = sum(_number(file, r"([0-9.]+) Gb/sec") or 0.0 for file in base.glob("infiniband/*/ports/*/rate"))
     if ports:
         return ports * 1e9 / 8, "all InfiniBand ports of this machine"

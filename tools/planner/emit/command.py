@@ -413,6 +413,7 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         experts=model.experts,
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
+        fp8=model.fp8,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
         flags=model.flags,
     )

@@ -32,6 +32,7 @@ class ModelOptions:
         window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
             none does).
         latent: Multi-head latent attention.
+        fp8: Whether linear layers compute in fp8.
         documents: Whether sequences are packed documents that do not see each other.
         flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
     """
@@ -45,6 +46,7 @@ class ModelOptions:
     experts: Experts | None = None
     window: tuple[int, int] | None = None
     latent: Latent | None = None
+    fp8: bool = False
     documents: bool = False
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
 
@@ -97,6 +99,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
     found["untie-embeddings-and-output-weights"] = not model.tied_embeddings
     if model.mtp_num_layers:
         found["mtp-num-layers"] = model.mtp_num_layers
+    if options.fp8:  # every GPU with fp8 has this recipe
+        found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
     found |= _attention_flags(options)
     if options.experts is not None:
         found |= _expert_flags(options.experts, model.num_layers)

@@ -13,10 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megatron_het import safe_io as untrusted
 from megatron_het.plan.validate import LARGEST
-from megatron_het.safe_io.pickled import Inert, read_pickled
+from megatron_het.safe_io.reading import Inert, read_pickled
 
-from ..command import command
-from ..errors import PlannerError, from_file_error, validated
+from ..errors import PlannerError, command, from_file_error, validated
 from .catalog import Format, Precision
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .files import read_yaml
@@ -288,7 +287,7 @@ class Model(BaseModel):
         """Fields of this model that are priced, but that no run with a plan has yet."""
         has_pattern = "window-attn-skip-freq" in self.flags or self.window_period is not None
         parts = ["attention_window"] if self.attention_window is not None and not has_pattern else []
-        parts += [name for name in ("fp8", "fp4") if getattr(self, name)]
+        parts += ["fp4"] if self.fp4 else []
         x = self.experts
         runs = x is None or x.runs or (x.dropless and "moe-layer-freq" in self.flags)
         return parts + ([] if runs else ["experts"]) + list(self.lost)
@@ -323,6 +322,8 @@ class Model(BaseModel):
             name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
             self._check_lost("model")
             raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
+        if self.fp8:
+            raise PlannerError("model", "fp8", True, "without a GPU nothing stands in for layers in fp8", hint)
 
     def _check_lost(self, file: str) -> None:
         for key, reason in self.lost.items():
@@ -497,14 +498,14 @@ class Model(BaseModel):
         if latent is not None:
             attention = ProfiledLatent(**latent.model_dump())
         return ProfiledModel(
-            self.hidden_size,
-            self.ffn_hidden_size,
-            self.num_attention_heads,
-            self.groups,
-            self.vocab_size,
-            self.seq_length,
-            self.precision,
-            self.name,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.groups,
+            vocab_size=self.vocab_size,
+            seq_length=self.seq_length,
+            precision=self.precision,
+            name=self.name,
             head_size=self.head_size or 0,
             experts=experts,
             latent=attention,

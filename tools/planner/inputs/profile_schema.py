@@ -1,4 +1,4 @@
-"""What ``profile`` measures and the planner reads: plain dataclasses with units in their names.
+"""Records that ``profile`` measures and the planner reads: plain dataclasses with units in their names.
 
 Writing needs the standard library only (it happens on compute nodes); reading is strict and
 uses pydantic: unknown keys, missing keys, wrong types and negative numbers are errors that name
@@ -12,8 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..command import command
-from ..errors import PlannerError, validated
+from ..errors import PlannerError, command, validated
 from .files import read_json, write_json
 from .names import text_problem
 

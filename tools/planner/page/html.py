@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
-from ..command import command
 from ..costs.build import build_plan, seats
 from ..costs.estimate import Estimator
-from ..errors import PlannerError
+from ..errors import PlannerError, command
 from ..inputs.files import check_target, write_text
 from ..search.outcome import Found
 from . import sections

@@ -24,8 +24,7 @@ from ..search.limit import cpu_limit, left_s
 from ..search.methods import search
 from ..search.outcome import Goal, Progress
 from ..search.setup import check_prices, estimator_from, goal_from
-from .policies import CHANGES, Costs, Course, pauses_by_state, run_all, with_start
-from .trace import Pool, Trace, load_trace
+from .policies import CHANGES, Costs, Course, Pool, Trace, load_trace, pauses_by_state, run_all, with_start
 
 # Iteration times of pools: the best plan that the planner's search finds for the nodes that are there.
 

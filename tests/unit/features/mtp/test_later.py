@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from megatron_het.attention.rotary import take_blocks
+from megatron_het.attention.places import take_blocks
 from megatron_het.features.mtp.runtime import LaterTokens
 
 _NAMES = {"tokens": "tokens", "positions": "position_ids", "labels": "labels", "masks": "loss_mask"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_het.schedule.paths import V_SHAPED
+from megatron_het.schedule.ir import V_SHAPED
 
 from ..candidate import Candidate
 from .base import Schedule
