@@ -14,7 +14,9 @@ begins with a copy), ``loss_difference`` (largest relative one to an undisturbed
 
 With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with what the controller and
 ``het-plan replay`` assume: ``sizes`` has pauses, the state of the rank that holds most, and by how much the pause grows
-over that of the first size, as measured (``pause_grew_s``) and as assumed (``model_grew_s``).
+over that of the first size, as measured (``pause_grew_s``) and as assumed (``model_grew_s``).  Of three sizes or more
+the last one is predicted from those before (``predicted_s``, ``prediction_error``): ``line`` as ``replay --pauses``
+does, over state, and ``learned`` as the controller does, by the share of a change in which state moved.
 
 With ``--changes N`` a tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come
 back: ``grew`` says by which share memory, descriptors and threads of the controller, of an agent and of a worker that
@@ -45,13 +47,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Weights, common_flags
+from benchmarks.fault_processes import Forked, descendants, end, het_run
+from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.runner import REPOSITORY, Device
 from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+from tools.planner.replay.policies import pauses_by_state
 
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S, _SHORT = 200.0, 64
+_LIMIT_S, _END_S, _SHORT = 600.0, 30.0, 16
 _ITERATIONS, _EACH, _MANY = 80, 200, 10_000
 """Of a job; of a long run for each of its changes; of a job that is ended before it has done them all."""
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
@@ -137,14 +142,8 @@ class ElasticJob:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self._base = ["--controller", f"127.0.0.1:{port}"]
-        self._base += [
-            "--folder",
-            str(folder / "job"),
-            "--copy-every",
-            copy_every,
-            "--leave-s",
-            "30" if device == "cuda" else "10",
-        ]
+        leave_s = "30" if device == "cuda" else "10"
+        self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", leave_s]
         self._flags = flags(iterations, folder / "report", make(1), device)
         self._processes: dict[str, Any] = {}
         self._open("controller", ["--controller-only", "--nodes", str(len(nodes)), "--plans", *map(str, plans)])
@@ -240,6 +239,48 @@ class ElasticJob:
         for process in self._processes.values():
             process.kill()
             process.wait()
+
+
+class _Node(Forked):
+    """A controller or an agent, with what :class:`ElasticJob` asks of a process."""
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout: float = _END_S) -> int:
+        return super().wait(timeout)
+
+
+class ForkedJob(ElasticJob):
+    """A job whose processes are forked from this one, which has imported Megatron: cores are not spent on imports.
+
+    All that they do is ``het-run``'s own.
+
+    Args:
+        folder: An empty folder.
+        iterations: Of the training.
+        copy_every: See ``het-run --help``.
+        make: Plan by the replicas of its second stage.
+        setup: Called first in every worker.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        iterations: int,
+        copy_every: str,
+        make: Callable[[int], Plan] = plan_of,
+        setup: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._setup, self._others = setup, descendants(os.getpid())
+        super().__init__(folder, iterations, copy_every, make)
+
+    def _begin(self, name: str, words: list[str]) -> Any:
+        return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        end([process for process in descendants(os.getpid()) if process not in self._others])
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
@@ -419,7 +460,7 @@ def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Pauses at some hidden sizes, beside what the model says."""
     found: list[dict[str, Any]] = []
     for hidden in sizes:
-        job = ElasticJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden))
+        job = ForkedJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden))
         pauses = change_pool(job, to_the_end=False).pauses()
         model = sized(hidden)(1).model
         # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
@@ -430,7 +471,23 @@ def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     for row in found:
         row["model_grew_s"] = row.pop("model_grows_s") - first_s
         row["pause_grew_s"] = {k: p["whole"] - found[0]["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
+    if len(found) > 2:
+        predict(found[:-1], found[-1])
     return found
+
+
+def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
+    """Add to the last size what the smaller ones predict for its pauses, and how wrong that is as a share of each."""
+    lines, more = pauses_by_state(smaller), last["state_bytes"] / smaller[-1]["state_bytes"] - 1.0
+    ways = {
+        "line": {kind: fixed_s + byte_s * last["state_bytes"] for kind, (fixed_s, byte_s) in lines.items()},
+        "learned": {kind: p["whole"] + more * p["state"] for kind, p in smaller[-1]["pause_s"].items()},
+    }
+    last["predicted_s"] = ways
+    last["prediction_error"] = {
+        way: {kind: value_s / last["pause_s"][kind]["whole"] - 1.0 for kind, value_s in predicted.items()}
+        for way, predicted in ways.items()
+    }
 
 
 def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
@@ -447,7 +504,7 @@ def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
 def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str, Any]:
     """See the module's text on ``--changes``."""
     rng, made, samples = random.Random(seed), Counter[str](), list[dict[str, float]]()
-    with ElasticJob(folder / "long", iterations, "1", sized(64)) as job:
+    with ForkedJob(folder / "long", iterations, "1", sized(64)) as job:
         acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
@@ -464,7 +521,7 @@ def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str
         samples.append(used(steady, job.folder / "job"))
         job.end()
         losses, generations = losses_of(folder / "long" / "report"), len(job.history())
-    with ElasticJob(folder / "undisturbed", iterations, "0", sized(64)) as job:
+    with ForkedJob(folder / "undisturbed", iterations, "0", sized(64)) as job:
         job.end()
         expected = losses_of(folder / "undisturbed" / "report")
     quarter = max(1, len(samples) // 4)
@@ -527,6 +584,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     with scratch("elastic-", options.keep) as folder:
+        if options.changes or options.sizes:
+            prepare(folder)
         if options.changes:
             iterations = options.iterations or _EACH * (options.changes + 1)
             document = long_run(folder, iterations, options.changes, options.seed)

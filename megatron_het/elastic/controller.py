@@ -29,7 +29,7 @@ from megatron_het.elastic.members import (
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.recalled import StateFile, recalled
-from megatron_het.elastic.worth import against, last_iteration, standing
+from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
@@ -252,7 +252,7 @@ class Controller:
             self._release(self._generation)
             entry = self.history[-1]
             if "opened" not in entry and self._changed is not None:
-                entry["took_s"] = self._changed.ago_s()
+                entry |= {"took_s": self._changed.ago_s(), "grows_s": grows_for_s(self._generation.plan)}
             if all(self._generation.plan != plan for plan in self._proved):
                 self._proved.append(self._generation.plan)
             entry.setdefault("opened", {})[str(message["process"])] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,17 +203,30 @@ def grows_for_s(plan: Plan) -> float:
 
 
 def change_s(history: Sequence[Mapping[str, Any]], plan: Plan | None = None) -> float:
-    """Seconds that a change takes: those of the last one, from its reason to the first iteration after it.
+    """Seconds that a change takes, from its reason to the first iteration after it.
+
+    The last changes of this job say it.  Of each, the time in which state moved is taken to grow as :func:`grows_for_s`
+    does from that change's plan to this one; so links and memory count as they were measured here.
 
     Args:
         history: Of the controller.
-        plan: Of the change; before one was seen, what grows with the job is worked out from it.
+        plan: Of the change; None for changes as they were.
     """
-    for entry in reversed(history):
-        steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values()]
-        if entry["generation"] > 0 and steps:  # the controller's own clock does not jump
-            return float(entry["took_s"]) if "took_s" in entry else max(0.0, float(max(steps) - entry["seen"]))
-    return CHANGE_S + (0.0 if plan is None else grows_for_s(plan))
+    expected_s = 0.0 if plan is None else grows_for_s(plan)
+    seen = [entry for entry in history if entry["generation"] > 0 and entry.get("opened")]
+    return statistics.median([_seen_s(e, expected_s) for e in seen[-_FEW:]]) if seen else CHANGE_S + expected_s
+
+
+def _seen_s(entry: Mapping[str, Any], expected_s: float) -> float:
+    """Seconds that a change like this one would take with a plan of which so much grows with the job."""
+    times = [told["times"] for told in entry["opened"].values()]
+    # The controller's own clock does not jump.
+    took_s = float(entry.get("took_s", max(0.0, max(t["first_step"] for t in times) - entry["seen"])))
+    assumed_s = float(entry.get("grows_s", 0.0))
+    if not assumed_s or not expected_s:
+        return took_s
+    moved_s = min(took_s, max(max(0.0, t["loaded"] - t["built"]) for t in times))
+    return took_s + moved_s * (expected_s / assumed_s - 1.0)
 
 
 def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> str:

@@ -33,7 +33,7 @@ def entry(generation: int, seen: float, steps: tuple[float, ...], began: int = 0
 
 def test_what_a_change_takes() -> None:
     assert change_s([entry(0, 0.0, (9.0,))]) == CHANGE_S
-    assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))]) == 3.0
+    assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))], SLOW) == 3.0
 
 
 def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
@@ -47,6 +47,40 @@ def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
     assert of(10**9, 1e8, [[1], [1]]) - small == pytest.approx(9.0)
     assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * GROUP_S)
     assert grows_for_s(SLOW) == 0.0 and change_s([], SLOW) == CHANGE_S
+
+
+def test_what_a_change_takes_is_learned_from_the_changes_of_the_job() -> None:
+    def seen(number: int, took_s: float, moved_s: float) -> dict[str, Any]:
+        told = {"iteration": 5, "times": {"built": 3.0, "loaded": 3.0 + moved_s, "first_step": 10.0 + took_s}}
+        return {"generation": number, "seen": 10.0, "took_s": took_s, "grows_s": 2.0, "opened": {"0": told}}
+
+    ranks = (RankPrediction(0, 1.0, 10**10, 0, 10**10, 0),)
+    large = replace(FAST, predicted=Prediction(1.0, 0.0, ranks))
+    start, ratio = entry(0, 0.0, (9.0,)), grows_for_s(large) / 2.0
+    assert change_s([start, seen(1, 7.0, 4.0)], large) == pytest.approx(3.0 + 4.0 * ratio)
+    assert change_s([start, seen(1, 7.0, 9.0)], large) == pytest.approx(7.0 * ratio), "never more than the whole"
+    changes = [seen(1, 1.0, 0.0), seen(2, 7.0, 0.0), seen(3, 90.0, 0.0), seen(4, 8.0, 0.0)]
+    assert change_s([start, *changes], large) == 8.0, "one slow change does not count, nor does an old one"
+    assert change_s([start, *changes]) == 8.0
+
+
+def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
+    board: Any = Notes()
+    made = replace(plan([[1]]), predicted=Prediction(1.0, 0.0, (RankPrediction(0, 1.0, 10**9, 0, 10**9, 0),)))
+    controller = Controller(board, GivenPlans([made]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
+    come(board, 1, "n1")
+    controller._step()
+    ended = {"process": 1, "how": "failed", "error": "", "iteration": 1, "unsaved": None}
+    for generation in range(2):
+        times = {"built": 1.0, "loaded": 2.0, "first_step": 3.0}
+        opened = {"type": "opened", "process": 1, "iteration": 0, "last": 9, "times": times, "padded_vocab_size": None}
+        board.post({**opened, "generation": generation})
+        controller._step()
+        if not generation:
+            board.post({"type": "ended", **ended, "generation": 0})
+            controller._step()
+    noted = controller.history[-1]
+    assert noted["generation"] == 1 and noted["grows_s"] == grows_for_s(made) and 0.0 <= noted["took_s"] < 60.0
 
 
 def test_what_an_iteration_takes() -> None:

@@ -13,11 +13,13 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.replay.command import limited
 from tools.planner.replay.policies import (
+    CHANGES,
     Change,
     Costs,
     Trace,
     _Job,
     load_trace,
+    pauses_by_state,
     run_elastic,
     run_full_pool,
     run_restart,
@@ -134,6 +136,21 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, where: str) -> None:
     assert caught.value.key == where
 
 
+def test_pauses_grow_with_the_state_as_measured() -> None:
+    def of(pauses_s: list[float]) -> tuple[float, float]:
+        sizes = [
+            {"state_bytes": 100 * (n + 1), "pause_s": {kind: {"whole": whole} for kind in CHANGES}}
+            for n, whole in enumerate(pauses_s)
+        ]
+        return pauses_by_state(sizes)["leave"]
+
+    assert of([1.5, 2.0, 2.5]) == pytest.approx((1.0, 0.005))
+    assert of([0.5, 2.0]) == pytest.approx((0.0, 4.5 / 500)), "nothing takes less than no time"
+    assert of([2.0, 1.0]) == (1.5, 0.0)
+    with pytest.raises(ValueError, match="two sizes"):
+        of([1.0])
+
+
 def test_the_cluster_of_a_pool() -> None:
     some = limited(cluster(), (0, 2))
     assert some is not None and [(n.gpu, n.count) for n in some.nodes] == [("T4", 2)]
@@ -163,6 +180,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "<svg" in (tmp_path / "out.svg").read_text()
     page = (tmp_path / "out.html").read_text()
     assert page.count("<polyline") == 3 and "goodput, full pool" in page and "no plan found" not in page
+    sizes = [
+        {"state_bytes": mb * 1e6, "pause_s": {kind: {"whole": 5 + mb / 1e6} for kind in ("join", "leave", "death")}}
+        for mb in (50, 200)
+    ]
+    (tmp_path / "pauses.json").write_text(json.dumps({"sizes": sizes}))
+    assert main([*words, "--join-s", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)["pauses"]
+    assert told["join_s"]["value"] == 3.0 and told["restart_s"]["value"] == Costs().restart_s
+    assert 5.0 < told["leave_s"]["value"] == told["death_s"]["value"] < 5.05, "5 s, and 1 s for 10^12 bytes of state"
     (tmp_path / "pauses.json").write_text("{}")
     assert main(words) == 2
     assert "benchmarks.elastic" in capsys.readouterr().out

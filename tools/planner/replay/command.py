@@ -13,7 +13,6 @@ from megatron_het.elastic.worth import grows_s
 from megatron_het.safe_io import amount, count
 
 from ..costs.estimate import Estimator
-from ..costs.estimates import Estimate
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.files import check_target, read_json
@@ -25,7 +24,7 @@ from ..search.limit import cpu_limit, left_s
 from ..search.methods import search
 from ..search.outcome import Goal, Progress
 from ..search.setup import check_prices, estimator_from, goal_from
-from .policies import Costs, Course, Pool, Trace, load_trace, run_all, with_start
+from .policies import CHANGES, Costs, Course, Pool, Trace, load_trace, pauses_by_state, run_all, with_start
 
 # Iteration times of pools: the best plan that the planner's search finds for the nodes that are there.
 
@@ -38,12 +37,14 @@ class PoolPlan:
         pool: Its nodes.
         iteration_s: Of the best plan; None where none fits.
         plan: In one line.
+        state_bytes: Parameters and optimizer state of the rank that holds most.
         grows_s: Seconds of a change to it that grow with state, links and groups.
     """
 
     pool: Pool
     iteration_s: float | None
     plan: str = ""
+    state_bytes: float = 0.0
     grows_s: float = 0.0
 
 
@@ -83,14 +84,12 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
         best = search(method, part, goal, progress).best
     if best is None or not best.runnable:
         return PoolPlan(pool, None)
-    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), _grows_s(cluster, best.estimate))
-
-
-def _grows_s(cluster: Cluster, best: Estimate) -> float:
-    """The ranks of a node share its network."""
-    state_bytes = max(m.parameter_bytes + m.optimizer_bytes for m in best.memory)
+    memory = best.estimate.memory
+    state_bytes = max(m.parameter_bytes + m.optimizer_bytes for m in memory)
+    # The ranks of a node share its network.
     share_bytes_per_s = min(node.network_bytes_per_s / node.gpus_per_node for node in cluster.nodes)
-    return grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in best.memory))
+    seconds = grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in memory))
+    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), state_bytes, seconds)
 
 
 def _is_part(small: Pool, large: Pool) -> bool:
@@ -150,7 +149,7 @@ def replay(options: argparse.Namespace) -> int:
     if options.picture is not None:
         check_target(options.picture, "--picture", (".svg", ".png"))
     trace = load_trace(options.trace, estimator.cluster)
-    costs, sources = costs_from(options)
+    costs, sources, each_byte_s = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
     pools = [*trace.pools(), *_between(trace, costs), full]
     with shown_progress("searching a plan for every pool of the trace", options):
@@ -158,7 +157,7 @@ def replay(options: argparse.Namespace) -> int:
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
-    costs = _with_growth(costs, sources, plans[full].grows_s)
+    costs = _with_growth(costs, sources, each_byte_s, plans[full])
     courses = run_all(trace, lambda pool: plans[pool].iteration_s, costs, full)
     body = body_of(trace, courses, list(plans.values()), ideal_s)
     body["pauses"] = {name: {"value": getattr(costs, name), "from": of} for name, of in sources.items()}
@@ -191,28 +190,34 @@ def _by_source(costs: Costs, sources: Mapping[str, str]) -> dict[str, list[str]]
     return out
 
 
-def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str]]:
-    """Pauses, and where each is from: single options, then ``--pauses``, then the defaults.
+def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict[str, float]]:
+    """Pauses, where each is from (single options, then ``--pauses``, then the defaults), and more for a byte of state.
 
     Raises:
         PlannerError: The file of ``--pauses`` has no pauses.
     """
     found: dict[str, Any] = {}
+    each_byte_s: dict[str, float] = {}
     measured = ("join_s", "leave_s", "death_s", "restart_s")
     names = (*(name for name, _ in _SECONDS), "save_every")
     sources = {name: DEFAULTS if name in measured else ASSUMED for name in names}
     if options.pauses is not None:
         document = read_json(options.pauses)
         try:
-            pauses = document["pause_s"]
-            found = {f"{kind}_s": float(pauses[kind]["whole"]) for kind in ("join", "leave", "death")}
-            found["restart_s"] = float(document["restart_s"])
+            if "sizes" in document:
+                lines = pauses_by_state(document["sizes"])
+                found = {f"{kind}_s": lines[kind][0] for kind in CHANGES}
+                each_byte_s = {f"{kind}_s": lines[kind][1] for kind in CHANGES}
+            else:
+                found = {f"{kind}_s": float(document["pause_s"][kind]["whole"]) for kind in CHANGES}
+                found["restart_s"] = float(document["restart_s"])
         except (KeyError, TypeError, ValueError):
             raise PlannerError(
                 str(options.pauses),
                 "pause_s",
                 None,
-                "no pauses: pause_s.join.whole, pause_s.leave.whole, pause_s.death.whole and restart_s are expected",
+                "no pauses: pause_s.join.whole, pause_s.leave.whole, pause_s.death.whole and restart_s are expected, "
+                "or sizes, each with state_bytes and the first three",
                 "Give a file that python -m benchmarks.elastic --json wrote",
             ) from None
         if bad := next((key for key, value in found.items() if not 0 <= value < 1e7), None):
@@ -222,13 +227,15 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str]]:
         if getattr(options, name) is not None:
             found[name] = getattr(options, name)
             sources[name] = "the command line"
-    return Costs(**found), sources
+            each_byte_s.pop(name, None)
+    return Costs(**found), sources, each_byte_s
 
 
-def _with_growth(costs: Costs, sources: Mapping[str, str], grows_s: float) -> Costs:
-    """Defaults are of a small model: what is taken to grow with the full pool's plan comes on top."""
-    names = [name for name in ("join_s", "leave_s", "death_s") if sources[name] == DEFAULTS]
-    return replace(costs, **{name: round(getattr(costs, name) + grows_s, 3) for name in names})
+def _with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[str, float], plan: PoolPlan) -> Costs:
+    """Defaults are of a small model, and sizes were measured: what grows with the full pool's plan comes on top."""
+    more_s = {name: plan.grows_s for name in (f"{kind}_s" for kind in CHANGES) if sources[name] == DEFAULTS}
+    more_s |= {name: seconds * plan.state_bytes for name, seconds in each_byte_s.items()}
+    return replace(costs, **{name: round(getattr(costs, name) + seconds, 3) for name, seconds in more_s.items()})
 
 
 def _between(trace: Trace, costs: Costs) -> list[Pool]:

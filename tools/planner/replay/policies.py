@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from statistics import fmean, linear_regression
+from typing import Any
 
 from megatron_het.safe_io import FileError, read_text
 
@@ -176,6 +178,7 @@ IterationTime = Callable[[Pool], float | None]
 """Seconds of an iteration under the best plan for a pool; None where no plan fits it."""
 
 POLICIES = ("elastic", "restart", "full pool")
+CHANGES = ("join", "leave", "death")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,27 @@ class Costs:
     restart_s: float = 4.5
     save_every: int = 100
     save_s: float = 0.0
+
+
+def pauses_by_state(sizes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Returns what a pause takes without any state, in seconds, and more for each byte, by kind of change.
+
+    Args:
+        sizes: Of ``benchmarks.elastic --sizes``: state of the rank that holds most, and pauses.
+
+    Raises:
+        ValueError: There are fewer than two sizes.
+    """
+    found, state_bytes = {}, [float(size["state_bytes"]) for size in sizes]
+    if len(set(state_bytes)) < 2:
+        raise ValueError("pauses of two sizes at least are needed")
+    for kind in CHANGES:
+        pauses_s = [float(size["pause_s"][kind]["whole"]) for size in sizes]
+        slope, fixed_s = linear_regression(state_bytes, pauses_s)
+        if fixed_s < 0:
+            slope, fixed_s = linear_regression(state_bytes, pauses_s, proportional=True)
+        found[kind] = (fixed_s, slope) if slope > 0 else (fmean(pauses_s), 0.0)
+    return found
 
 
 @dataclass(slots=True)
