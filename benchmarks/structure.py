@@ -144,7 +144,7 @@ PRESENT: dict[str, Target] = {
     "positional_records": 40,
     "product_files": 331,
     "product_lines": 76_800,
-    "all_lines": 141_600,
+    "all_lines": 141_900,
     "package_lines": BUDGET
     | {
         "benchmarks": 20_700,
@@ -166,8 +166,8 @@ PRESENT: dict[str, Target] = {
         "megatron_het/safe_io": 800,
         "megatron_het/schedule": 7_700,
         "megatron_het/watch": 1_200,
-        "tests": 40_800,
-        "tools/planner": 25_700,
+        "tests": 41_000,
+        "tools/planner": 25_800,
     },
     "loaded_modules": {"het-plan plan": 201, "1F1B": 154},
 }

@@ -141,7 +141,9 @@ class Schedule:
                 stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
                 link_s = _link_time(s, transfers)
-                stall = _stall_s(stage, rt, slowest[s], cut, link_s, candidate.chunks, periods[s]) + waits_s
+                stall = (
+                    _stall_s(stage, rt, slowest[s], cut, link_s, chunks=candidate.chunks, period_s=periods[s]) + waits_s
+                )
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
