@@ -34,6 +34,7 @@ from benchmarks.machine import machine
 from benchmarks.models import case_for
 from benchmarks.parity import measure, with_precision
 from benchmarks.runner import Device, has_gpu, words
+from megatron_het.features.layer_graphs.spec import TRY
 from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
@@ -254,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--json is required" if options.json is None else "there is no NVIDIA GPU here; --dry needs none")
     check_target(options.json)
     has_te = options.te or options.fp8 or options.cuda_graphs
+    if options.cuda_graphs:
+        os.environ[TRY] = "1"
     report = train(chosen, options.json, has_te, time.monotonic() + options.limit_s)
     print(f"{report['failures']} of {len(chosen)} failed: {[*report['failed'], *report['not_run']]}")
     return int(report["failures"] > 0)

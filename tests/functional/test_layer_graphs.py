@@ -10,6 +10,7 @@ from benchmarks.cases import Case
 from benchmarks.combination_cases import case_of, pair_row
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
+from megatron_het.features.layer_graphs.spec import TRY
 from tests.functional.selected import tiers
 
 BAR = 1e-5
@@ -39,7 +40,8 @@ def test_equals_one_process(name: str, lab: Lab) -> None:
     case = BY_NAME[name]
     job = lab.job(case)
     assert job.setup is not None
-    job = replace(job, setup=("tests.functional.captured_layers:observe", job.setup[1]), timeout_s=240.0)
+    setup = ("tests.functional.captured_layers:observe", job.setup[1])
+    job = replace(job, setup=setup, timeout_s=240.0, environment={TRY: "1"})
     lab.runner.run(job)
     replays = [int((job.log_dir / f"replays-{rank}").read_text()) for rank in range(case.plan.world_size)]
     assert min(replays) > 0

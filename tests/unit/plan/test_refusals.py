@@ -121,6 +121,8 @@ GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_
         ({"reset_attention_mask": True}, "--reset-attention-mask.*different in every iteration"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type = 'yarn'.*Megatron captures"),
         ({"num_experts": 2}, "number of tokens of every expert.*attn moe_router"),
+        ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*failed on a GPU.*HET_TRY_GRAPHS=1"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl = 'local'.*not been tried on a GPU.*HET_TRY_GRAPHS=1"),
         (
             {
                 "num_experts": 2,
@@ -137,7 +139,8 @@ def test_graphs_of_layers_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**GRAPHS | changed), 2)
 
 
-def test_graphs_of_layers_leave_the_attention_of_slices_outside() -> None:
+def test_graphs_of_layers_leave_the_attention_of_slices_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HET_TRY_GRAPHS", "1")
     plan = plan_from_flags([*FLAGS, "--het-slices", "2"], 2, ScheduleSpec("slimpipe", {"slices": 2}))[0]
     check_arguments(plan, arguments(**GRAPHS, cuda_graph_modules=["mlp"]), 2)
     for parts in ([], ["attn"], ["attn", "mlp"]):

@@ -236,7 +236,7 @@ def test_uncertainty_is_of_plans_of_that_kind():
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(dense, {"H200", "T4"})
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(dense, {"H200"}, fitted=False)
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(moe, {"H200"})
-    assert str(DENSE) == f"+-7 %, from {DENSE.runs} runs of dense models"
+    assert str(DENSE) == f"+-6 %, from {DENSE.runs} runs of dense models"
     counted = [r for source in TABLES if source != "mpt" for r in read_runs(source)]
     assert DENSE.runs == sum(r.kind == "dense" for r in counted) and EXPERTS.runs == sum(
         r.kind == "moe" for r in counted

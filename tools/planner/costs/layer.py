@@ -34,7 +34,7 @@ class Uncertainty(NamedTuple):
 
 PROFILED = Uncertainty(0.05, 14, "runs with a profile")
 """From a profile of the same model and GPUs."""
-DENSE = Uncertainty(0.07, 88, "runs of dense models")
+DENSE = Uncertainty(0.06, 88, "runs of dense models")
 """Catalog, dense models."""
 EXPERTS = Uncertainty(0.27, 26, "runs with experts")
 """Catalog, mixture of experts."""
