@@ -127,7 +127,7 @@ def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, st
         # a GPU the variable makes torch say that there is one.)  A pool of compiling processes would not either.
         environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment |= {"HET_SAME_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # every rank would compile for longer than it trains
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # sums are compared here; every rank would compile its own kernels
     return environment
 
 

@@ -175,8 +175,8 @@ CHANGE_S = 10.0
 HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
 """State between device and host memory; over a link of which nothing is known; a group that a rank joins.
 
-Assumptions, like :data:`CHANGE_S`: they were not measured on any machine.  ``python -m benchmarks.elastic --sizes``
-shows how far pauses are from them.
+Assumptions, like :data:`CHANGE_S`; the few pauses that were measured are longer (``docs/elastic.md``).  ``python -m
+benchmarks.elastic --sizes`` shows how far pauses are from them.
 """
 
 

@@ -7,7 +7,6 @@ are drawn.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -88,25 +87,26 @@ def _blocks(
     shape: Sequence[int], draw: Draw, name: str, seed: int, dim: int, segments: Sequence[Segment], in_blocks: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """First row and values of every block that the segments touch."""
+    takes_generator = _takes_generator(draw)
     if not in_blocks or len(shape) < 2:
-        yield 0, _drawn(shape, draw, f"{seed}/{name}")
+        yield 0, _drawn(shape, draw, f"{seed}/{name}", takes_generator)
         return
     blocks = [
         first
         for first in range(0, shape[0], BLOCK_ROWS)
         if dim != 0 or any(part.full < first + BLOCK_ROWS and part.full + part.length > first for part in segments)
     ]
-    block_shape, threads = (BLOCK_ROWS, *shape[1:]), _threads() if _takes_generator(draw) else 1
-    # So many blocks at a time: the whole tensor would be twice in memory.
-    with ThreadPoolExecutor(threads) if threads > 1 else contextlib.nullcontext() as pool:
-        for some in itertools.batched(blocks, threads):
-            draws = [functools.partial(_drawn, block_shape, draw, f"{seed}/{name}/{first}") for first in some]
-            found = pool.map(_call, draws) if pool is not None else map(_call, draws)
-            yield from zip(some, found, strict=True)
 
+    def block(first: int) -> torch.Tensor:
+        return _drawn((BLOCK_ROWS, *shape[1:]), draw, f"{seed}/{name}/{first}", takes_generator)
 
-def _call(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return work()
+    threads = min(_threads(), len(blocks)) if takes_generator else 1
+    if threads < 2:
+        yield from ((first, block(first)) for first in blocks)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for some in itertools.batched(blocks, threads):  # the whole tensor would be twice in memory
+            yield from zip(some, pool.map(block, some), strict=True)
 
 
 def _threads() -> int:
@@ -125,12 +125,12 @@ def _takes_generator(draw: Draw) -> bool:
     return getattr(function, "__module__", None) == "torch.nn.init" and "generator" in signature(function).parameters
 
 
-def _drawn(shape: Sequence[int], draw: Draw, key: str) -> torch.Tensor:
+def _drawn(shape: Sequence[int], draw: Draw, key: str, takes_generator: bool) -> torch.Tensor:
     """A tensor, filled on the host: devices of different kinds have generators of their own."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     seed, tensor = int.from_bytes(digest) >> 1, torch.empty(*shape)
     with torch.no_grad():  # which a thread of its own does not inherit
-        if _takes_generator(draw):
+        if takes_generator:
             draw(tensor, generator=torch.Generator().manual_seed(seed))
         else:
             with torch.random.fork_rng(devices=()):

@@ -190,7 +190,7 @@ def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]
                 _order=list(passes.order),
                 _num_layers_per_chunk=[len(by_chunk[op.chunk]) for op in passes.forwards],
                 _reuse_graph_input_output_buffers=True,
-                **_precision(call, layers),
+                fp8_enabled=False,  # which is refused beside graphs
             )
     finally:
         cuda_graphs._set_capture_end()
@@ -224,24 +224,6 @@ def _arguments(call: Call, op: RankOp, layer: Any) -> tuple[torch.Tensor, dict[s
         rotary = model.rotary_pos_emb
         named["rotary_pos_emb"] = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden, config, None))
     return hidden, named
-
-
-def _precision(call: Call, layers: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of a capture that say which layers run in fp8, and how."""
-    config = call.config
-    if not config.fp8:
-        return {"fp8_enabled": False}
-    from megatron.core import parallel_state
-    from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
-
-    return {
-        "fp8_enabled": tuple(not is_first_last_bf16_layer(config, layer.layer_number - 1) for layer in layers),
-        "fp8_recipe": get_fp8_recipe(config),
-        "fp8_weight_caching": True,
-        "fp8_group": parallel_state.get_amax_reduction_group(
-            with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
-        ),
-    }
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
