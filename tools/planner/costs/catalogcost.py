@@ -18,6 +18,7 @@ from .layer import (
     activation_bytes,
     attention_matrix_bytes,
     backward_bytes,
+    mean_of_layers,
     most_tp,
     pool_size,
 )
@@ -39,6 +40,7 @@ class CatalogCosts:
         self.model, self.gpu, self.runtime = model, gpu, runtime
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._layer = cache(self._layer_times)
+        self._of_kind: dict[str, CatalogCosts] = {}
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
         """As published runs of such plans show."""
@@ -48,7 +50,8 @@ class CatalogCosts:
         """Powers of two that divide heads, groups and widths."""
         m = self.model
         sizes = (m.num_attention_heads, m.groups, m.hidden_size, m.ffn_hidden_size)
-        return tuple(t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
+        fitting = (t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
+        return tuple(t for t in fitting if all(x is None or x.divides(t) for x in (m.mamba, m.delta_net)))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Unlimited."""
@@ -61,10 +64,23 @@ class CatalogCosts:
         half = self.model.precision in ("fp16", "bf16")
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
-    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+    def sliced_share(
+        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
+    ) -> float:
         """By the formula of ``activation_bytes`` for slices and for whole sequences."""
-        sliced = activation_bytes(self.model, "layer", batch, tp, recompute, True, sliced=True)
-        return sliced / activation_bytes(self.model, "layer", batch, tp, recompute, self.fused(gpu))
+        sliced = whole = 0.0
+        counted = kinds or self.model.kinds
+        models = [(count, self.model.of_kind(kind)) for kind, count in counted] or [(1, self.model)]
+        for count, model in models:
+            sliced += count * activation_bytes(model, "layer", batch, tp, recompute, True, sliced=True)
+            whole += count * activation_bytes(model, "layer", batch, tp, recompute, self.fused(gpu))
+        return sliced / whole
+
+    def of_kind(self, kind: str) -> CatalogCosts:
+        """The same for a model of one layer of a kind."""
+        if kind not in self._of_kind:
+            self._of_kind[kind] = CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)
+        return self._of_kind[kind]
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """GPUs do not slow each other down."""
@@ -82,6 +98,11 @@ class CatalogCosts:
     def _cost(
         self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
     ) -> LayerCost:
+        if kind == "layer" and self.model.kinds:
+            alone, counted = spread._replace(kinds=()), spread.kinds or self.model.kinds
+            return mean_of_layers(
+                [(count, self.of_kind(one).cost(name, kind, batch, tp, recompute, alone)) for one, count in counted]
+            )
         model, gpu, fused = self.model, self.gpu(name), self.fused(name)
         precision = model.linear_precision
         if not gpu.peak(model.precision) or not gpu.peak(precision):
@@ -141,10 +162,12 @@ class CatalogCosts:
         element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
         attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
         each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
-        around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
+        around = model.norms / 2 * self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(
+            gpu, work, tp, spread
+        )
         dropless = experts and model.experts is not None and model.experts.dropless
         waits = kernels.dropless_launches * gpu.launch_s if dropless else 0.0
-        launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
+        launches = kernels.launches * model.norms / 2 + (kernels.expert_launches if experts else 0.0)
         host = launches * gpu.launch_s
         forward = passes * (max(once + element + each_f, host) + around + waits)
         backward = passes * (max(twice + 2 * element + each_b, 2 * host) + around + waits)

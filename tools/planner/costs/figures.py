@@ -9,6 +9,7 @@ from megatron_het.features.base import Figures
 from .candidate import Candidate, Group
 from .estimate import Estimator, Unit
 from .estimates import rank_parameters
+from .extras import attention_layers
 
 Device = tuple[int, Group, Unit]
 """(stage, kind of replica, its figures)"""
@@ -27,7 +28,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     gathers: list[float] = []
     reduces: list[float] = []
     for s, stage in enumerate(whole.stages):
-        units = [estimator.unit_of(whole, g) for g in stage.groups]
+        units = [estimator.unit_of(whole, g, s) for g in stage.groups]
         counts = [rank_parameters(whole, u, s) for u in units if u is not None]
         ranks = whole.reducing(s)
         for out, bytes_each in ((gathers, element), (reduces, 4.0)):
@@ -42,6 +43,10 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
     length = model.seq_length
     share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
+    attending = [attention_layers(model, whole, s) for s in range(len(whole.stages))]
+    if model.kinds:  # of a layer with attention, and not of the mean of all
+        share *= model.num_layers / max(1, sum(attending))
+    means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
     tokens = float(batch * length) / whole.cp
     return Figures(
         gather_s=tuple(gathers[s] for s, _, _ in devices),
@@ -56,8 +61,8 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         head_forward_s=tuple(u.head_f for _, _, u in devices),
         head_backward_s=tuple(u.head_b for _, _, u in devices),
         head_bytes=tuple(u.head_bytes for _, _, u in devices),
-        attention_forward_s=tuple(share * u.layer_f for _, _, u in devices),
-        attention_backward_s=tuple(share * u.layer_b for _, _, u in devices),
+        attention_forward_s=tuple(share * u.layer_f for u in means if u is not None),
+        attention_backward_s=tuple(share * u.layer_b for u in means if u is not None),
         kv_bytes=tuple(2 * tokens * model.kv_size / g.tp * element for _, g, _ in devices),
         query_bytes=tuple(2 * tokens * model.hidden_size / g.tp * element for _, g, _ in devices),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .candidate import Candidate
+from .candidate import Candidate, layers_at
 from .estimates import Estimate, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .memory import stage_memory
 from .operating import OperatingPoints
@@ -47,11 +47,12 @@ def stages_of(
         total,
     )
     known = estimator.known_stages.setdefault(key, {})
+    layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
         ends = c.rows[s] if c.rows else (s == 0, s == last)
-        mine = stage, ends, waits, c.chunks_of(s)
+        mine = stage, ends, waits, c.chunks_of(s), layers[s] if layers else ()
         if mine not in known:
             known[mine] = _stage(estimator, c, s, blocks, total, waits)
         found = known[mine]
@@ -106,7 +107,7 @@ def _stage(
     forward: list[float] = []
     backward: list[float] = []
     for g in groups:
-        u = estimator.unit_of(candidate, g)
+        u = estimator.unit_of(candidate, g, s)
         if u is None:
             return None
         units.append(u)
@@ -145,7 +146,7 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Esti
     """
     out: list[float] = []
     for s, stage in enumerate(candidate.stages):
-        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
         sync, update = _tail(estimator, candidate, units, s)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ..inputs.model import Model
 from .kernels import DIAGONAL_TOKENS, Product
 
+SCAN_WIDTH = 128
+"""The recurrence of a chunk is products of about this size."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
@@ -40,16 +43,18 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
     products = list(_attention_products(model, tokens, tp))
-    elements = tokens * (12.0 * h / split + 2.0 * (model.attention_size + 2 * model.kv_size) / tp)
+    elements = tokens * (6.0 * model.norms * h / split + 2.0 * (model.attention_size + 2 * model.kv_size) / tp)
+    if model.recurrent is not None:
+        elements += 2.0 * tokens * (model.recurrent.projected + model.recurrent.convolved + model.recurrent.inner) / tp
     keys = model.mean_keys(DIAGONAL_TOKENS)
     score = model.head_dim if model.latent is None else model.latent.nope_size + model.latent.rope_size
     routed = 0.0
     grouped: tuple[Product, ...] = ()
     x = model.experts if experts else None
-    if x is None:
+    if x is None and model.ffn_hidden_size:
         mlp, more = _mlp(model, tokens, model.ffn_hidden_size / tp)
         products, elements = products + mlp, elements + more
-    else:
+    elif x is not None:
         # The ranks of a TP group send their parts of the sequence; those that cut an expert get its tokens whole.
         routed = tokens * h / tp
         met = tokens / tp * ep * expert_tp
@@ -64,9 +69,15 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
 
 def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
     h, x = model.hidden_size, model.latent
+    r = model.recurrent
+    if r is not None:
+        scan = Product(tokens, r.scan_flops / (2 * SCAN_WIDTH) / tp, SCAN_WIDTH)
+        return [Product(tokens, r.projected / tp, h), scan, Product(tokens, h, r.inner / tp)]
+    if not model.num_attention_heads:
+        return []
     if x is None:
         return [
-            Product(tokens, (model.attention_size + 2 * model.kv_size) / tp, h),
+            Product(tokens, (model.query_size + 2 * model.kv_size) / tp, h),
             Product(tokens, h, model.attention_size / tp),
         ]
     heads = model.num_attention_heads / tp

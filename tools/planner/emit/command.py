@@ -336,6 +336,8 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         experts=model.experts,
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
+        mamba=model.mamba,
+        delta_net=model.delta_net,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
         flags=model.flags,
     )

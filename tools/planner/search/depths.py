@@ -113,6 +113,6 @@ def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
     """
     out = []
     for s, stage in enumerate(candidate.stages):
-        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
         out.append(min(u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None))
     return out

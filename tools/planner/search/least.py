@@ -16,9 +16,10 @@ def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     before = after = least = 0.0
     tails = stage_tails(estimator, candidate, estimate)
     cut = 0.0 if candidate.slices > 1 else 1 / candidate.chunks
-    for stage, busy_s, tail_s in zip(candidate.stages, estimate.stage_busy_s, tails, strict=True):
+    rows = zip(candidate.stages, estimate.stage_busy_s, tails, strict=True)
+    for s, (stage, busy_s, tail_s) in enumerate(rows):
         least = max(least, before + busy_s + max(after, tail_s))
-        units = [u for g in stage.groups if (u := estimator.unit_of(candidate, g)) is not None]
+        units = [u for g in stage.groups if (u := estimator.unit_of(candidate, g, s)) is not None]
         before += cut * stage.layers * min(u.layer_f for u in units)
         after += cut * stage.layers * min(u.layer_b for u in units)
     return least

@@ -25,7 +25,7 @@ def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: S
 
     def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
         g = Group(pool, tp, 1, ep)
-        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g)
+        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g, s)
         assert unit is not None
         return s, g, unit
 
@@ -50,14 +50,14 @@ def _passes(
     least: dict[int, tuple[float, float]] = {}
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         for s, its in enumerate(whole.stages):
-            units = [estimator.unit_of(whole, g) for g in its.groups]
+            units = [estimator.unit_of(whole, g, s) for g in its.groups]
             least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
     known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
 
     def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
         layers = plan.stages[s].layers
         f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
-        a = [n * u.layer_bytes for n in layers]
+        a = u.of_chunks("layer_bytes", layers)
         if s == 0:
             a[0] += u.embedding_bytes
         if s in least:
@@ -109,8 +109,8 @@ def costs_of(
     attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
         attention = [
-            [tuple(n * a for n in plan.stages[s].layers) for s, a in row]
-            for row in zip(*(((s, u.attention_f), (s, u.attention_b)) for s, _, u in devices), strict=True)
+            [tuple(u.of_chunks(name, plan.stages[s].layers)) for s, _, u in devices]
+            for name in ("attention_f", "attention_b")
         ]
         forward, backward = (_without_attention(*rows) for rows in zip((forward, backward), attention, strict=True))
     whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
