@@ -49,11 +49,11 @@ _MODULES = (
     *(
         "megatron_het.schedule.view.cli",
         "tools.planner.cli.commands",
-        "tools.planner.cli.check",
+        "tools.planner.cli.commands",
         "tools.planner.cli.commands",
         "tools.planner.emit.command",
     ),
-    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.emit.expect"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.emit.command"),
     *("tools.planner.replay.command", "tools.planner.replan.command"),
     *(
         "tools.planner.profile.command",

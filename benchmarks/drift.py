@@ -52,9 +52,8 @@ from tools.planner.inputs.profile_schema import (
     ProfiledModel,
     load_profile,
 )
-from tools.planner.replan.corrections import correct
 from tools.planner.replan.measured import load_watched
-from tools.planner.replan.replan import estimator_of, predicted_s
+from tools.planner.replan.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate

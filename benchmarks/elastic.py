@@ -46,7 +46,7 @@ from typing import Any
 
 from benchmarks.cases import Weights, common_flags
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.runner import REPOSITORY
+from benchmarks.runner import REPOSITORY, Device
 from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 
@@ -70,14 +70,14 @@ def plan_of(replicas: int) -> Plan:
     )
 
 
-def flags(iterations: int, out: Path, plan: Plan | None = None) -> list[str]:
+def flags(iterations: int, out: Path, plan: Plan | None = None, device: Device = "cpu") -> list[str]:
     """Of the training; that of :func:`plan_of` without a plan."""
     plan = plan or plan_of(1)
     model = plan.model
     size = f"--hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}"
     size += f" --seq-length {model.seq_length} --max-position-embeddings {model.seq_length}"
     size += f" --global-batch-size {plan.training.global_batch_size}"
-    common = [*common_flags(Weights(layers=model.num_layers), steps=iterations), *size.split()]
+    common = [*common_flags(Weights(layers=model.num_layers), steps=iterations, device=device), *size.split()]
     return [*common, "--mock-data", "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
 
 
@@ -112,10 +112,24 @@ class ElasticJob:
         iterations: Of the training.
         copy_every: See ``het-run --help``.
         make: Plan by the replicas of its second stage.
+        nodes: Workers of every node at the start.
+        device: What workers compute on.
+        variables: Environment of every process.
     """
 
-    def __init__(self, folder: Path, iterations: int, copy_every: str, make: Callable[[int], Plan] = plan_of) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        iterations: int,
+        copy_every: str,
+        make: Callable[[int], Plan] = plan_of,
+        *,
+        nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
+        device: Device = "cpu",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._environment = variables or environment()
         folder.mkdir(parents=True)
         plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
         for file, replicas in zip(plans, (3, 2, 1), strict=True):
@@ -123,17 +137,24 @@ class ElasticJob:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self._base = ["--controller", f"127.0.0.1:{port}"]
-        self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", "10"]
-        self._flags = flags(iterations, folder / "report", make(1))
+        self._base += [
+            "--folder",
+            str(folder / "job"),
+            "--copy-every",
+            copy_every,
+            "--leave-s",
+            "30" if device == "cuda" else "10",
+        ]
+        self._flags = flags(iterations, folder / "report", make(1), device)
         self._processes: dict[str, Any] = {}
-        self._open("controller", ["--controller-only", "--nodes", "3", "--plans", *map(str, plans)])
+        self._open("controller", ["--controller-only", "--nodes", str(len(nodes)), "--plans", *map(str, plans)])
         _until((folder / "job" / "token").exists, "the controller's token")
-        for node in "abc":
-            self.start(node)
+        for node, workers in nodes.items():
+            self.start(node, workers)
 
-    def start(self, node: str) -> None:
+    def start(self, node: str, workers: int = 1) -> None:
         """Start a node; a worker that is killed stays away, so that a death is one change."""
-        self._open(node, ["--node", node, "--workers", "1", "--restarts", "0", "--", *self._flags])
+        self._open(node, ["--node", node, "--workers", str(workers), "--restarts", "0", "--", *self._flags])
 
     def _open(self, name: str, words: list[str]) -> None:
         self._processes[name] = self._begin(name, [*self._base, *words])
@@ -142,7 +163,7 @@ class ElasticJob:
         """A process of ``het-run`` with these words."""
         command = [sys.executable, "-m", "megatron_het.elastic", *words]
         with (self.folder / f"{name}.txt").open("wb") as log:
-            return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
+            return subprocess.Popen(command, cwd=REPOSITORY, env=self._environment, stdout=log, stderr=log)
 
     def kill_worker(self, node: str) -> float:
         """SIGKILL; when it was sent."""
@@ -153,10 +174,19 @@ class ElasticJob:
         """Number of the controller's or an agent's process."""
         return int(self._processes[name].pid)
 
-    def worker(self, node: str) -> int:
-        """Number of a node's worker."""
+    def workers(self, node: str) -> list[int]:
+        """Numbers of the processes of a node's workers."""
         agent = self.process(node)
-        return int(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()[0])
+        return [int(one) for one in Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()]
+
+    def worker(self, node: str) -> int:
+        """Number of the process of a node's first worker."""
+        return self.workers(node)[0]
+
+    def exit_code(self) -> int | None:
+        """Of the controller; None while the job goes on."""
+        code: int | None = self._processes["controller"].poll()
+        return code
 
     def has_reached(self, iteration: int) -> bool:
         """Whether an iteration was logged; logs are rotated."""

@@ -29,8 +29,8 @@ from benchmarks.planner_hybrid import hybrid
 from benchmarks.planner_pools import COUNTS, nodes, pools, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
+from tools.planner.search.outcome import Goal
 
 
 def accuracy() -> dict[str, Any]:

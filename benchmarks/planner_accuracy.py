@@ -14,18 +14,21 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.costs.uncertainty import DENSE, EXPERTS
+from tools.planner.costs.layer import DENSE, EXPERTS
 from tools.planner.inputs.files import write_json
 from tools.planner.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
     MOE_CONSTANTS,
+    TABLES,
+    PublishedRun,
     constants_of,
     fit_all,
     left_out,
+    read_runs,
     relative_errors,
+    runtime_of,
 )
-from tools.planner.published.published import TABLES, PublishedRun, read_runs, runtime_of
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:

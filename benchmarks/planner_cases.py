@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
-from tools.planner.costs.baseline import even_splits
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.published.reference import reference_model, reference_nodes, reference_profile
+from tools.planner.published.accuracy import reference_model, reference_nodes, reference_profile
+from tools.planner.report.analysis import even_splits
 from tools.planner.report.tables import describe
 
 SEARCH_BARS_S = {

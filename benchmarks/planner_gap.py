@@ -31,8 +31,8 @@ from tools.planner.costs.schedules import schedule_of
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
+from tools.planner.search.outcome import Goal
 from tools.planner.search.overlap import irregularity
 from tools.planner.simulate.simulation import block_s, operations_of
 

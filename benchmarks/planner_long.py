@@ -23,9 +23,8 @@ from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.tables import describe, summary
 from tools.planner.search.auto import search_auto
-from tools.planner.search.choices import choose
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Found, Progress
+from tools.planner.search.methods import choose
+from tools.planner.search.outcome import Found, Goal, Progress
 from tools.planner.simulate.simulation import simulate_candidate
 
 LLAMA_70B = {

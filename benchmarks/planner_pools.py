@@ -18,9 +18,8 @@ from tools.planner.inputs.model import Model
 from tools.planner.search.book import Book, Groups
 from tools.planner.search.effort import Effort
 from tools.planner.search.finish import finish, waits_for_nobody
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.outcome import Goal, Outcome, Progress
 from tools.planner.simulate.simulation import operations_of, simulate_candidate
 
 KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")

@@ -16,8 +16,8 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import LESS
-from tools.planner.search.exact import stage_options
-from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Goal
+from tools.planner.search.thorough import stage_options
 from tools.planner.simulate.simulation import simulate_block
 
 KINDS = ("A100-40", "V100-16", "T4", "RTX-3090", "A10G", "GH-96")

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.machine import command_line, scratch, write_report
 from examples.llama.devices import PINNING_VARIABLE, available_cores, mixed_devices, pinning
 from examples.llama.job import CPU_ARGUMENTS
-from megatron_het.auto_batch.plans import base_plan, with_zero
+from megatron_het.auto_batch.allocation import base_plan, with_zero
 from megatron_het.plan import Plan, load_plan, save_plan
 from tools.planner.profile.command import default_environment, free_port
 

@@ -46,7 +46,7 @@ _LATE_IMPORTS = (
     "megatron_het.plan.from_flags",
     "megatron_het.plan.validate",
     "megatron_het.runtime.session",
-    "megatron_het.runtime.recompute",
+    "megatron_het.runtime.building",
     "torch.utils.serialization",
 )
 

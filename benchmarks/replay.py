@@ -34,8 +34,7 @@ from benchmarks.faults import prepare
 from benchmarks.machine import command_line, write_report
 from benchmarks.paced_nodes import PacedJob
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
-from tools.planner.replay.policies import Costs, run_elastic
-from tools.planner.replay.trace import Change, Trace
+from tools.planner.replay.policies import Change, Costs, Trace, run_elastic
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
 _WHOLE, _BETWEEN = 70, 12

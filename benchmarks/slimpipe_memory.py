@@ -26,8 +26,8 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.schedule.cost import Costs, Memory
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Shape
-from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.transfers import add_transfers
 
 MODEL = Model(layers=8, hidden=64, ffn=176, vocabulary=31)
 _WIDE = replace(MODEL, vocabulary=2047)

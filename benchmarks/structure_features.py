@@ -42,7 +42,7 @@ FEATURES = {
         words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
         executor="context_exchange",
-        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.leveling"),
+        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.exchange"),
     ),
     "split vocabulary": Feature(
         room="megatron_het.features.vocab_parallel",
@@ -87,6 +87,7 @@ FEATURES = {
     "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
     "initial weights": Feature(room="megatron_het.features.initial_weights", words=r"initial_weights|het_init"),
     "thrifty layers": Feature(room="megatron_het.features.thrifty_layers", words=r"(het_)?thrifty_(layers|options)"),
+    "CUDA graphs of layers": Feature(room="megatron_het.features.layer_graphs", words=r"layer_graphs(_options)?"),
     "watch": Feature(room="megatron_het.features.watch", words=r"het_watch|watch_(options|threshold)"),
 }
 

@@ -258,7 +258,7 @@ def die_in_update(*, rank: int, which: int, update: int, out: str | None = None)
     observe(rank=rank, out=out)
     if rank != which:
         return
-    from megatron_het.features.window.memory import HostCopy
+    from megatron_het.features.window.chunk import HostCopy
     from megatron_het.features.window.optimizer import ChunkedOptimizer
 
     step, store = ChunkedOptimizer._step, HostCopy.store

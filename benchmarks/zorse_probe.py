@@ -141,7 +141,7 @@ def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
 def _window_overlooked(activations: Any) -> Iterator[None]:
     """While it is open, a meter overlooks what the window allocates."""
     from megatron_het.features.window.chunk import ChunkWindow
-    from megatron_het.features.window.window import ParameterWindow
+    from megatron_het.features.window.runtime import ParameterWindow
 
     def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -161,8 +161,7 @@ def _window_overlooked(activations: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _resizes_shown() -> Iterator[None]:
     """While it is open, all meters see at once what the window resizes."""
-    from megatron_het.features.window.chunk import ChunkWindow
-    from megatron_het.features.window.memory import HostCopy
+    from megatron_het.features.window.chunk import ChunkWindow, HostCopy
 
     def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 its own, the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
 
 ``speedup_over_even_split``: a stage of ranks 0 to 3 and a stage of rank 4.  Microbatches in equal
-shares against routes by Zorse's rule (``plan/routing.py``).  The times are measured before, on the rank
+shares against routes by Zorse's rule (``plan/placement.py``).  The times are measured before, on the rank
 with a core of its own; the shares are those with the shortest iteration in a simulation of processes that
 share a core, as in the demo (how slow the others are depends on how much they have to do).
 
@@ -35,7 +35,7 @@ from benchmarks.runner import Job, Runner, words
 from benchmarks.shared_cores import simulate_shared
 from megatron_het.lowering.programs import assemble, schedule_shape
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.plan.routing import route
+from megatron_het.plan.placement import route
 from megatron_het.schedule.ir import Kind, Op
 
 LAYERS, HEADS, VOCABULARY = 8, 4, 127

@@ -352,7 +352,7 @@ def main(boundary: Any = None) -> None:
     from megatron_het import device as platform
     from megatron_het.families import family_of
     from megatron_het.launch.start import install
-    from megatron_het.runtime.roll_call import leaving_together
+    from megatron_het.runtime.training import leaving_together
 
     install(boundary=boundary)
     main_entry_s = time.time()

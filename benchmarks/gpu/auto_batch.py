@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,8 +62,15 @@ def search(setting: Setting) -> dict[str, Any]:
     is_cuda = setting.device == "cuda"
     size = LARGE if is_cuda else SMALL
     own = flags(size, is_cuda)
+    searching = [*own, "--het-auto-batch", str(setting.folder)]
     limit = {"HET_MEMORY_LIMIT_BYTES": str(size.limit_bytes)}
-    text = _run(setting, "searched", _RANKS, [*own, "--het-auto-batch", str(setting.folder)], limit)
+    alone = [*own, "--het-schedule", "1f1b", "--micro-batch-size", "1", "--calculate-per-token-loss"]
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(_run, setting, "searched", _RANKS, searching, limit),
+            pool.submit(_run, setting, "alone", 1, alone, {}),
+        ]
+    text, _ = [run.result() for run in runs]
     found = read_json(setting.folder / "auto_batch" / "measured.json")
     curves = [curve["sizes"] for curve in found["curves"]]
     full = [line for line in text.splitlines() if "does not fit" in line]
@@ -71,8 +79,6 @@ def search(setting: Setting) -> dict[str, Any]:
         raise CaseError(f"the search did not come to the limit of memory: sizes {curves} of at most {most}")
     if not full or (is_cuda and not all("out of memory" in line for line in full)):
         raise CaseError("\n".join(["nothing says that memory was full", *text.splitlines()[-10:]]))
-    alone = ["--het-schedule", "1f1b", "--micro-batch-size", "1", "--calculate-per-token-loss"]
-    _run(setting, "alone", 1, [*own, *alone], {})
     apart = relative(_losses(setting.folder / "searched"), _losses(setting.folder / "alone"), "losses")
     bound = BOUNDS[setting.device]["bf16" if is_cuda else "fp32"]["loss"]
     result = {"zero": found["zero"], "curves": found["curves"], "passes": found["passes"], "full": full}

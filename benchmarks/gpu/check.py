@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,17 +26,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.timings import BARS, CATALOG_BAR, PROFILE_BAR
 from benchmarks.machine import machine
 from megatron_het.safe_io import check_target, count, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 520.0
-AT_ONCE = 3
+AT_ONCE = 4
 NO_GPU = 3
 _TAIL_LINES = 15
 _LEAST_S = 10.0
 _LAST_WORDS_S = 5.0
 """A part that keeps to a limit itself has so much less, to say what hangs."""
+_MARK = "HET_GPU_CHECK_PART"
+"""Variable by which the processes of a part are known, whatever session they are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +101,18 @@ _NONE_FAILED = judged_by("failures", most=0)
 PARTS = (
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
-    Part("auto-batch", _cases("auto_batch"), 120, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
-    Part("checkpoint", _cases("checkpoint"), 110, _NONE_FAILED),
-    Part("checkpoint-te", _cases("checkpoint", "--te"), 110, _NONE_FAILED),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
+    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
+    Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
+    Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
+    Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 100, _NONE_FAILED),
+    Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
-        110,
+        90,
         all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
@@ -116,19 +123,30 @@ PARTS = (
         all_of(judged_by("difference", most=1e-5), judged_by("gradient_difference", most=2**-7)),
     ),
     Part(
+        "timings",
+        _cases("timings", "--profile"),
+        150,
+        all_of(
+            *(judged_by(name, most=bar) for name, bar in BARS.items()),
+            judged_by("catalog_error", most=CATALOG_BAR),
+            judged_by("profile_error", most=PROFILE_BAR),
+        ),
+        is_timed=True,
+    ),
+    Part(
         "slices",
         (
             *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
             *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
         ),
-        80,
+        50,
         judged_by("min_relative_throughput", least=0.9),
         is_timed=True,
     ),
     Part(
         "offload",
         ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
-        120,
+        90,
         judged_by("max_slowdown", most=0.03),
         is_timed=True,
     ),
@@ -140,12 +158,13 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     target = folder / f"{part.name}.json"
     values = {"{json}": str(target), "{limit_s}": f"{max(1.0, limit_s - _LAST_WORDS_S):g}"}
     words = [values.get(word, word) for word in part.command]
-    start_s = time.monotonic()
+    start_s, mark = time.monotonic(), secrets.token_hex(8)
     log = folder / f"{part.name}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *words],
             cwd=REPOSITORY,
+            env={**os.environ, _MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -156,7 +175,7 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _end(process, mark)
     result: dict[str, Any] = {"exit_code": code, "elapsed_s": round(time.monotonic() - start_s, 1)}
     try:
         figures = read_figures(target)
@@ -171,11 +190,16 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     return result
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """End a part and the ranks that it has started, which would keep the GPU's memory from the next part."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    own = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if own in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def read_figures(path: Path) -> Any:

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import json
 import os
-import queue
 import shutil
 import socket
 import statistics
@@ -25,8 +24,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
 _WARMUP, _CASE_S, _READY_S = 2, 60.0, 120.0
 _FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _TAIL_LINES = 20
+_LEAST_S = 10.0
+_SHORT = 4096
+_IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,13 @@ class Width:
 
 SMALL = Width(64, 128, 4, 256)
 TRAININGS = (
+    Training("32k-stock", 32768, 1, 7),
+    Training("32k-slices-8", 32768, 1, 7, "slimpipe", 8),
+    Training("32k-slices-16", 32768, 1, 7, "slimpipe", 16),
     Training("4k-stock", 4096, 8, 7),
     Training("4k-plan", 4096, 8, 7, "1f1b"),
     Training("4k-plan-again", 4096, 8, 7, "1f1b"),
     Training("4k-stock-again", 4096, 8, 7),
-    Training("32k-stock", 32768, 1, 7),
-    Training("32k-slices-8", 32768, 1, 7, "slimpipe", 8),
-    Training("32k-slices-16", 32768, 1, 7, "slimpipe", 16),
 )
 LONGEST = (
     Training("128k-stock", 131072, 1, 3, layers=2, recompute=True),
@@ -158,8 +161,12 @@ def documents(training: Training, width: Width, device: str, precision: str, mem
     return {"cluster.yaml": node, "model.yaml": model}
 
 
-def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path | None) -> dict[str, float]:
-    """Seconds per iteration that the planner expects, by source."""
+def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path | None = None) -> float:
+    """Seconds per iteration that the planner expects, from its catalog or from a profile.
+
+    Raises:
+        ValueError: The planner refuses the plan, with its words.
+    """
     import yaml
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,20 +175,14 @@ def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path 
     save_plan(plan, folder / "plan.json")
     command = [sys.executable, "-m", "tools.planner", "simulate", str(folder / "plan.json"), "--json"]
     command += ["--cluster", str(folder / "cluster.yaml"), "--model", str(folder / "model.yaml")]
-    sources: dict[str, list[str]] = {"catalog": []}
-    if profile is not None:
-        sources["profile"] = ["--profile", str(profile)]
-    found = {}
-    for source, more in sources.items():
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=_CASE_S, check=False)
-        if done.returncode:
-            sys.stderr.write(f"{source}: {done.stderr[-600:] or done.stdout[-600:]}\n")
-        else:
-            found[source] = float(json.loads(done.stdout)["iteration_s"])
-    return found
+    command += [] if profile is None else ["--profile", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CASE_S, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr or done.stdout)
+    return float(json.loads(done.stdout)["iteration_s"])
 
 
-def profile(files: Mapping[str, Any], width: Width, folder: Path, device: str, is_small: bool) -> Path:
+def profile(files: Mapping[str, Any], folder: Path, device: str, is_small: bool) -> Path:
     """A profile of this GPU with the model of the timings.
 
     Raises:
@@ -201,7 +202,10 @@ def profile(files: Mapping[str, Any], width: Width, folder: Path, device: str, i
 
 
 def train_in_turn(out: Path, words: Sequence[str]) -> None:
-    """Load libraries, wait for a line on standard input, train; times and peak memory go to ``out``."""
+    """Load libraries, wait for a line on standard input, set up, wait for another one, train.
+
+    Seconds per iteration and peak memory go to ``out`` after every iteration.
+    """
     import torch
 
     from megatron_het import pretrain_gpt
@@ -210,15 +214,19 @@ def train_in_turn(out: Path, words: Sequence[str]) -> None:
         import transformer_engine.pytorch  # noqa: F401
     from megatron.training import training
 
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    if not sys.stdin.readline():
-        raise SystemExit(1)  # the benchmark has ended
+    def wait_for(word: str) -> None:
+        sys.stdout.write(f"{word}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            raise SystemExit(1)  # the benchmark has ended
+
     step, times = training.train_step, list[float]()
     is_cuda = torch.cuda.is_available()
 
     @functools.wraps(step)
     def train_step(*positional: Any, **named: Any) -> Any:
+        if not times:
+            wait_for(_IS_SET_UP)
         if is_cuda:
             torch.cuda.synchronize()
         start_s = time.perf_counter()
@@ -232,11 +240,12 @@ def train_in_turn(out: Path, words: Sequence[str]) -> None:
 
     training.train_step = train_step
     sys.argv = ["pretrain_gpt", *words]
+    wait_for(_IS_LOADED)
     pretrain_gpt.main()
 
 
 class Waiting:
-    """A training's process that has been started and waits for its turn."""
+    """A training's process, which has been started and waits for its turn."""
 
     def __init__(self, training: Training, words: Sequence[str], folder: Path) -> None:
         self.training, self.out, self.log = training, folder / "times.json", folder / "log"
@@ -246,7 +255,7 @@ class Waiting:
             port = probe.getsockname()[1]
         world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu.timings", "--in-turn", str(self.out), *words],
                 env={**os.environ, **world},
@@ -255,7 +264,7 @@ class Waiting:
                 stderr=log,
                 text=True,
             )
-        self._lines: queue.Queue[str] = queue.Queue()
+        self._said = {word: threading.Event() for word in (_IS_LOADED, _IS_SET_UP)}
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -263,26 +272,36 @@ class Waiting:
         with self.log.open("a") as log:
             for line in self.process.stdout:
                 log.write(line)
-                self._lines.put(line)
+                if line.strip() in self._said:
+                    self._said[line.strip()].set()
+        for event in self._said.values():
+            event.set()  # it has ended, which its exit code will say
+
+    def wait_for(self, word: str, limit_s: float) -> None:
+        """Wait until the process has said that word or has ended, or until the end of the time."""
+        self._said[word].wait(limit_s)
+
+    def go_on(self, word: str, limit_s: float) -> None:
+        """Let the process go on once it has said that word, or at the end of the time."""
+        assert self.process.stdin is not None
+        self.wait_for(word, limit_s)
+        with contextlib.suppress(OSError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
     def run(self) -> dict[str, Any]:
         """Train; returns the figures, or the error."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(queue.Empty):
-            self._lines.get(timeout=_READY_S)
         start_s = time.monotonic()
+        self.go_on(_IS_SET_UP, _CASE_S)
         try:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
             code: int | str = self.process.wait(timeout=_CASE_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
             code = type(error).__name__
             self.end()
         found: dict[str, Any] = {"whole_s": round(time.monotonic() - start_s, 1)}
         with contextlib.suppress(OSError, ValueError):
             found |= read_json(self.out)
-        # a process that is slow to leave after its last iteration is no failure of what is timed here
-        if code != 0 and len(found.get("times_s", ())) < self.training.iterations:
+        if code != 0 or len(found.get("times_s", ())) < self.training.iterations:
             lines = self.log.read_text(errors="replace").splitlines()
             return found | {"error": f"exit code {code}", "log": lines[-_TAIL_LINES:]}
         return found | {"iteration_s": statistics.median(found["times_s"][_WARMUP:])}
@@ -293,8 +312,22 @@ class Waiting:
         self.process.wait()
 
 
-def figures(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns ratios and errors of what has run so far; None where a training is missing."""
+def turns(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+    """Trainings that are set up side by side: those whose models fit into memory beside one that trains."""
+    for is_short, some in groupby(waiting, key=lambda one: one.training.tokens <= _SHORT):
+        if is_short:
+            yield list(some)
+        else:
+            yield from ([one] for one in some)
+
+
+def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Returns ratios and errors of what has run so far; None where a training is missing.
+
+    Args:
+        runs: What was measured, by training.
+        expected: Seconds per iteration by training, by source.
+    """
 
     def seconds(*names: str) -> float | None:
         found = [runs[name]["iteration_s"] for name in names if "iteration_s" in runs.get(name, {})]
@@ -304,12 +337,13 @@ def figures(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         return above / below if above and below else None
 
     stock = seconds("32k-stock")
-    errors: dict[str, dict[str, float]] = {}
-    for name, run in runs.items():
-        for source, expected_s in run.get("predicted_s", {}).items():
-            if "iteration_s" in run:
-                errors.setdefault(source, {})[name] = expected_s / run["iteration_s"] - 1
-    worst = {f"{source}_error": max(map(abs, found.values())) for source, found in errors.items()}
+    errors = {
+        source: {
+            name: s / runs[name]["iteration_s"] - 1 for name, s in of.items() if "iteration_s" in runs.get(name, {})
+        }
+        for source, of in expected.items()
+    }
+    worst = {f"{source}_error": max(map(abs, found.values())) for source, found in errors.items() if found}
     lengths = [name for name in (t.name for t in LONGEST) if "iteration_s" in runs.get(name, {})]
     return {
         "executor_ratio": ratio(seconds("4k-plan", "4k-plan-again"), seconds("4k-stock", "4k-stock-again")),
@@ -341,7 +375,7 @@ def main(words: Sequence[str] | None = None) -> int:
     is_cuda = torch.cuda.is_available()
     if not is_cuda and not options.small:
         parser.exit(3, "benchmarks.gpu.timings needs a CUDA device, and there is none here\n")
-    from tools.planner.cli.inventory.naming import catalog_name
+    from tools.planner.cli.inventory import catalog_name
 
     named = catalog_name(torch.cuda.get_device_name()) if is_cuda else None
     device, precision = named.name if named else "here", "bf16" if is_cuda else "fp32"
@@ -350,13 +384,23 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = [*TRAININGS, *(LONGEST if options.longest else ())]
     chosen = [tiny(training) for training in chosen] if options.small else chosen
     folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
+    files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
     waiting: list[Waiting] = []
-    report: dict[str, Any] = {}
+    kept: dict[str, Any] = {"bars": BARS, "kind": device, "machine": machine(), "predicted_s": {}}
 
     def keep() -> None:
-        nonlocal report
-        report = {**figures(runs), "bars": BARS, "kind": device, "machine": machine(), "runs": runs}
-        write_json(options.json, report)
+        write_json(options.json, {**figures(runs, kept["predicted_s"]), **kept, "runs": runs})
+
+    def predict(source: str, profile_path: Path | None) -> None:
+        for training in chosen:
+            if profile_path is not None and (training.tokens, training.layers) != (chosen[0].tokens, chosen[0].layers):
+                continue  # a profile is of one model
+            plan = plan_of(training, width, device, precision)
+            try:
+                said_s = predicted(plan, files[training.name], folder / f"{training.name}-{source}", profile_path)
+                kept["predicted_s"].setdefault(source, {})[training.name] = said_s
+            except (ValueError, subprocess.SubprocessError) as error:
+                print(f"{source} of {training.name}: {error}", flush=True)
 
     try:
         for training in chosen:
@@ -366,36 +410,35 @@ def main(words: Sequence[str] | None = None) -> int:
                 save_plan(plan_of(training, width, device, precision), folder / training.name / "plan.json")
                 more += ["--het-plan", str(folder / training.name / "plan.json")]
             waiting.append(Waiting(training, more, folder / training.name))
-        for one in waiting:
-            if time.monotonic() > deadline_s - 10:
-                one.end()
-                runs[one.training.name] = {"error": "not run: no time was left"}
-                continue
-            runs[one.training.name] = found = one.run()
-            said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
-            print(f"{one.training.name:20} {said}", flush=True)
-            keep()
-        files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
-        measured: Path | None = None
+        predict("catalog", None)  # while libraries are loaded
+        for together in turns(waiting):
+            has_time = time.monotonic() < deadline_s - _LEAST_S
+            for one in together:
+                if has_time:
+                    one.go_on(_IS_LOADED, _READY_S)
+            for one in together:
+                if has_time:
+                    one.wait_for(_IS_SET_UP, _CASE_S)
+            for one in together:
+                if not has_time:
+                    one.end()
+                runs[one.training.name] = found = one.run() if has_time else {"error": "not run: no time was left"}
+                said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
+                print(f"{one.training.name:20} {said}", flush=True)
+                keep()
         if options.profile:
             try:
-                measured = profile(files[chosen[4].name], width, folder / "profile", device, options.small)
-                report["profile"] = read_json(measured)
-            except subprocess.SubprocessError as error:
+                measured = profile(files[chosen[0].name], folder / "profile", device, options.small)
+                kept["profile"] = read_json(measured)
+                predict("profile", measured)
+            except (subprocess.SubprocessError, OSError) as error:
                 print(f"no profile: {error}", flush=True)
-        for training in chosen[1:7] if not options.longest else chosen[1:]:
-            plan = plan_of(training, width, device, precision)
-            said_s = predicted(plan, files[training.name], folder / "predicted", measured)
-            runs[training.name]["predicted_s"] = said_s
-        kept_profile = report.get("profile")
-        keep()
-        if kept_profile is not None:
-            write_json(options.json, report | {"profile": kept_profile})
+            keep()
     finally:
         for one in waiting:
             one.end()
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({k: v for k, v in report.items() if k not in ("runs", "machine", "profile")}, indent=1))
+    print(json.dumps(figures(runs, kept["predicted_s"]), indent=1))
     return int(any("error" in run for run in runs.values()))
 
 

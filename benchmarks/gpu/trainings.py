@@ -2,14 +2,16 @@
 
 ``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
-have all of them).  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.  Bounds are
-``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or did not run in time;
-the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
+have all of them); with ``--cuda-graphs`` plans whose layers are captured, with ``--fp8`` plans that train in fp8, each
+against one process with the same recipe.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine
+in bf16.  Bounds are ``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or
+did not run in time; the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 import threading
@@ -24,10 +26,11 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.combination_cases import PARAMETERS, Feature, case_of, pair_row, title
 from benchmarks.compare import BOUNDS, failures
+from benchmarks.families import WIDE
 from benchmarks.machine import machine
 from benchmarks.models import case_for
 from benchmarks.parity import measure, with_precision
-from benchmarks.runner import Device, has_gpu
+from benchmarks.runner import Device, has_gpu, words
 from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
@@ -41,8 +44,19 @@ _FEATURES: tuple[tuple[Feature, ...], ...] = (
     (("tp", "by stage"), ("sequence_parallel", True)),
     (("overlap", "gradients and parameters"),),
 )
+_LEAST = 0.01
+"""Relative difference between gradients in fp8 and in bf16: a value in fp8 has 3 bits behind the first one."""
 _MODELS = ("mixtral", "deepseek_v3")
 """Families with experts, and with experts and latent attention."""
+_GRAPHS: tuple[tuple[Feature, str, str], ...] = (
+    (("schedule", "1f1b"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "transformer_engine", "attn"),
+    (("schedule", "zb-v"), "transformer_engine", ""),
+    (("schedule", "slimpipe"), "transformer_engine", "mlp"),
+    (("overlap", "gradients and parameters"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "local", ""),
+)
+"""Plans with CUDA graphs of layers: a feature, who captures, and which part of a layer."""
 
 
 def cases(has_te: bool) -> list[Case]:
@@ -66,6 +80,59 @@ def cases(has_te: bool) -> list[Case]:
     return with_precision(found, "bf16") if has_te else found
 
 
+_TENSORWISE = words("--fp8-format hybrid --fp8-recipe tensorwise")
+_BLOCKWISE = words("--fp8-format e4m3 --fp8-recipe blockwise")
+_DELAYED = words("--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16")
+_ENDS_IN_BF16 = words("--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1")
+_WHOLE, _CUT, _YARDSTICK = "fp8", "fp8 of cut tensors", "fp8 against bf16"
+# Name, features, recipe, and whether plan and reference quantise the same tensors.
+_FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
+    ("1f1b", (("schedule", "1f1b"),), _TENSORWISE, _WHOLE),
+    ("slimpipe", (("schedule", "slimpipe"),), _TENSORWISE, _CUT),
+    ("interleaved, ends in bf16", (("schedule", "interleaved"),), (*_TENSORWISE, *_ENDS_IN_BF16), _WHOLE),
+    ("zb-v", (("schedule", "zb-v"),), _TENSORWISE, _WHOLE),
+    ("window, offload and recompute", (("window", "exact"), ("recompute", "full")), _TENSORWISE, _WHOLE),
+    ("ZeRO-3", (("window", "ZeRO-3"),), _TENSORWISE, _WHOLE),
+    ("mixed TP", (("tp", "by stage"), ("sequence_parallel", True)), _TENSORWISE, _CUT),
+    ("slimpipe, blockwise", (("schedule", "slimpipe"),), _BLOCKWISE, _WHOLE),
+    ("TP, delayed", (("tp", "by stage"), ("sequence_parallel", True)), _DELAYED, _CUT),
+)
+
+
+def fp8_cases() -> list[Case]:
+    """Returns what is trained in fp8, with sizes that fp8 products take in every slice and on every TP rank."""
+    found = []
+    for name, chosen, flags, precision in _FP8:
+        case = case_of(pair_row(chosen), f"fp8 {name}", 0)
+        if "offload" in name:
+            parameters = {**case.plan.schedule.parameters, "offload": True}
+            case = replace(case, plan=replace(case.plan, schedule=replace(case.plan.schedule, parameters=parameters)))
+        found.append(replace(_widened(case, precision), extra=flags))
+    # How far fp8 is from bf16 in this model: fp8 that nobody computes would be at no distance.
+    own = replace(found[0], name="fp8 against bf16", extra=(), own=_TENSORWISE)
+    found.insert(1, replace(own, chosen={**own.chosen, "precision": _YARDSTICK}))
+    return [replace(case, name=re.sub("[, ]+", "-", case.name)) for case in found]
+
+
+def _widened(case: Case, precision: str) -> Case:
+    """The case with the sizes of the family for fp8."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 512}
+    training = replace(case.plan.training, precision="bf16")
+    plan = replace(case.plan, model=replace(case.plan.model, **sizes), training=training)
+    return replace(case, plan=plan, family=WIDE, chosen={**case.chosen, "precision": precision})
+
+
+def graph_cases() -> list[Case]:
+    """Plans with CUDA graphs of layers against a process without: they are captured after three of ten steps."""
+    found = []
+    for feature, kind, part in _GRAPHS:
+        flags = ("--cuda-graph-impl", kind, *(("--cuda-graph-modules", part) if part else ()))
+        name = "-".join(("graphs", kind, part or "layers", title(feature).replace(" ", "-").replace(":", "")))
+        case = case_of(pair_row([feature]), name, 0)
+        found.append(replace(case, own=(*case.own, *flags)))
+    return with_precision(found, "bf16")
+
+
 def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) -> dict[str, Any]:
     """Train all cases; those that have not run by the deadline of ``time.monotonic()`` count as failures."""
     entries: list[dict[str, Any]] = []
@@ -75,7 +142,7 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
     def report() -> dict[str, Any]:
         ran = {entry["name"] for entry in entries}
         missing = [case.name for case in chosen if case.name not in ran]
-        bad = failures(entries, device)
+        bad = failures(entries, device) + [entry["name"] for entry in entries if _is_unused(entry)]
         return {
             "failures": len(bad) + len(missing),
             "failed": bad,
@@ -111,19 +178,33 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
     return report()
 
 
+def _is_unused(entry: dict[str, Any]) -> bool:
+    """Whether a training in fp8 came out as one in bf16 does."""
+    return entry["chosen"]["precision"] == _YARDSTICK and entry.get("relative_gradient_difference", 1.0) < _LEAST
+
+
 def _reference_key(case: Case) -> str:
     return repr((case.reference, "ministages" in case.chosen))
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 where a case failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trainings", description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
+    parser.add_argument("--fp8", action="store_true", help="these layers in fp8")
+    parser.add_argument("--cuda-graphs", action="store_true", help="CUDA graphs of layers of Transformer Engine")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name contains it")
     parser.add_argument("--dry", action="store_true", help="show the cases and train nothing")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
-    options = parser.parse_args(words)
-    chosen = cases(options.te)
+    options = parser.parse_args(argv)
+    try:
+        found = fp8_cases() if options.fp8 else graph_cases() if options.cuda_graphs else cases(options.te)
+        chosen = [case for case in found if re.search(options.only or "", case.name)]
+    except re.error as error:
+        parser.error(f"argument --only: {options.only!r} is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"argument --only: no case has {options.only!r} in its name; --dry shows them")
     if options.dry:
         for case in chosen:
             print(f"{case.name:55} {case.plan.world_size} ranks {case.plan.training.precision}")
@@ -131,9 +212,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json is None or not has_gpu():
         parser.error("--json is required" if options.json is None else "there is no NVIDIA GPU here; --dry needs none")
     check_target(options.json)
-    found = train(chosen, options.json, options.te, time.monotonic() + options.limit_s)
-    print(f"{found['failures']} of {len(chosen)} failed: {[*found['failed'], *found['not_run']]}")
-    return int(found["failures"] > 0)
+    has_te = options.te or options.fp8 or options.cuda_graphs
+    report = train(chosen, options.json, has_te, time.monotonic() + options.limit_s)
+    print(f"{report['failures']} of {len(chosen)} failed: {[*report['failed'], *report['not_run']]}")
+    return int(report["failures"] > 0)
 
 
 if __name__ == "__main__":

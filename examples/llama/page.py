@@ -13,7 +13,7 @@ from tools.planner.cli.commands import load, priced
 from tools.planner.page.collect import Event, collect, pack
 from tools.planner.page.data import Figure, Lane, PageData, Row
 from tools.planner.page.html import write_page
-from tools.planner.page.markup import size
+from tools.planner.page.sections import size
 
 
 def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], file: Path) -> None:

@@ -17,15 +17,21 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_het.attention.blocks import held_before, take_blocks
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
-from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
-from megatron_het.attention.places import Sharing, SliceContext
-from megatron_het.attention.reach import Reach
-from megatron_het.attention.rotary import Rotation, Rotations
+from megatron_het.attention.places import (
+    NO_EXCHANGE,
+    LayerExchange,
+    Rotation,
+    Rotations,
+    Sharing,
+    SliceContext,
+    held_before,
+    take_blocks,
+)
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.families import family_of_model
 from megatron_het.plan.parts import Blocks, part_tokens

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_het.attention.blocks import take_blocks
 from megatron_het.attention.kv_cache import KVCache, Run
+from megatron_het.attention.places import take_blocks
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,219 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from megatron_het.attention.calls import Call
+from megatron_het.attention.calls import Call, Form, Reach
 from megatron_het.attention.kernels import Kernel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.layer_exchange import NO_EXCHANGE, NOTHING, Given, LayerExchange
-from megatron_het.attention.reach import Form, Reach
-from megatron_het.attention.rotary import Rotation
+from megatron_het.families import family_of_model
 from megatron_het.plan.parts import Blocks
+
+# Rotary positions of a slice, applied by the node of its attention.
+#
+# Megatron makes cosines and sines anew for the queries and the keys of every layer, and autograd follows ten small
+# operations for each of them.  A slice pays that once per layer, however short it is.  Here the cosines and sines of
+# the whole sequence are made once; a slice takes views of them, and a rotation is undone in the backward by three
+# operations.
+
+
+# The tokens of some blocks of a sequence.
+
+
+def take_blocks(tensor: torch.Tensor, blocks: Blocks, dim: int) -> torch.Tensor:
+    """The tokens of some blocks; a view if there is only one."""
+    parts = [tensor.narrow(dim, first, end - first) for first, end in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def held_before(blocks: Blocks, token: int) -> int:
+    """How many tokens of some blocks come before a token."""
+    return sum(min(max(token - first, 0), end - first) for first, end in blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Cosines and sines of some tokens.
+
+    Attributes:
+        cos: ``[s, 1, 1, r]`` in the type of queries and keys, of which the first ``r`` channels are rotated.
+        sin: The same of the sines.
+        interleaved: Whether neighbouring channels are a pair; otherwise a pair is half of ``r`` apart.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    def turn(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rotate ``[s, b, heads, d]`` by its positions; a new tensor."""
+        sines = self._halves(self.sin)
+        return self._turned(tensor, (sines[0], -1.0), (sines[1], 1.0))
+
+    def turn_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of what was rotated, of that of the result; a new tensor."""
+        sines = self._halves(self.sin)
+        return self._turned(gradient, (sines[1], 1.0), (sines[0], -1.0))
+
+    def _turned(
+        self, tensor: torch.Tensor, first: tuple[torch.Tensor, float], second: tuple[torch.Tensor, float]
+    ) -> torch.Tensor:
+        """``tensor * cos``, to each half of which the other one is added, times a sine and a factor."""
+        width = self.cos.shape[-1]
+        if width == tensor.shape[-1]:
+            out = turned = tensor * self.cos
+        else:
+            out = tensor.clone(memory_format=torch.contiguous_format)
+            tensor, turned = tensor[..., :width], out[..., :width]
+            turned.mul_(self.cos)
+        halves = zip(self._halves(turned), reversed(self._halves(tensor)), (first, second), strict=True)
+        for half, other, (sine, factor) in halves:
+            half.addcmul_(other, sine, value=factor)
+        return out
+
+    def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second channel of every pair."""
+        if self.interleaved:
+            return tensor[..., ::2], tensor[..., 1::2]
+        first, second = tensor.chunk(2, dim=-1)
+        return first, second
+
+
+class Rotations:
+    """The rotations of slices, out of the table of angles that a model gives to its layers.
+
+    Args:
+        config: Megatron's, of the model.
+        factor: What cosines and sines are multiplied with (YaRN).
+    """
+
+    def __init__(self, config: Any, factor: float = 1.0) -> None:
+        self._config = config
+        self._factor = factor
+        self._table: torch.Tensor | None = None
+        self._whole: Rotation | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Rotations | None:
+        """Those of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
+        config, layers = model.config, family_of_model(model).attention_layers(model)
+        if config.apply_rope_fusion or config.multi_latent_attention or not layers:
+            return None
+        return cls(config, float(layers[0].layer.self_attention._yarn_concentration_factor))
+
+    def part(self, table: torch.Tensor, blocks: Blocks) -> Rotation | None:
+        """The rotation of the tokens of a slice.
+
+        Args:
+            table: Angles ``[length, 1, 1, r]`` of the sequence; Megatron keeps and repeats one tensor.
+            blocks: Tokens of the slice.
+
+        Returns:
+            None where sequences have angles of their own, which their layers then see to.
+        """
+        if table.dim() != 4 or table.shape[1:3] != (1, 1):
+            return None
+        if self._whole is None or table is not self._table:
+            cos, sin = ((of(table) * self._factor).to(self._config.params_dtype) for of in (torch.cos, torch.sin))
+            self._table, self._whole = table, Rotation(cos, sin, self._config.rotary_interleaved)
+        whole = self._whole
+        cos, sin = take_blocks(whole.cos, blocks, dim=0), take_blocks(whole.sin, blocks, dim=0)
+        return Rotation(cos, sin, whole.interleaved)
+
+
+# What a layer's attention exchanges with other devices (SlimPipe, section 4.2), as slice attention sees it.
+
+
+# Several tensors as one message of bytes: what goes to one rank at one time.
+
+
+def pack(*tensors: torch.Tensor) -> torch.Tensor:
+    """Tensors as one message; those of larger elements first, so that all are aligned."""
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    """Views of the tensors in a message."""
+    found, at = [], 0
+    for shape, dtype in parts:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(message[at : at + size].view(dtype).view(shape))
+        at += size
+    return found
+
+
+Given = tuple[int, int]
+"""Tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them."""
+NOTHING: Given = 0, 0
+TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
+"""First token, end of tokens, gradients of their keys and values."""
+
+
+class LayerExchange(Protocol):
+    """Holds what one layer exchanges with other devices in the pass that runs; nothing in most passes.
+
+    Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
+    results, in this order and with the layer's own attention in between.
+    """
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
+
+    def begin_forward(self, query: torch.Tensor) -> Given:
+        """Hand the query out; returns the tokens that are given away."""
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """Attend for other devices."""
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Output and log-sum-exp of the parts given away."""
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+        """Hand the gradient of the output out; returns the tokens given away."""
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """Differentiate attention for other devices."""
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """Parts given away: gradient of the query, and what is complete of those of keys and values."""
+
+
+class NoExchange:
+    """A layer that keeps all attention to itself."""
+
+    is_active = False
+
+    def begin_forward(self, query: torch.Tensor) -> Given:
+        """See :class:`LayerExchange`."""
+        return NOTHING
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """See :class:`LayerExchange`."""
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """See :class:`LayerExchange`."""
+        return ()
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+        """See :class:`LayerExchange`."""
+        return NOTHING
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """See :class:`LayerExchange`."""
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """See :class:`LayerExchange`."""
+        return ()
+
+
+NO_EXCHANGE = NoExchange()
+
 
 UNLIMITED = Reach()
 Own = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +233,7 @@ class Keys(enum.Enum):
 
 
 class Sharing(Protocol):
-    """The ranks that share slices with this one (``features/context_parallel/commuted.py``).
+    """The ranks that share slices with this one (``features/context_parallel/runtime.py``).
 
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
     """

@@ -19,12 +19,20 @@ from typing import Any
 
 import torch
 
-from megatron_het.attention.blocks import held_before
-from megatron_het.attention.calls import Attended, Call, Sum, Sums, differentiate, in_type
+from megatron_het.attention.calls import Attended, Call, Form, Span, Sum, Sums, differentiate, in_type
 from megatron_het.attention.kv_cache import Run
-from megatron_het.attention.layer_exchange import NO_EXCHANGE, Given, LayerExchange
-from megatron_het.attention.places import Keys, Own, Place, Sharing, SliceContext, WholePlace
-from megatron_het.attention.reach import Form, Span
+from megatron_het.attention.places import (
+    NO_EXCHANGE,
+    Given,
+    Keys,
+    LayerExchange,
+    Own,
+    Place,
+    Sharing,
+    SliceContext,
+    WholePlace,
+    held_before,
+)
 from megatron_het.plan.parts import Blocks
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
@@ -36,7 +44,7 @@ from megatron_het.plan.parts import Blocks
 # recomputation drops them, and the offload of activations moves them.
 #
 # With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
-# (``features/context_parallel/commuted.py``), as far as they reach them.  With the context exchange other devices
+# (``features/context_parallel/runtime.py``), as far as they reach them.  With the context exchange other devices
 # attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well.
 
 

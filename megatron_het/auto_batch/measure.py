@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
     """Start the rank's training, which the session turns into measurements."""
     from megatron_het import device as platform
-    from megatron_het.auto_batch.links import measure_links
+    from megatron_het.auto_batch.exchange import measure_links
     from megatron_het.device.memory import limited_memory
     from megatron_het.launch import start as hooks
 

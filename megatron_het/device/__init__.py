@@ -22,9 +22,11 @@ import torch
 from megatron_het.device.flags import Flag, platform_flags, unmet
 from megatron_het.device.simulated import host_wait, is_simulated
 
-__all__ = ["SAME_DEVICES", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
+__all__ = ["SAME_DEVICES", "SHARING_RANK", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
 
 SAME_DEVICES = "HET_SAME_DEVICES"
+SHARING_RANK = "HET_LOCAL_RANK"
+"""Variable with the launcher's local rank where ranks share devices: ``LOCAL_RANK`` is the device then."""
 """Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
 _ACTIVE: list[Platform] = []
 
@@ -126,6 +128,7 @@ def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
         settings |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     for name, value in settings.items():
         environment.setdefault(name, value)
+    environment.setdefault(SHARING_RANK, str(local_rank))
     environment["LOCAL_RANK"] = str(local_rank % devices)
     return (
         f"{ranks} ranks share {devices} device{'s' if devices > 1 else ''} on {socket.gethostname()}: NCCL takes every "
@@ -155,10 +158,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
                 sys.stderr.write(f"megatron_het: {said}\n")
             _ACTIVE.append(Platform("cuda"))
         else:
-            from megatron_het.device import cpu, cpu_children
+            from megatron_het.device import cpu
 
             cpu.install()
-            cpu_children.install(activate)
+            cpu.prepare_children(activate)
             _ACTIVE.append(Platform("cpu"))
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)

@@ -14,16 +14,149 @@ import contextlib
 import ctypes
 import functools
 import logging
+import multiprocessing
+import multiprocessing.process
 import os
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_het.device import unequal_parts
 from megatron_het.device.simulated import host_wait
+
+# Processes that Megatron starts compute on the CPU as well, such as the one that writes checkpoints (--async-save).
+#
+# Such a process is a new interpreter.  Nothing there has called :func:`megatron_het.device.activate`, so that
+# Megatron's ``rank % torch.cuda.device_count()`` would divide by zero, and the training would wait for it for ever.
+
+
+class _Activated(multiprocessing.process.BaseProcess):
+    """A process that is made ready before it does anything; what makes it ready goes there with it."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        self._make_ready = _MAKE_READY[0]
+
+    def run(self) -> None:
+        """See :class:`multiprocessing.Process`."""
+        self._make_ready()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        super().run()
+
+
+def _end_with_parent() -> None:
+    """A process that serves one that was killed would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+_MAKE_READY: list[Callable[[], Any]] = []
+_CONTEXTS: dict[str, Any] = {
+    name: multiprocessing.get_context(name)
+    for name in ("spawn", "forkserver")
+    if name in multiprocessing.get_all_start_methods()
+}
+# By a name of this module, under which the new interpreter finds them.
+CpuSpawnProcess = type("CpuSpawnProcess", (_Activated, _CONTEXTS["spawn"].Process), {"__module__": __name__})
+if "forkserver" in _CONTEXTS:
+    CpuForkServerProcess = type(
+        "CpuForkServerProcess", (_Activated, _CONTEXTS["forkserver"].Process), {"__module__": __name__}
+    )
+
+
+def prepare_children(make_ready: Callable[[], Any]) -> None:
+    """Have all processes that get an interpreter of their own from now on made ready.
+
+    Args:
+        make_ready: What is called there first.
+    """
+    _MAKE_READY[:] = [make_ready]
+    type(_CONTEXTS["spawn"]).Process = CpuSpawnProcess
+    if "forkserver" in _CONTEXTS:
+        type(_CONTEXTS["forkserver"]).Process = CpuForkServerProcess
+
+
+# Collectives whose parts have different sizes: layers of experts exchange as many tokens as there happen to be.
+#
+# NCCL has all of them.  gloo takes split sizes as lists only, and in lists of tensors parts of one size only.
+
+
+_gather, _scatter, _exchange = dist.all_gather, dist.reduce_scatter, dist.all_to_all_single
+
+
+def install_unequal_parts() -> None:
+    """Rebind the names of ``torch.distributed`` that Megatron's token dispatchers call."""
+    dist.all_gather = _all_gather
+    dist.reduce_scatter = _reduce_scatter
+    dist.all_to_all_single = _all_to_all_single
+
+
+def _is_for_gloo(parts: Sequence[torch.Tensor], group: Any) -> bool:
+    """Whether a blocking collective has parts that the group does not take."""
+    return dist.get_backend(group) == "gloo" and len({part.shape for part in parts}) > 1
+
+
+def _owned(parts: Sequence[torch.Tensor], group: Any) -> list[tuple[torch.Tensor, int]]:
+    """Parts that are not empty, with the world ranks that they belong to."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return [(part, rank) for part, rank in zip(parts, ranks, strict=True) if part.numel()]
+
+
+@functools.wraps(_gather)
+def _all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Every member broadcasts its own part."""
+    if async_op or not _is_for_gloo(tensor_list, group):
+        return _gather(tensor_list, tensor, group=group, async_op=async_op)
+    tensor_list[dist.get_rank(group)].copy_(tensor)
+    for part, owner in _owned(tensor_list, group):
+        dist.broadcast(part, owner, group=group)
+    return None
+
+
+@functools.wraps(_scatter)
+def _reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Every member's part is reduced to the member."""
+    if async_op or not _is_for_gloo(input_list, group):
+        return _scatter(output, input_list, op=op, group=group, async_op=async_op)
+    parts = [part.clone() for part in input_list]  # a reduction may leave anything on ranks that it is not for
+    for part, owner in _owned(parts, group):
+        dist.reduce(part, owner, op=op, group=group)
+    output.copy_(parts[dist.get_rank(group)])
+    return None
+
+
+@functools.wraps(_exchange)
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Sizes may be tensors: Megatron makes lists of those that come from a GPU, of no others."""
+    return _exchange(
+        output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group=group, async_op=async_op
+    )
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
 
 _CPU = torch.device("cpu")
 
@@ -65,7 +198,7 @@ def install() -> None:
     _memory_queries()
     _tensor_placement()
     _tensor_type_names()
-    unequal_parts.install()
+    install_unequal_parts()
 
 
 def _keep_freed_memory() -> None:

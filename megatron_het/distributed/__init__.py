@@ -4,12 +4,22 @@ Groups are created here, owned here and destroyed here (``PlanGroups.close``).  
 the package reads the global ``parallel_state``.
 """
 
-from megatron_het.distributed.axis import Axis
-from megatron_het.distributed.creation import GroupError, create_group
-from megatron_het.distributed.groups import GroupSpec, PlanGroups, build_groups, group_specs, loss_source
-from megatron_het.distributed.pairs import Edge, Link, PairGroups, in_rounds
+from megatron_het.distributed.groups import (
+    Edge,
+    GroupError,
+    GroupSpec,
+    Link,
+    PairGroups,
+    PlanGroups,
+    build_groups,
+    create_group,
+    group_specs,
+    in_rounds,
+    loss_source,
+)
 from megatron_het.distributed.stage_state import (
     KNOWN_STATE,
+    Axis,
     as_only_reader,
     at_chunk,
     between_the_ends,

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups
-from megatron_het.distributed.parameters import CopiesCheck, ShardedParameter, is_tied_copy
-from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
+from megatron_het.distributed.resharding import CopiesCheck, ReplicaClass, ShardedParameter, ShardExchange, is_tied_copy
 from megatron_het.plan import Placement
 
 

@@ -2,15 +2,229 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import hashlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from megatron_het.distributed.creation import create_group
-from megatron_het.distributed.pairs import PairGroups
+from megatron_het.megatron_patches import torch_names
 from megatron_het.plan import Placement, Stage
+
+# Creating a process group among its members only.
+#
+# ``torch.distributed.new_group`` names a group after the number of groups that a process has created, so every rank of
+# the world has to call it for every group, members or not.  Its ``use_local_synchronization`` leaves that to the
+# members, but names the group after the number of groups that this rank is in, which differs between members.  Here a
+# group is named by what it is for and who is in it.  All members know that, and nobody else has to.
+#
+# Members may come in any order.  Who waits for whom is decided by the order in which a rank creates its groups: when
+# all ranks follow one order of all groups, the first group of that order which is not there yet can always be made.
+
+
+_NAMING = threading.Lock()
+_CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""By world: how often this process has created a group of a name; equal on all members of the group."""
+
+
+_UNKNOWN_TORCH = (
+    "torch {version} does not name process groups as expected: {why}. Members of a group might wait for each other for "
+    "ever. Use a release that `python -m megatron_het.megatron_patches` finds as expected"
+)
+
+
+class GroupError(RuntimeError):
+    """A group could not be created.  The message names the group, its ranks and the bound on the wait."""
+
+
+def group_name(role: str, ranks: Sequence[int]) -> str:
+    """The name of a group, the same on all its members: short, whatever the number of ranks."""
+    digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
+    return f"het/{role}/{ranks[0]}-{ranks[-1]}/{digest}"
+
+
+def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Create a group.  Collective over its members, who all create their groups in one order.
+
+    Args:
+        role: What the group is for; a rank is in at most one group of a role and backend with the same ranks.
+        ranks: World ranks of the members, ascending, this rank among them.
+        backend: Of the group.
+        timeout_s: Bound on the creation and on every operation of the group, in seconds.
+
+    Raises:
+        GroupError: The members did not all come in time, or one of them has stopped.
+    """
+    world = dist.group.WORLD
+    wrong = torch_names.differences(torch_names.TORCH_NAMES[:1])
+    if wrong:
+        raise GroupError(_UNKNOWN_TORCH.format(version=torch.__version__, why=wrong[0]))
+    if world is None:
+        raise RuntimeError("torch.distributed has not been started: a group needs a world")
+    name = group_name(f"{role}.{backend}", ranks)
+    turn = _CREATED.setdefault(world, Counter())[name]
+    _CREATED[world][name] += 1
+    try:
+        with _named(f"{name}/{turn}"), _not_split_from(world):
+            group = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
+            )
+    except RuntimeError as error:
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        raise GroupError(
+            f"the {backend} group '{role}' of ranks {shown} was not created on rank {dist.get_rank()} "
+            f"(timeout {timeout_s:g} s): {error}. One of these ranks has probably stopped; look at its log first"
+        ) from error
+    assert isinstance(group, dist.ProcessGroup), "only members create a group"
+    if group.group_name != f"{name}/{turn}":
+        why = f"the group '{name}/{turn}' was named '{group.group_name}'"
+        raise GroupError(_UNKNOWN_TORCH.format(version=torch.__version__, why=why))
+    return group
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Groups that are created inside have this name."""
+    with _NAMING:
+        original = distributed_c10d._process_group_name
+        distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            distributed_c10d._process_group_name = original
+
+
+@contextlib.contextmanager
+def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
+    """No split of the world's communicator, which all ranks of the world would have to take part in."""
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+# Groups of two ranks, for transfers: who shares one, and in which order they are created.
+
+
+Edge = tuple[int, int]
+"""(source, destination), world ranks."""
+
+
+class Link(NamedTuple):
+    """Where the transfers of an edge go.
+
+    Attributes:
+        group: The group of the two ranks.
+        tag: Tells the purposes that share the group apart.
+    """
+
+    group: dist.ProcessGroup
+    tag: int
+
+
+def in_rounds(edges: Iterable[Edge]) -> list[tuple[int, Edge]]:
+    """(round, edge), ascending: no rank has two edges of one round.
+
+    A rank that creates its edges in this order never waits in a circle, since the order is the same for all.  The
+    chain of ranks that wait for each other is at most as long as there are rounds, and there are fewer rounds than
+    twice the most edges of a rank, whatever the size of the world.  In the order of rank numbers the chain would
+    be as long as the pipeline.
+
+    Args:
+        edges: The same on all ranks that any of them joins.
+    """
+    taken: dict[int, int] = {}
+    found = []
+    for edge in sorted(set(edges)):
+        rounds = taken.get(edge[0], 0) | taken.get(edge[1], 0)
+        free = ~rounds & (rounds + 1)  # the lowest bit that is not set
+        for rank in edge:
+            taken[rank] = taken.get(rank, 0) | free
+        found.append((free.bit_length() - 1, edge))
+    return sorted(found)
+
+
+class PairGroups:
+    """This rank's groups of two.  ``close`` destroys them.
+
+    gloo runs the transfers of a group in any order, tells purposes apart by tags, and has a connection for both
+    directions: two ranks share one group for everything.  NCCL runs the transfers of a group one after the other, so
+    every purpose has groups of its own, and both directions share one only where the transfers of a pair have one
+    order on both ranks.
+
+    Args:
+        rank: This rank.
+        timeout_s: Bound on the creation and on every operation, in seconds.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._groups: dict[tuple[str, Edge], dist.ProcessGroup] = {}
+        self._purposes: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def connect(self, edges: Iterable[Edge], backend: str, purpose: str, *, one_order: bool) -> dict[Edge, Link]:
+        """The links of this rank's edges; groups that are not there yet are created and connected.
+
+        Collective: all ranks that have an edge call it with the same purposes in the same order.
+
+        Args:
+            edges: Of all ranks that are connected to this one by edges; the same on all of them.
+            backend: ``nccl`` or ``gloo``.
+            purpose: What travels; a name that was not connected before.
+            one_order: The transfers of a pair, both directions together, have one order on both ranks.
+
+        Raises:
+            GroupError: A group was not created in time.
+        """
+        if purpose in self._purposes:
+            raise ValueError(f"transfers of {purpose!r} are connected already")
+        self._purposes.append(purpose)
+        shared = backend != "nccl"
+        joined = shared or one_order
+        wanted = list(edges)
+        for _, pair in in_rounds((min(e), max(e)) if joined else e for e in wanted):
+            key = ("" if shared else purpose, pair)
+            if self._rank in pair and key not in self._groups:
+                role = "pair" if shared else f"{purpose} from {pair[0]}"
+                self._groups[key] = create_group(role, sorted(pair), backend, self._timeout_s)
+                if backend == "nccl":
+                    self._move_one(pair, self._groups[key])
+        tag = len(self._purposes) - 1 if shared else 0
+        key_of = {e: ("" if shared else purpose, (min(e), max(e)) if joined else e) for e in wanted if self._rank in e}
+        return {edge: Link(self._groups[key], tag) for edge, key in key_of.items()}
+
+    def _move_one(self, pair: Edge, group: dist.ProcessGroup) -> None:
+        """Move one element, so that the communicator exists before the first iteration.
+
+        NCCL connects at the first use, where both ranks wait: in the order of their programs they may wait in a
+        circle.
+        """
+        probe = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        if self._rank == pair[0]:
+            dist.send(probe, pair[1], group=group)
+        else:
+            dist.recv(probe, pair[0], group=group)
+
+    def close(self) -> None:
+        """Destroy the groups, in the order of creation.  Pending operations must have completed."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop(next(iter(self._groups))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,8 @@ def _parse() -> Any:
     args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
     args.exit_interval = ITERATIONS
     args.do_train = True  # Megatron reads it from a broadcast
+    # Nothing can be captured without a device; what graphs keep is what layers keep without them, and their inputs.
+    args.cuda_graph_impl = "none"
     return args
 
 

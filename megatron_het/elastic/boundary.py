@@ -15,7 +15,7 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.links import Links
+from megatron_het.elastic.links import Links, abort_communicators
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.runtime.training import Boundary
@@ -120,6 +120,8 @@ class ElasticBoundary(Boundary):
         """Wall-clock times of what a change waits for."""
         self.leaving: Callable[[], None] = lambda: None
         """Called once this rank's state is taken and it is about to leave."""
+        self.is_cut: Callable[[], bool] = lambda: False
+        """Whether a process of this generation is lost, so that results of the device may be wrong."""
         self.drift: dict[str, Any] | None = None
         """What the watch has measured, on the rank that compares, once after something has begun to drift."""
 
@@ -167,6 +169,7 @@ class ElasticBoundary(Boundary):
 
     def reached(self, session: Any, iteration: int) -> None:
         """Leave, if it is time."""
+        self.check()
         if not asynchronous.is_under_way():
             self.saving = None
         if self.began is None:
@@ -182,11 +185,27 @@ class ElasticBoundary(Boundary):
             self._copies.wait()
             asynchronous.finish()
             snapshot = take(self.trainee, iteration)
+            self.check()
             self.leaving()
             raise Leave(snapshot)
         assert self.trainee is not None
         self._choose_folder(self.trainee.args, iteration + 1)
-        self._copies.keep(session, self.trainee, iteration)
+        self._copies.keep(session, self.trainee, iteration, self.check)
+
+    def check(self) -> None:
+        """End the session where a process is lost: of a communicator that is aborted, wrong values come without error.
+
+        Raises:
+            RuntimeError: One is.
+        """
+        if self.is_cut():
+            raise RuntimeError("a process of this generation is lost")
+
+    def failed(self, session: Any) -> None:
+        """Nothing waits on the device any more, and an iteration that was not ended is not reported."""
+        abort_communicators([])
+        if session.report is not None and self.is_cut():
+            session.report.forget_after(self.iteration or 0)
 
     def _choose_folder(self, args: Any, iteration: int) -> None:
         """Where the checkpoint of an iteration goes, if it is one."""

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,23 +165,24 @@ class Copies:
         with self._lock:
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration <= iteration]
 
-    def keep(self, session: Any, trainee: Trainee, iteration: int) -> None:
+    def keep(self, session: Any, trainee: Trainee, iteration: int, check: Callable[[], None] = lambda: None) -> None:
         """At a boundary: copy the state, if it is time.  All ranks call it at the same boundaries.
 
         Args:
             session: The open session.
             trainee: What is trained.
             iteration: Iterations that are done.
+            check: Called once the state is in host memory; raises where it may be wrong.
         """
         if self._links is None:
             return
         self.pace.arrived(time.monotonic())
         if self.pace.is_due(iteration):
             self.wait()
-            self._copy(session, trainee, iteration)
+            self._copy(session, trainee, iteration, check)
         self.pace.left(time.monotonic())
 
-    def _copy(self, session: Any, trainee: Trainee, iteration: int) -> None:
+    def _copy(self, session: Any, trainee: Trainee, iteration: int, check: Callable[[], None]) -> None:
         began_s = time.monotonic()
         session.materialise_parameters()
         if self._blocks is None:
@@ -195,6 +196,7 @@ class Copies:
         pieces = sorted(state.pieces, key=lambda entry: _identity(entry[0]) in shared)
         number = sum(_identity(piece) not in shared for piece, _ in pieces)
         block, views = _packed(pieces)
+        check()
         snapshot = described(trainee, iteration, state, views)
         self._forget_old()
         self.add(snapshot)

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,13 +27,45 @@ import torch.distributed as dist
 # A process that dies closes its connections, and whoever waits for it gets an error at once.  A host that vanishes
 # closes nothing: its peers would wait in gloo until the timeout, and gloo has no call that wakes them.  But a
 # connection that its own process shuts down ends every wait on it, at both ends that are left.
+#
+# NCCL waits on the device, in kernels that look at nothing but a flag of their communicator: it is aborted.  What such
+# a kernel leaves behind is no result, and raises no error.  So whoever goes on with a result asks ``is_cut`` after the
+# device is done with it.
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_ABORT_S = 10.0
+
+
+def abort_communicators(already: list[Any], wait_s: float = _ABORT_S) -> None:
+    """Abort the NCCL communicators of all groups of this process, all of them at the same time.
+
+    One that is aborted waits until its kernels are gone, which may wait for those of another one.
+
+    Args:
+        already: Groups that were aborted before; those that are aborted now are added.
+        wait_s: Bound on the wait for all of them.
+    """
+    with contextlib.suppress(RuntimeError):  # another thread makes or destroys groups; the next call sees them
+        groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group not in already]
+        already += groups
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + wait_s
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it has no communicators, or has been destroyed meanwhile
+        backend = group._get_backend(torch.device("cuda"))
+        if backend.name() == "nccl":
+            backend.abort()
 
 
 class Severing:
-    """Cuts what this process has connected since a session began.
+    """Cuts what this process has connected since a session began, and aborts its communicators.
 
     Left alone are: connections that are older than the session, those to the controller, and sockets of Python's own,
     such as those of a data source or of a logger.  Without ``/proc`` nothing is cut, and waits end at their timeout.
@@ -47,6 +80,12 @@ class Severing:
         self._lock = threading.Lock()
         self._key: str | None = None
         self._older: set[int] = set()
+        self._aborted: list[Any] = []
+        self._is_cut = False
+
+    def is_cut(self) -> bool:
+        """Whether a process of what is under way is lost: what the device computes from now on may be wrong."""
+        return self._is_cut
 
     @property
     def key(self) -> str | None:
@@ -62,11 +101,12 @@ class Severing:
         """
         with self._lock:
             self._key, self._older = key, {_inode(one) for one in sockets()}
+            self._is_cut = False
         try:
             yield
         finally:
             with self._lock:
-                self._key = None
+                self._key, self._aborted = None, []
 
     def cut(self, key: str) -> int:
         """Shut down what a session has connected so far, if it is still under way; any thread may call, repeatedly.
@@ -78,6 +118,7 @@ class Severing:
         with self._lock:  # the next session's connections are not this one's
             if self._key != key:
                 return 0
+            self._is_cut = True  # before anything is aborted
             spared = self._older | {_inode_of(number) for number in _of_python()}
             controller = {(address, self._port) for address in _addresses(self._host)}
             for one in sockets():
@@ -86,6 +127,7 @@ class Severing:
                 with contextlib.suppress(OSError):  # it is not connected, or not any more
                     one.shutdown(socket.SHUT_RDWR)
                     number += 1
+            abort_communicators(self._aborted)
         return number
 
 

@@ -20,7 +20,7 @@ from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
 from megatron_het.megatron_patches import failed_writes
-from megatron_het.runtime.roll_call import flush_logs
+from megatron_het.runtime.training import flush_logs
 from megatron_het.safe_io import write_json
 
 

@@ -301,6 +301,7 @@ class Worker:
         )
         news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)
+        boundary.is_cut = self._severing.is_cut
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
         finally:
@@ -434,6 +435,8 @@ def main() -> None:
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
     setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
+    # By itself torch ends a process whose communicator has failed.  Here it is aborted, and the process goes on.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     from megatron_het import device as platform
     from megatron_het.pretrain_gpt import main as train
 

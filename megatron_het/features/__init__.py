@@ -16,6 +16,7 @@ from megatron_het.features.context_parallel.spec import ContextParallel
 from megatron_het.features.documents.spec import Documents
 from megatron_het.features.experts.spec import Experts
 from megatron_het.features.initial_weights.spec import InitialWeights
+from megatron_het.features.layer_graphs.spec import LayerGraphs
 from megatron_het.features.mtp.spec import MultiTokenPrediction
 from megatron_het.features.optimizers.spec import Optimizers
 from megatron_het.features.slices.spec import Slices
@@ -41,6 +42,7 @@ FEATURES: tuple[Feature, ...] = (
     Experts(),
     Optimizers(),
     Watch(),
+    LayerGraphs(),
 )
 """All features, in the order of their flags, checks and passes."""
 

@@ -20,7 +20,33 @@ from typing import Any, ClassVar
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.gradient_sync import unequal_orders
 from megatron_het.schedule.ir import Program
+
+# Early reductions of gradients: replicas of a stage have to begin them in one order.
+
+
+def check_reductions_meet(program: Callable[[], Program], args: Any, cause: str) -> None:
+    """Refuse an early reduction of gradients that would not meet that of other replicas.
+
+    Args:
+        program: Makes the program of training.
+        args: Megatron's arguments.
+        cause: What may put the ends of gradients in different orders.
+
+    Raises:
+        PlanError: The replicas of a stage complete their gradients in different orders.
+    """
+    stage = unequal_orders(program()) if args.overlap_grad_reduce else None
+    if stage is not None:
+        raise PlanError(
+            "--overlap-grad-reduce",
+            True,
+            f"with {cause} the replicas of stage {stage} complete "
+            "their gradients in different orders, so that their reductions would not meet",
+            "Give all replicas of a stage as many microbatches, or leave the flag out",
+        )
+
 
 Text = str | Callable[[Plan], str]
 """A text, or how to make it for a plan."""
@@ -419,6 +445,8 @@ ATTENTION_REFUSED = (
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
+    Refusal("fp8_dot_product_attention", "slices are merged from results in the precision of the model"),
+    Refusal("fp8_multi_head_attention", "slices are merged from results in the precision of the model"),
     Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
     Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
     Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),

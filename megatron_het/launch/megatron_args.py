@@ -15,14 +15,20 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.families import family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
+from megatron_het.features.slices.spec import SLICED_SCHEDULES, cutting_of, has_even_slices
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.parts import token_blocks
 from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
 
 _REFUSED = (
     Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
     Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
-    Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
-    Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
+    Refusal("fp4", "gradients are rounded at random, pass by pass: another order of passes is another training"),
+    Refusal(
+        "fp8_param_gather",
+        "the optimizer begins with weights that a rank draws for itself before they are quantised, and those of a plan "
+        "come after; --fp8-format without it keeps weights in 16 bits",
+    ),
     Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
     Refusal("hybrid_override_pattern", "it is an old name of --hybrid-layer-pattern; give that one"),
     Refusal("mtp_hybrid_override_pattern", "write these layers into --hybrid-layer-pattern, after /"),
@@ -46,8 +52,8 @@ _REFUSED = (
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
     Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
-    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
-    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
+    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),
     Refusal(
         "defer_embedding_wgrad_compute",
         "the output layer would get no gradient: Megatron's own schedules make it at their end",
@@ -66,6 +72,10 @@ _REFUSED = (
         "a plan's schedule has offload of its own",
     ),
 )
+_FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
+_FP8_ROWS, _MXFP8_ROWS = 16, 32
+LAST_IN_FIRST_OUT = ("ministage", *SLICED_SCHEDULES)
+"""Schedules whose backwards do not come in the order of their forwards, chunk by chunk."""
 _REFUSED_WHERE_MIXED = (
     Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),
     Refusal("experimental_attention_variant", "its parameters are cut into parts that the exchange does not know"),
@@ -97,8 +107,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)
-    if getattr(args, "cuda_graph_impl", "none") != "none":
-        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
     if args.dataloader_type == "external":
         raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
     if not args.calculate_per_token_loss:
@@ -113,6 +121,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_batch(plan, args)
     _check_parallelism(plan, args)
     _check_recompute(args)
+    _check_fp8(plan, args)
     check_skipping(plan, args)
     _check_checkpoint(plan, args)
     asynchronous.check(args)
@@ -254,6 +263,74 @@ def _check_recompute(args: Any) -> None:
             "Megatron needs Transformer Engine for it, which is not installed",
             "Leave it out; --het-thrifty-layers saves as much of norms",
         )
+
+
+def _check_fp8(plan: Plan, args: Any) -> None:
+    """Refuse fp8 that would not be computed, or would be scaled by what other ranks or passes have seen."""
+    if not getattr(args, "fp8", None):
+        return
+    if args.transformer_impl != "transformer_engine":
+        raise PlanError(
+            "--fp8-format",
+            args.fp8,
+            f"the layers of --transformer-impl {args.transformer_impl} compute nothing in fp8, and do not say so",
+            "Use --transformer-impl transformer_engine",
+        )
+    if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
+        raise PlanError(
+            "--cuda-graph-impl",
+            args.cuda_graph_impl,
+            "a captured layer reads the quantised weights that were there when it was captured",
+            "Leave it out, or --fp8-format",
+        )
+    recipe = getattr(args.fp8_recipe, "value", args.fp8_recipe)
+    if recipe == "custom":
+        raise PlanError(
+            "--fp8-recipe",
+            recipe,
+            "over which ranks, and when, quantizers of your own reduce is not known",
+            f"Use one of {', '.join(_FP8_RECIPES)}",
+        )
+    if recipe == "delayed":
+        _check_delayed_scaling(plan, args)
+    _check_fp8_rows(plan, args, _MXFP8_ROWS if recipe == "mxfp8" else _FP8_ROWS)
+
+
+def _check_delayed_scaling(plan: Plan, args: Any) -> None:
+    """Refuse what delayed scaling is not for; the largest values are reduced over the TP ranks of a replica."""
+    if getattr(args, "first_last_layers_bf16", False):
+        raise PlanError(
+            "--first-last-layers-bf16", True, "delayed scaling is of all layers at once", "Use --fp8-recipe tensorwise"
+        )
+    recomputes = plan.training.recompute != "none" or args.recompute_granularity or args.recompute_activations
+    if recomputes and plan.schedule.name in LAST_IN_FIRST_OUT:
+        raise PlanError(
+            "--fp8-recipe",
+            "delayed",
+            "Transformer Engine keeps the scales of passes that are computed again in the order of the forwards, and "
+            f"schedule {plan.schedule.name} goes back in another order",
+            "Use --fp8-recipe tensorwise, or no recomputation",
+        )
+
+
+def _check_fp8_rows(plan: Plan, args: Any, unit: int) -> None:
+    """Products in fp8 need a multiple of so many tokens on every rank."""
+    cutting, training = cutting_of(plan), plan.training
+    tokens = cutting.nominal if has_even_slices(plan) else cutting.unit
+    for number, stage in enumerate(plan.stages):
+        for replica in stage.replicas:
+            parts = replica.tp if training.sequence_parallel else 1
+            blocks = token_blocks(replica.shares, tokens, parts) if replica.cp > 1 else [((0, tokens),)]
+            sizes = {training.sequences(microbatch) for microbatch in replica.microbatches} or {1}
+            for rows in {size * sum(length for _, length in own) for own in blocks for size in sizes}:
+                if rows % (parts * unit):
+                    raise PlanError(
+                        "--fp8-format",
+                        args.fp8,
+                        f"stage {number} has passes of {rows} tokens over {parts} rank(s), and fp8 products need a "
+                        f"multiple of {unit} on each",
+                        "Use fewer or equal slices, another micro batch size, or leave fp8 out",
+                    )
 
 
 def check_skipping(plan: Plan, args: Any) -> None:

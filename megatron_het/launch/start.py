@@ -234,6 +234,13 @@ def _check_transport(transport: str, backend: str, device: Platform) -> None:
 
 def _check_platform(device: Platform, args: Any) -> None:
     """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
+    if getattr(args, "cuda_graph_impl", "none") != "none" and not (device.is_cuda or device.plays_cuda):
+        raise PlanError(
+            "--cuda-graph-impl",
+            args.cuda_graph_impl,
+            f"this machine ({device.device_name}) has no CUDA device",
+            "Leave it out",
+        )
     missing = device.unmet_flags(args)
     if missing:
         raise PlanError(

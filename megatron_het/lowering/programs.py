@@ -19,14 +19,12 @@ from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
 from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
-from megatron_het.schedule.generators.pipelines import Part, parts_of
+from megatron_het.schedule.generators.listing import Part, parts_of
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape
+from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape, placement_of
 from megatron_het.schedule.kinds import COLLECTIVES
-from megatron_het.schedule.passes import add_transfers, post_receives_early
-from megatron_het.schedule.paths import placement_of
-from megatron_het.schedule.transports import deadlock
-from megatron_het.schedule.validate import check
+from megatron_het.schedule.transfers import add_transfers, post_receives_early
+from megatron_het.schedule.validate import check, deadlock
 
 # The costs that a plan file carries, to and from those that the simulator reads.
 
@@ -163,7 +161,7 @@ def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
     Args:
         plan: Checked (``features.plan_checks``).
         rank: Build only what this rank needs.  Replicas that exchange nothing fall into parts
-            (``schedule/generators/pipelines.py``); only the devices of the rank's own part have operations then,
+            (``schedule/generators/listing.py``); only the devices of the rank's own part have operations then,
             the same ones as in the whole program.  Equal parts are made and validated once, so every rank
             still refuses what any rank would refuse.
 

@@ -1,7 +1,7 @@
 """Private names of torch that a run leans on.
 
 Their source changes from release to release of torch, so a hash would refuse releases that work.  What is leaned on
-is that the name is there and takes these parameters; ``distributed/creation.py`` looks at the result as well.
+is that the name is there and takes these parameters; ``distributed/groups.py`` looks at the result as well.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ people read the same file.  This package needs the standard library only.
 
 from megatron_het.plan.costs import DeviceCosts, LinkCosts, PlannedCosts
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.io import load_plan, plan_hash, save_plan, topology_hash
 from megatron_het.plan.placement import Location, Placement
 from megatron_het.plan.schema import (
     PLAN_FORMAT,
@@ -23,6 +22,7 @@ from megatron_het.plan.schema import (
     Stage,
     TrainingShape,
 )
+from megatron_het.plan.validate import load_plan, plan_hash, save_plan, topology_hash
 
 __all__ = [
     "PLAN_FORMAT",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_het.plan.costs import PlannedCosts
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.patterns import WITH_ATTENTION, layers_of
-from megatron_het.schedule.paths import Place, path_of, placement_of
+from megatron_het.schedule.ir import Place, path_of, placement_of
 
 PLAN_FORMAT = "megatron_het.plan"
 PLAN_VERSION = 1

@@ -150,6 +150,14 @@ class RunReport:
             write_trace(trace, timeline.records, self._head)
         self._write_at_times()
 
+    def forget_after(self, iteration: int) -> None:
+        """Drop the losses of later iterations, which were not ended.
+
+        Args:
+            iteration: As Megatron numbers them.
+        """
+        self._losses = deque((entry for entry in self._losses if entry[0] <= iteration), maxlen=MOST_KEPT)
+
     def _write_at_times(self) -> None:
         """Write what there is so far; a disk that is full now may have space later."""
         start_s = time.monotonic()

@@ -1,6 +1,6 @@
 """Point-to-point transfers between ranks: posting, waiting, and saying which one failed.
 
-The groups are those of ``distributed/pairs.py``.  They are connected before the first iteration.
+The groups are those of ``distributed/groups.py``.  They are connected before the first iteration.
 
 Transports:
 
@@ -62,7 +62,7 @@ class Channels:
     """This rank's ends of all edges that a plan's programs use.
 
     Args:
-        links: The links of this rank's edges (``distributed/pairs.py``).
+        links: The links of this rank's edges (``distributed/groups.py``).
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
         rank: This rank.

@@ -25,6 +25,7 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
+from megatron_het.runtime.quantized_weights import drop_copies
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
@@ -132,10 +133,12 @@ class Executor:
                 f"Megatron asks for {call.num_microbatches}; "
                 "batch sizes must stay as the plan says, for evaluation too"
             )
+        self.current = "the start of an iteration"
+        for feature in self._features:
+            feature.prepare(call)
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(call, state)
         begin_gathers(call)
-        self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
         points = self._sync_points[call.forward_only]
@@ -178,7 +181,8 @@ class Executor:
                 around.enter_context(feature.around_forward(forward, call))
             around.enter_context(call.sized(op.microbatch))
             around.enter_context(at_chunk(op.chunk))
-            forward.output = output = self._forward_step(forward, call, state)
+            forward.output = self._forward_step(forward, call, state)
+        output = forward.output
         if not forward.ends_in_loss:
             # The transfer needs the values, autograd only the node: Megatron's backward expects
             # the output to be deallocated, so the values are kept by a detached alias.
@@ -194,6 +198,8 @@ class Executor:
         from megatron.core.utils import get_attr_wrapped_model
 
         chunk, model = forward.op.chunk, call.models[forward.op.chunk]
+        if chunk not in state.forwarded:
+            drop_copies(model)
         output, num_tokens = schedules.forward_step(
             forward.forward_step_func,
             forward.data_iterator,
@@ -204,8 +210,7 @@ class Executor:
             call.config,
             1,  # context-parallel size
             call.collect_non_loss_data,
-            is_first_microbatch=chunk not in state.forwarded,
-            current_microbatch=forward.op.microbatch,
+            current_microbatch=forward.op.microbatch if forward.number is None else forward.number,
             is_last_stage=forward.ends_in_loss,
             **({"vp_stage": chunk} if self._tells_chunk else {}),
         )
@@ -228,9 +233,11 @@ class Executor:
             if backward.gradient is not None:
                 gradient = backward.gradient
             around.enter_context(at_chunk(op.chunk))
-            result = schedules.backward_step(state.inputs.pop(key), state.outputs.pop(key), gradient, call.config)
-        if result is not None:
-            self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
+            backward.result = schedules.backward_step(
+                state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
+            )
+        if backward.result is not None:
+            self._keep_for_send(Kind.SEND_BACKWARD, key, backward.result, call, state)
 
     def _hold_gradient_sync(self, call: Call, state: Iteration) -> None:
         """Suppress DDP's reduction until a chunk's gradients are about to be complete."""

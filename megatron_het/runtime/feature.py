@@ -124,6 +124,7 @@ class ForwardPass:
         data_iterator: What the script reads from.
         ends_in_loss: Whether the model's output is what the loss is computed from.
         output: What the model gave; None before it has run.
+        number: Of the pass, as layers are told it; None for the microbatch's.
     """
 
     op: RankOp
@@ -132,6 +133,7 @@ class ForwardPass:
     data_iterator: Any
     ends_in_loss: bool
     output: torch.Tensor | None = None
+    number: int | None = None
 
 
 @dataclass(slots=True)
@@ -141,10 +143,12 @@ class BackwardPass:
     Attributes:
         op: The operation.
         gradient: Gradient of the chunk's output, from a feature; None to take what was received.
+        result: Gradient of its input; None before it is known, and where there is none.
     """
 
     op: RankOp
     gradient: torch.Tensor | None = None
+    result: torch.Tensor | None = None
 
 
 class RuntimeFeature:
@@ -164,6 +168,9 @@ class RuntimeFeature:
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """Change the model chunks (GPTModel), before DDP wraps them: all at once or one after the other."""
+
+    def prepare(self, call: Call) -> None:
+        """An iteration is about to begin, and nothing of it has been posted: gradients are not held back yet."""
 
     def begin(self, call: Call, state: Iteration) -> None:
         """An iteration of training or evaluation begins."""

@@ -34,6 +34,7 @@ from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Reports, of_whole_stage, passed_on
 from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
+from megatron_het.runtime.quantized_weights import add_all_gradients
 
 # A closed session leaves nothing in its process: no weights, no optimizer state, no connection.
 #
@@ -297,9 +298,10 @@ class HetSession:
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from megatron_het.runtime.recompute import recompute_up_projections
+        from megatron_het.runtime.building import recompute_up_projections
 
         recompute_up_projections(model)
+        add_all_gradients(model)
         mark_sharded(model)
         for feature in self._features:
             feature.attach(model)

@@ -5,9 +5,19 @@ the program, exhaust memory or become part of a shell script.  Standard library 
 imported when a YAML file is read.
 """
 
-from megatron_het.safe_io.errors import FileError, one_line, shown
-from megatron_het.safe_io.json_text import parse_json, read_json
-from megatron_het.safe_io.reading import MAX_BYTES, MAX_DEVICES, MAX_PASSES, amount, count, read_text
+from megatron_het.safe_io.reading import (
+    MAX_BYTES,
+    MAX_DEVICES,
+    MAX_PASSES,
+    FileError,
+    amount,
+    count,
+    one_line,
+    parse_json,
+    read_json,
+    read_text,
+    shown,
+)
 from megatron_het.safe_io.writing import (
     check_replaces,
     check_target,

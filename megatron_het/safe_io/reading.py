@@ -3,13 +3,85 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import math
 import os
+import pickle
+import re
 import stat
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
-from megatron_het.safe_io.errors import FileError, shown
+# The error of a file that cannot be used, and bounded text for error messages.
+
+
+MAX_MESSAGE = 8000
+"""Characters of one error message."""
+
+
+class FileError(ValueError):
+    """A file that cannot be read or written.
+
+    Attributes:
+        path: The file.
+        where: Place inside the file, e.g. ``line 3``; empty when the file as a whole is meant.
+        problem: What is wrong.
+        hint: What to do about it.
+    """
+
+    def __init__(self, path: object, where: str, problem: str, hint: str = "") -> None:
+        self.path = str(path)
+        self.where = where
+        self.problem = one_line(problem)
+        self.hint = one_line(hint)
+        place = f"{self.path}: {where}" if where else self.path
+        super().__init__(one_line(f"{place}: {self.problem}" + (f". {self.hint}" if hint else "")))
+
+
+def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Text for a terminal: what would control the terminal is escaped, and the end is cut off."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cut)
+
+
+def shown(value: object, limit: int = 160) -> str:
+    """``repr(value)``, but at most ``limit`` characters are ever made.
+
+    A value from a file may hold a million entries, or one string of a gigabyte.
+    """
+    text = ""
+    for piece in _pieces(value, limit):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
+
+
+def _pieces(value: object, limit: int, depth: int = 0) -> Iterator[str]:
+    """``repr(value)`` piece by piece."""
+    if isinstance(value, str | bytes):
+        yield repr(value[: limit + 1])
+    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * limit:
+        yield f"a number of {value.bit_length()} bits"
+    elif type(value) in (list, tuple, dict):
+        if depth > 8:
+            yield "..."
+            return
+        opening, closing = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}[type(value)]  # type: ignore[index]
+        yield opening
+        for i, item in enumerate(value):  # type: ignore[arg-type, var-annotated]
+            yield ", " if i else ""
+            yield from _pieces(item, limit, depth + 1)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _pieces(value[item], limit, depth + 1)
+        yield ("," if isinstance(value, tuple) and len(value) == 1 else "") + closing
+    else:
+        yield repr(value)
+
 
 # Types of command-line options: numbers within bounds, with an error that says which.
 
@@ -116,3 +188,177 @@ def _read(descriptor: int, most: int) -> bytes:
         chunks.append(chunk)
         left -= len(chunk)
     return b"".join(chunks)
+
+
+# JSON as the standard means it: no NaN, no key twice, and no deeper and no longer numbers than we need.
+
+
+MAX_DEPTH = 32
+"""Lists and objects inside each other."""
+MAX_NUMBER = 2**63 - 1
+"""Largest absolute value of a whole number."""
+# Everything but brackets outside of strings.  Possessive, so that no text makes it slow.
+_NOT_BRACKETS = re.compile(r'[^\[\]{}"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        FileError: see :func:`read_text` and :func:`parse_json`.
+    """
+    return parse_json(read_text(path, limit), path)
+
+
+def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: The whole text.
+        path: What errors name.
+
+    Raises:
+        FileError: Not JSON, a key twice in one object, NaN or infinity, a number of more than 64 bits,
+            lists and objects more than ``MAX_DEPTH`` deep, half of a surrogate pair.
+    """
+    reader = _Reader(path)
+    reader.check_depth(text)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=reader.object,
+            parse_constant=reader.constant,
+            parse_int=reader.integer,
+            parse_float=reader.float,
+        )
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 30) : error.pos + 10]
+        raise FileError(
+            path,
+            f"line {error.lineno}, column {error.colno}",
+            f"not JSON ({error.msg}, near {shown(near, 60)})",
+            "Is the file truncated? Write it again",
+        ) from None
+    if _SURROGATE.search(text):
+        reader.check_unicode(value)
+    return value
+
+
+class _Reader:
+    """The parser's hooks, each of which refuses what JSON allows and this project does not."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+
+    def _refuse(self, where: str, problem: str) -> NoReturn:
+        raise FileError(self._path, where, problem)
+
+    def check_depth(self, text: str) -> None:
+        depth = 0
+        for bracket in _NOT_BRACKETS.sub("", text):
+            depth += 1 if bracket in "[{" else -1
+            if depth > MAX_DEPTH:
+                self._refuse("", f"lists and objects are more than {MAX_DEPTH} deep")
+
+    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            self._refuse(shown(twice, 80), "this key is there twice in one object: neither is known to be right")
+        return found
+
+    def constant(self, text: str) -> NoReturn:
+        self._refuse("", f"{text} is not a number that can be used")
+
+    def integer(self, text: str) -> int:
+        # The length first: turning a long text into a number takes long.
+        if len(text) > 20 or abs(int(text)) > MAX_NUMBER:
+            self._refuse("", f"a number of {len(text)} digits ({shown(text, 30)}) is too large")
+        return int(text)
+
+    def float(self, text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            self._refuse("", f"the number {shown(text, 30)} is too large")
+        return value
+
+    def check_unicode(self, value: Any) -> None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            self._refuse("", "a text holds half of a surrogate pair, which is no character")
+
+
+# Plain values of a file that ``torch.save`` wrote; nothing that is in the file is run, and PyTorch is not needed.
+
+
+class Inert:
+    """Stands for every object of a pickle that is not a number, text, list, tuple, set or dictionary.
+
+    Attributes:
+        arguments: What its class would have been called with.
+        state: What would have been its attributes, where the pickle holds them.
+    """
+
+    def __init__(self, *arguments: Any, **_: Any) -> None:
+        self.arguments = arguments
+        self.state: dict[Any, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.arguments, self.state = (), state if isinstance(state, dict) else {}
+
+    def __call__(self, *arguments: Any, **_: Any) -> Inert:
+        return Inert(*arguments)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Items of a list of a class of its own are dropped."""
+
+    def extend(self, values: Any) -> None:
+        """See :meth:`append`."""
+
+    def add(self, value: Any) -> None:
+        """See :meth:`append`."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Finds no class but :class:`Inert`, so that a pickle can call nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Inert
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Tensors lie in other files of the archive and are not read."""
+        return None
+
+
+def read_pickled(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
+    """The value in the archive; objects of classes are :class:`Inert`.
+
+    Raises:
+        FileError: No such file, not a regular file, not an archive of ``torch.save``, too large, damaged.
+    """
+    try:
+        check_regular(path, os.stat(path).st_mode)
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+            if len(names) != 1:
+                raise FileError(path, "", "not a file of torch.save: it holds no data.pkl")
+            with archive.open(names[0]) as member:
+                data = member.read(limit + 1)
+    except FileNotFoundError:
+        raise FileError(path, "", "no such file") from None
+    except FileError:
+        raise
+    except (OSError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise FileError(path, "", f"cannot be read: {one_line(str(error), 200)}") from None
+    if len(data) > limit:
+        raise FileError(path, "data.pkl", f"larger than {limit >> 10} KiB, the most that is read")
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise FileError(path, "data.pkl", f"damaged: {one_line(str(error), 200)}") from None

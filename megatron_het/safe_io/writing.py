@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.safe_io.errors import FileError
-from megatron_het.safe_io.reading import is_virtual
+from megatron_het.safe_io.reading import FileError, is_virtual
 
 # /dev/shm holds ordinary files in memory; the rest of /dev does not.
 _HEAD_BYTES = 1 << 16

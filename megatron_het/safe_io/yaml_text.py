@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from megatron_het.safe_io.errors import FileError, shown
-from megatron_het.safe_io.json_text import MAX_DEPTH, MAX_NUMBER, parse_json
-from megatron_het.safe_io.reading import read_text
+from megatron_het.safe_io.reading import MAX_DEPTH, MAX_NUMBER, FileError, parse_json, read_text, shown
 
 MAX_YAML_BYTES = 1 << 20
 MAX_VALUES = 100_000

@@ -338,11 +338,11 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
 # Operations in which all devices of a microbatch meet: the parts of a split vocabulary.
 #
 # A part sends messages to another stage and waits for messages of that stage, all inside one operation
-# (``features/vocab_parallel/output_layer.py``, ``embedding.py`` beside it).  NCCL runs the messages of two ranks one
+# (``features/vocab_parallel/runtime.py``, ``embedding.py`` beside it).  NCCL runs the messages of two ranks one
 # after the other, and with one hardware queue per device everything that is launched behind them waits too.  So a part
 # neither begins nor ends alone: the parts of one slice, on all devices that its microbatch visits, are one event.
 #
-# As long as that holds in the order in which transfers are placed (``passes/transfers.py``), all lists are projections
+# As long as that holds in the order in which transfers are placed (``transfers.py``), all lists are projections
 # of one total order in which a meeting is one point, and the first event of that order that has not happened can always
 # happen.  The validator looks for what breaks this.
 

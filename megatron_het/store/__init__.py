@@ -4,10 +4,9 @@
 whatever decides something is kept here.  Standard library only; nothing is ever unpickled.
 """
 
-from megatron_het.store.client import Address, Store
-from megatron_het.store.documents import Documents
+from megatron_het.store.job import Address, Store
 from megatron_het.store.server import StoreServer, Strangers
-from megatron_het.store.wire import StoreError, TokenError, client_tls, server_tls
+from megatron_het.store.wire import Documents, StoreError, TokenError, client_tls, server_tls
 
 __all__ = [
     "Address",

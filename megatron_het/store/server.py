@@ -16,8 +16,17 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_het.store.documents import Documents
-from megatron_het.store.wire import HEAD_BYTES, NONCE_BYTES, PROOF_BYTES, REFUSED, Channel, Handshake, StoreError, hello
+from megatron_het.store.wire import (
+    HEAD_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    REFUSED,
+    Channel,
+    Documents,
+    Handshake,
+    StoreError,
+    hello,
+)
 
 MAX_STRANGERS = 64
 HANDSHAKE_S = 5.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_het.store.documents import Documents
+from megatron_het.store.wire import Documents
 
 
 class LostError(RuntimeError):

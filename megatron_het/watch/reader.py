@@ -15,8 +15,8 @@ from megatron_het.safe_io import write_text
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import Stream
-from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.transfers import post_receives_early
 from megatron_het.schedule.view.visualize import STREAM_IDS
 from megatron_het.watch.drift import Finding
 from megatron_het.watch.monitor import Monitor, Settings

@@ -9,7 +9,7 @@ from benchmarks import probe
 
 def lose_weight_gradients(*, rank: int, out: str, gradients: bool = False) -> None:
     """The BACKWARD_WEIGHT of microbatch 1 adds nothing."""
-    from megatron_het.features.zero_bubble.weight_gradients import WeightGradients
+    from megatron_het.features.zero_bubble.runtime import WeightGradients
 
     original = WeightGradients.compute
 

@@ -38,7 +38,7 @@ def within_documents(**options: Any) -> None:
 
 def of_the_part(**options: Any) -> None:
     """The last token of a part has nothing after it, as if the sequence ended there."""
-    from megatron_het.features.mtp.later import LaterTokens
+    from megatron_het.features.mtp.runtime import LaterTokens
 
     original = LaterTokens.part
 
@@ -54,7 +54,7 @@ def of_the_part(**options: Any) -> None:
 
 def by_part(**options: Any) -> None:
     """A part's losses are divided by the tokens that count in it, as Megatron does."""
-    from megatron_het.features.mtp.later import LaterTokens
+    from megatron_het.features.mtp.runtime import LaterTokens
 
     original = LaterTokens.part
 
@@ -68,7 +68,7 @@ def by_part(**options: Any) -> None:
 
 def beyond_documents(**options: Any) -> None:
     """Predictions go on into the next document."""
-    from megatron_het.features.mtp.later import LaterTokens
+    from megatron_het.features.mtp.runtime import LaterTokens
 
     original = LaterTokens.of.__func__
 

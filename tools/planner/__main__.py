@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
 
-from .command import command
+from .errors import command
 
 if TYPE_CHECKING:
     from .errors import PlannerError
@@ -238,7 +238,7 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     _whom_to_ask(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_call("cli.inventory.init", "init"))
+    parser.set_defaults(run=_call("cli.inventory", "init"))
 
 
 def _whom_to_ask(parser: argparse.ArgumentParser) -> None:
@@ -285,7 +285,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan.json")
     _common(parser)
-    parser.set_defaults(run=_call("cli.check", "check"))
+    parser.set_defaults(run=_call("cli.commands", "check"))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import PlanError
 from megatron_het.safe_io import FileError, one_line, shown
+
+# How the planner is called on this machine, for usage lines and hints.
+
+
+def command() -> str:
+    """``het-plan`` where that was started; else the module, which works in a checkout as well."""
+    return "het-plan" if Path(sys.argv[0]).stem == "het-plan" else f"python -m {__package__}"
 
 
 class PlannerError(ValueError):

@@ -20,6 +20,7 @@ from megatron_het.runtime.feature import (
     OpenContext,
     RuntimeFeature,
 )
+from megatron_het.runtime.quantized_weights import copies_of
 from megatron_het.schedule.ir import Kind
 
 # Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).
@@ -83,6 +84,7 @@ class ActivationOffload:
         self._to_host = torch.cuda.Stream() if platform.is_cuda else None
         self._to_device = torch.cuda.Stream() if platform.is_cuda else None
         self._returning: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._models: tuple[torch.nn.Module, ...] = ()
         self._staying: set[int] = set()
 
     def begin(self, models: Sequence[torch.nn.Module]) -> None:
@@ -90,6 +92,7 @@ class ActivationOffload:
 
         A parameter window empties and fills them again, but they stay the same storages.
         """
+        self._models = tuple(models)
         self._staying = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
 
     @contextlib.contextmanager
@@ -126,7 +129,7 @@ class ActivationOffload:
         """Let go of everything, the host's memory included."""
         self._reclaim(wait=True)
         self._forwards.clear()
-        self._staying = set()
+        self._models, self._staying = (), set()
         self.pool.clear()
 
     # -- saved tensors ---------------------------------------------------------------------------
@@ -160,7 +163,9 @@ class ActivationOffload:
     def store(self, op: RankOp) -> None:
         """ACT_OFFLOAD: copy a forward's share to the host and free it on the device."""
         self._reclaim(wait=False)
+        weights = {c.untyped_storage()._cdata for model in self._models for c in copies_of(model)}
         blocks = [b for b in self._forwards[op.key].blocks if b.storage is not None and b.storage.nbytes()]
+        blocks = [b for b in blocks if b.storage is not None and b.storage._cdata not in weights]
         left = self._ratio * sum(b.storage.nbytes() for b in blocks if b.storage is not None)
         for block in blocks:
             assert block.storage is not None

@@ -40,19 +40,20 @@ import torch
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
-from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient, pack, unpack
+from megatron_het.attention.places import NOTHING, Given, TokenGradient, pack, unpack
 from megatron_het.families import family_of_model
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
+    ExchangedKeys,
+    Limits,
     attend,
     attend_backward,
     attend_reached,
     attend_reached_backward,
     heads_of,
     joined_heads,
+    returned_units,
 )
-from megatron_het.features.context_exchange.keys import ExchangedKeys, returned_units
-from megatron_het.features.context_exchange.limits import Limits
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline

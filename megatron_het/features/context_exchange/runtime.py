@@ -13,7 +13,7 @@ from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.families import family_of
 from megatron_het.features.context_exchange.exchange import ContextExchange
-from megatron_het.features.context_exchange.limits import Limits
+from megatron_het.features.context_exchange.helper import Limits
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.features.slices.spec import cutting_of

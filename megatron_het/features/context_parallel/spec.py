@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a replica share every sequence.  A plan's replicas say so, not a parameter.
 
 Replicas may have different sizes, and their ranks parts of different size: what travels between two stages are the
-pieces that sender and receiver have in common (``lowering/boundary.py``).
+pieces that sender and receiver have in common (``lowering/ranks.py``).
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.documents.spec import CONVERSATIONS, PACKING, asked_by
-from megatron_het.features.slices.runtime import open_sequences
-from megatron_het.features.slices.sequences import SlicedSequences
+from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.data import Reports
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature

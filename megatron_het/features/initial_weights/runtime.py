@@ -7,9 +7,15 @@ are drawn.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +34,7 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 BLOCK_ROWS = 256
 """Rows of a block; a rank draws up to so many rows more than it keeps at either end of a segment."""
 
-Draw = Callable[[torch.Tensor], object]
+Draw = Callable[..., object]
 """Fills a tensor with random values, e.g. ``torch.nn.init.normal_``."""
 
 
@@ -83,20 +89,53 @@ def _blocks(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """First row and values of every block that the segments touch."""
     if not in_blocks or len(shape) < 2:
-        yield 0, _drawn(torch.empty(*shape), draw, f"{seed}/{name}")
+        yield 0, _drawn(shape, draw, f"{seed}/{name}")
         return
-    for first in range(0, shape[0], BLOCK_ROWS):
-        last = first + BLOCK_ROWS
-        if dim != 0 or any(part.full < last and part.full + part.length > first for part in segments):
-            yield first, _drawn(torch.empty(BLOCK_ROWS, *shape[1:]), draw, f"{seed}/{name}/{first}")
+    blocks = [
+        first
+        for first in range(0, shape[0], BLOCK_ROWS)
+        if dim != 0 or any(part.full < first + BLOCK_ROWS and part.full + part.length > first for part in segments)
+    ]
+    block_shape, threads = (BLOCK_ROWS, *shape[1:]), _threads() if _takes_generator(draw) else 1
+    # So many blocks at a time: the whole tensor would be twice in memory.
+    with ThreadPoolExecutor(threads) if threads > 1 else contextlib.nullcontext() as pool:
+        for some in itertools.batched(blocks, threads):
+            draws = [functools.partial(_drawn, block_shape, draw, f"{seed}/{name}/{first}") for first in some]
+            found = pool.map(_call, draws) if pool is not None else map(_call, draws)
+            yield from zip(some, found, strict=True)
 
 
-def _drawn(tensor: torch.Tensor, draw: Draw, key: str) -> torch.Tensor:
-    """The tensor, filled on the host: devices of different kinds have generators of their own."""
+def _call(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return work()
+
+
+def _threads() -> int:
+    """Cores of this rank: drawing is the work of one, and a rank of ten billion values would start a minute late."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _takes_generator(draw: Draw) -> bool:
+    """Whether the function is one of ``torch.nn.init`` with some arguments set, as most of Megatron's are.
+
+    Not in a dry run, whose tensors have no values: its mode holds for its own thread.
+    """
+    if type(torch.empty(0)) is not torch.Tensor:
+        return False
+    function = draw.func if isinstance(draw, functools.partial) else draw
+    return getattr(function, "__module__", None) == "torch.nn.init" and "generator" in signature(function).parameters
+
+
+def _drawn(shape: Sequence[int], draw: Draw, key: str) -> torch.Tensor:
+    """A tensor, filled on the host: devices of different kinds have generators of their own."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(int.from_bytes(digest) >> 1)
-        draw(tensor)
+    seed, tensor = int.from_bytes(digest) >> 1, torch.empty(*shape)
+    with torch.no_grad():  # which a thread of its own does not inherit
+        if _takes_generator(draw):
+            draw(tensor, generator=torch.Generator().manual_seed(seed))
+        else:
+            with torch.random.fork_rng(devices=()):
+                torch.default_generator.manual_seed(seed)
+                draw(tensor)
     return tensor
 
 

@@ -9,7 +9,8 @@ begin (``later.py``, ``passes.py``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,195 @@ import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups, loss_source
 from megatron_het.features.documents.spec import PACKING
-from megatron_het.features.mtp.later import LaterTokens, PartialPasses, told
-from megatron_het.features.slices.sequences import SlicedSequences
+from megatron_het.features.slices.runtime import SlicedSequences
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+
+# The tokens after the next one, for passes that run parts of sequences.
+#
+# Megatron moves the tokens of a pass one place to the left, so that the last place has none.  Over a slice, or a
+# context-parallel rank's part, that would be one token missing at the end of every part.  Here whole sequences are
+# moved, before they are cut: the rank that reads has all tokens of them, and tells its TP group.
+
+
+_WHOLE = ("tokens", "position_ids", "labels")
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTokens:
+    """Holds what the layers of a pass read and predict; the first index is the layer.
+
+    Attributes:
+        tokens, positions: ``[layers, b, s]``: what each layer embeds.
+        labels: ``[layers, b, s]``: what it predicts.
+        masks: ``[layers, b, s]``: 1 where a prediction counts.
+        counts: ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    masks: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], layers: int, *, are_packed: bool) -> LaterTokens:
+        """Those of whole sequences.
+
+        Args:
+            batch: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, all ``[b, s]``.
+            layers: Tokens after the next one that are predicted.
+            are_packed: Whether a document ends where the next position is 0, and with it what is predicted of it; else
+                predictions go on into the next document.
+        """
+        begins = batch["position_ids"] == 0 if are_packed else torch.zeros_like(batch["tokens"], dtype=torch.bool)
+        ends = begins.roll(-1, dims=1)
+        ends[:, -1] = True
+        whole, mask = torch.stack([batch[name] for name in _WHOLE]), batch["loss_mask"].float()
+        moved, masks = [], [mask]
+        for _ in range(layers):
+            whole, mask = (tensor.roll(-1, dims=-1).masked_fill(ends, 0) for tensor in (whole, mask))
+            moved.append(whole)
+            masks.append(mask)
+        tokens, positions, labels = torch.stack(moved, dim=1)
+        return cls(tokens, positions, labels, torch.stack(masks[1:]), torch.stack([mask.sum() for mask in masks]))
+
+    def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> LaterTokens:
+        """Those of a part of the sequences.
+
+        Args:
+            take: Gives the part's tokens of a tensor whose last dimension is that of whole sequences.
+        """
+        tokens, positions, labels, masks = map(take, (self.tokens, self.positions, self.labels, self.masks))
+        return LaterTokens(tokens, positions, labels, masks, self.counts)
+
+
+def told(
+    own: LaterTokens | None, shape: tuple[int, int, int], group: dist.ProcessGroup, device: torch.device
+) -> LaterTokens:
+    """Returns what the first rank of a TP group knows.  Collective.
+
+    Args:
+        own: On the first rank.
+        shape: ``[layers, b, s]``.
+        group: The TP group.
+        device: What this rank computes on.
+    """
+    if group.size() == 1:
+        assert own is not None
+        return own
+    if own is None:
+        whole = torch.empty((len(_WHOLE), *shape), dtype=torch.int64, device=device)
+        weights = torch.empty(shape[0] * shape[1] * shape[2] + 1 + shape[0], device=device)
+    else:
+        whole = torch.stack((own.tokens, own.positions, own.labels))
+        weights = torch.cat((own.masks.flatten(), own.counts))
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast(whole, source, group=group)
+    dist.broadcast(weights, source, group=group)
+    masks, counts = weights.split((weights.numel() - 1 - shape[0], 1 + shape[0]))
+    tokens, positions, labels = whole
+    return LaterTokens(tokens, positions, labels, masks.view(shape), counts)
+
+
+# Multi-token prediction in passes that run parts of sequences.
+#
+# Megatron's own layers run, on tokens that come from beyond the end of the part.  Their losses are computed here,
+# because Megatron divides them by the tokens that count in a pass, and a part is to count for what it is of its
+# microbatch.
+
+
+class PartialPasses:
+    """Hooks of the chunk that predicts later tokens."""
+
+    def __init__(self) -> None:
+        self.later: LaterTokens | None = None
+        """Of the pass that runs."""
+        self._depth = 0
+
+    def attach(self, model: Any) -> None:
+        """Hook into the chunk (GPTModel, not wrapped), after the hooks that say which part runs."""
+        for layer in model.mtp.layers:  # one after the other; or one of them, several times
+            layer.register_forward_pre_hook(self._embed, with_kwargs=True)
+        model.register_forward_pre_hook(self._end_before_losses, with_kwargs=True)
+        model.register_forward_hook(self._end_in_losses, with_kwargs=True)
+
+    def _end_before_losses(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The chunk's forward gives the hidden states of its last layer and of every layer for later tokens."""
+        model.post_process = False
+        self._depth = 0
+
+    def _embed(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A layer embeds the tokens that are known for it, whatever it makes of those of the pass."""
+        assert self.later is not None
+        tokens, positions = self.later.tokens[self._depth], self.later.positions[self._depth]
+        embedding, run = kwargs["embedding"], self._depth if layer.config.mtp_use_repeated_layer else 0
+        self._depth += 1
+
+        def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            del input_ids, position_ids
+            return embedding(input_ids=tokens, position_ids=positions)
+
+        # Without documents in the pass that it knows of, the layer moves nothing.
+        params = replace(kwargs["packed_seq_params"], cu_seqlens_q=(), run=run)
+        return args, {**kwargs, "embedding": embed, "packed_seq_params": params}
+
+    def _end_in_losses(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Token losses ``[b, s]`` of the hidden states that the chunk ends with, one above the other."""
+        model.post_process = True
+        labels = kwargs.get("labels")
+        if labels is None or self.later is None:
+            raise RuntimeError(
+                "the training script gave the model no labels, which multi-token prediction needs where sequences are "
+                "cut or have several documents"
+            )
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        hidden = add_later_losses(model, hidden, self.later, weight)
+        logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=kwargs.get("runtime_gather_output"))
+        return model.compute_language_model_loss(labels, model._scale_logits(logits))
+
+
+def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weight: torch.Tensor | None) -> torch.Tensor:
+    """The hidden states of the last layer, whose gradient will bring about those of the losses of later tokens.
+
+    Args:
+        model: The chunk.
+        hidden: ``[(1 + layers) s, b, h]``.
+        later: Of the pass.
+        weight: Of the output layer where it has none of its own.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    config, layers = model.config, len(later.tokens)
+    if config.mtp_detach_heads:
+        weight = (model.output_layer.weight if weight is None else weight).detach()
+    last, *states = hidden.chunk(1 + layers)
+    for depth, state in enumerate(states):
+        logits = model._scale_logits(model.output_layer(state, weight=weight)[0])
+        losses = later.masks[depth] * model.compute_language_model_loss(later.labels[depth], logits)
+        count = later.counts[depth + 1].clamp(min=1)
+        if model.training:
+            _record(model, losses.sum() / count, logits, later, depth)
+        # All gradients are divided by the tokens that count in the loss of the model.
+        scale = config.mtp_loss_scaling_factor / layers * later.counts[0] / count
+        last = MTPLossAutoScaler.apply(last, scale * losses)
+    return last
+
+
+def _record(model: Any, loss: torch.Tensor, logits: torch.Tensor, later: LaterTokens, depth: int) -> None:
+    """What Megatron logs: the part's share of a microbatch's loss, and how many predictions were right."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, _compute_mtp_acceptance_counts
+
+    right, total = _compute_mtp_acceptance_counts(
+        logits, later.labels[depth], later.masks[depth], model.output_layer, None, model.tp_group
+    )
+    MTPLossLoggingHelper.save_metrics_to_tracker(loss, right, total, depth, len(later.tokens))
+
 
 _COUNTED = ("loss_values", "correct_values", "total_values")
 _GROUPS = ("reduce_group", "avg_group")

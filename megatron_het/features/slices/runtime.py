@@ -3,13 +3,284 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from megatron_het.features.slices.sequences import SlicedSequences
+from megatron_het.attention.places import take_blocks
 from megatron_het.features.slices.spec import cutting_of
+from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
+
+# How a FORWARD operation is run over one slice of a sequence.
+#
+# Everything that a slice changes is here and in ``megatron_het.attention``.  Training scripts need not know: they
+# read a batch and call the model, and for a slice the batch, the sequence length and the positions are those of the
+# slice.
+
+
+_CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
+_UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
+
+
+class Documents(Protocol):
+    """Where the documents of microbatches begin (``features/documents/runtime.py``)."""
+
+    def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See where the documents of a batch that was read begin; the batch as the script is to see it."""
+
+    def of(self, microbatch: int) -> tuple[tuple[int, ...], ...]:
+        """Where the documents of each sequence of a microbatch begin."""
+
+
+class SlicedSequences(Batches):
+    """A forward runs one slice of a microbatch, or this rank's part of one.
+
+    Args:
+        args: Megatron's arguments; ``args.seq_length`` is the slice's while a slice runs, because
+            scripts allocate what they receive from other TP ranks by it.
+        cutting: Where sequences are cut into slices.
+        programs: This rank's programs; they decide how many key-value chunks live at once.
+        device: What this rank computes on.
+        part: Which part of every slice this rank holds.
+        shares: How the ranks of the context-parallel group divide a slice.
+        grain: What the tokens of each are a multiple of.
+        batch: Sequences of the largest microbatch; None where all are alike.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        cutting: Cutting,
+        programs: Mapping[bool, RankProgram],
+        device: torch.device,
+        part: int = 0,
+        shares: Sequence[int] = (1,),
+        grain: int = 1,
+        batch: int | None = None,
+    ) -> None:
+        from megatron_het.attention.core import CurrentSlice
+
+        super().__init__()
+        self._args = args
+        self._cutting = cutting
+        self._device = device
+        self._largest = batch
+        self._divided = functools.lru_cache(maxsize=1024)(functools.partial(token_blocks, shares, grain=grain))
+        self._part = part
+        self._passes = {
+            mode: [passes_of(program, chunk) for chunk in range(len(program.backwards))]
+            for mode, program in programs.items()
+        }
+        self._bounds: dict[int, Bounds] = {}
+        self.documents: Documents | None = None
+        """Set where attention ends at documents."""
+        self._current = CurrentSlice()
+        self._models: list[torch.nn.Module] = []
+        self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Put slice attention into the model chunks of this rank, all at once or one after the other.
+
+        Args:
+            models: GPTModels, not wrapped, in the order of the chunks.
+        """
+        from megatron_het.attention.core import replace_core_attention
+        from megatron_het.attention.kernel_choice import kernels_of_backend
+        from megatron_het.features.thrifty_layers.light import lighten_linear_layers
+
+        first = len(self._models)
+        self._models += models
+        kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
+        for chunk, model in enumerate(models, first):
+            slots = max(most_held(passes[chunk]) for passes in self._passes.values())
+            replace_core_attention(model, slots, self._device, kernels, self._largest)
+        lighten_linear_layers(models)
+        self._current.attach(models)
+
+    def begin(self) -> None:
+        """An iteration begins, and where its documents begin is known."""
+        self._bounds.clear()
+        if self._cutting.is_even and self.documents is None:
+            return
+        for chunk, model in enumerate(self._models):
+            self._reserve(model, [passes[chunk] for passes in self._passes.values()])
+
+    def _reserve(self, model: torch.nn.Module, modes: Sequence[Sequence[Pass]]) -> None:
+        """Give the caches of a chunk as many rows as its passes hold at once."""
+        from megatron_het.attention.core import slice_attentions
+
+        rows: dict[int | None, int] = {}
+        microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
+        for module in slice_attentions([model]):
+            most = module.window_tokens
+            if most not in rows:
+                held = {m: module.held_tokens(self.bounds(m), self.starts(m), self._own_blocks) for m in microbatches}
+                rows[most] = max(most_held(passes, held) for passes in modes)
+            for cache in module.caches:
+                cache.reserve(rows[most])
+
+    def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
+        """See :class:`Batches`."""
+        return None if self.documents is None else self.documents.of(microbatch)
+
+    def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
+        """See :class:`Batches`."""
+        return self._cutting.parts(self.starts(microbatch), units)
+
+    def bounds(self, microbatch: int) -> Bounds:
+        """See :class:`Batches`."""
+        found = self._bounds.get(microbatch)
+        if found is None:
+            found = self._bounds[microbatch] = self._cutting.bounds(self.starts(microbatch))
+        return found
+
+    def rows(self, rows: int, op: RankOp) -> int:
+        """See :class:`Batches`."""
+        if self._cutting.is_even:
+            return rows
+        bounds = self.bounds(op.microbatch)
+        return rows * (bounds[op.slice + 1] - bounds[op.slice]) // self._cutting.nominal
+
+    def part(self, op: RankOp) -> tuple[int, int]:
+        """See :class:`Batches`."""
+        parts = self._parts(op)
+        return parts[self._part] * len(parts), self.bounds(op.microbatch)[-1]
+
+    def _parts(self, op: RankOp) -> tuple[int, ...]:
+        """Tokens of a slice that each rank of the context-parallel group holds."""
+        first, end = self.bounds(op.microbatch)[op.slice : op.slice + 2]
+        return tuple(map(part_tokens, self._divided(end - first)))
+
+    def _own_blocks(self, tokens: int) -> Blocks:
+        """Returns what this rank holds of a slice of so many tokens."""
+        return self._divided(tokens)[self._part]
+
+    def _blocks(self, op: RankOp) -> Blocks:
+        """Blocks of tokens of the sequence that this rank holds of a slice."""
+        bounds = self.bounds(op.microbatch)
+        first, end = bounds[op.slice : op.slice + 2]
+        return tuple((first + a, first + b) for a, b in self._own_blocks(end - first))
+
+    @contextlib.contextmanager
+    def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
+        """A context for the forward of one operation."""
+        from megatron_het.attention.core import SliceParams, slice_caches
+
+        starts, blocks = self.starts(op.microbatch), self._blocks(op)
+        shown, tokens = self._args.seq_length, self._parts(op)
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
+        self._args.seq_length = tokens[self._part]
+        try:
+            yield
+        finally:
+            self._args.seq_length = shown
+            self._current.params = None
+        if forward_only and self.is_last(op):
+            for cache in slice_caches([self._models[op.chunk]]):
+                cache.drop(op.microbatch)
+
+    def check_empty(self) -> None:
+        """All passes of an iteration are done.
+
+        Raises:
+            CacheError: Keys and values are left in a cache.
+        """
+        from megatron_het.attention.core import slice_caches
+
+        for cache in slice_caches(self._models):
+            cache.check_empty()
+
+    def pools(self) -> list[torch.Tensor]:
+        """The slabs of all key-value caches, and the gradients that they collect."""
+        from megatron_het.attention.core import slice_caches
+
+        return [tensor for cache in slice_caches(self._models) for tensor in cache.tensors()]
+
+    def finish(self) -> None:
+        """See :class:`Batches`."""
+        self._batches.clear()
+
+    def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """See :class:`Batches`."""
+        return cut_batch(self._batch(op, data_iterator), self._blocks(op))
+
+    def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """The batch of an operation with all tokens of its sequences, ahead of it (first TP rank)."""
+        return self._batch(op, data_iterator)
+
+    def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what an operation's pass has of whole sequences, which are the last dimension."""
+        return take_blocks(tensor, self._blocks(op), dim=-1)
+
+    def is_last(self, op: RankOp) -> bool:
+        """Whether an operation's pass is the last one of its chunk over its sequences."""
+        return op.slice == self._cutting.slices - 1
+
+    def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        key = op.microbatch, op.chunk
+        if key not in self._batches:
+            batch = next(data_iterator)
+            if self.documents is not None:
+                batch = self.documents.note(op.microbatch, batch)
+            # Cut on the device: a part of a pinned batch is not pinned, and the host would wait for every copy of one.
+            self._batches[key] = {
+                name: value.to(self._device, non_blocking=True) if name in _CUT and value is not None else value
+                for name, value in batch.items()
+            }
+        return self._batches[key]
+
+    def iterator(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
+        """The batch of an operation: read when its first slice asks for it, kept until the last."""
+        batch = self._batch(op, data_iterator)
+        if self.is_last(op):
+            del self._batches[op.microbatch, op.chunk]
+        yield cut_batch(batch, self._blocks(op))
+
+
+def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
+    """Some blocks of tokens of a batch; masks go: slices are causal, and know themselves where documents begin."""
+    found = {k: v for k, v in batch.items() if k not in _UNSEEN}
+    for name in _CUT:
+        if found.get(name) is not None:
+            found[name] = take_blocks(found[name], blocks, dim=1).contiguous()
+    return found
+
+
+Pass = tuple[int, int, bool]
+"""Microbatch, slice, and whether the pass is a forward."""
+
+
+def passes_of(program: RankProgram, chunk: int) -> list[Pass]:
+    """The passes of a chunk in order, that take and give back key-value chunks."""
+    kinds = {Kind.FORWARD, *INPUT_GRADIENTS}
+    found = [op for op in program.ops if op.chunk == chunk and op.kind in kinds]
+    return [(op.microbatch, op.slice, op.kind is Kind.FORWARD) for op in found]
+
+
+def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None = None) -> int:
+    """The most tokens whose keys and values are held at the same time.
+
+    Args:
+        passes: Of a chunk.
+        tokens: How many each slice of a microbatch holds; None to count slices.
+    """
+    trains = any(not is_forward for _, _, is_forward in passes)
+    last = max((index for _, index, _ in passes), default=0)
+    live = most = 0
+    for microbatch, index, is_forward in passes:
+        held = (1,) * (last + 1) if tokens is None else tokens[microbatch]
+        live += held[index] if is_forward else -held[index]
+        most = max(most, live)
+        if not trains and index == last:  # in evaluation a microbatch goes after its last slice
+            live -= sum(held)
+    return most
 
 
 class SlicesFeature(RuntimeFeature):

@@ -3,21 +3,450 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_het.features.vocab_parallel.output_layer import SplitVocabulary
+from megatron_het.features.vocab_parallel.layers import (
+    PENDING_SENDS,
+    Arriving,
+    EmbeddingTeam,
+    SplitOutputLayer,
+    Team,
+    VocabularyShard,
+    arrived,
+    edges,
+)
+from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan import Placement
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
     ForwardPass,
     Handler,
     Iteration,
+    OpenChannels,
     OpenContext,
     RuntimeFeature,
 )
 from megatron_het.schedule.ir import Kind
+
+# The output layer, its loss and the embeddings, run by all devices that a microbatch visits (SlimPipe, section 4.3).
+#
+# Per slice, with ``[s, b, h]`` hidden states from the last stage:
+#
+# =================  ======================================================================================
+# VOCAB_FORWARD      the last stage sends hidden states and labels; every rank computes its part of the
+#                    logits and sends three numbers per token back
+# VOCAB_BACKWARD     the last stage merges them, calls the training script's loss function, and sends two
+#                    numbers per token; every rank computes its part of the gradients of the hidden states
+#                    and sends it back
+# BACKWARD           the last stage adds them up and goes on as any other stage
+# =================  ======================================================================================
+#
+# The forward of the last stage therefore ends with its hidden states, and its loss is known when the
+# vocabulary's backward runs (in evaluation: at the end).  Ranks talk to each other over groups of their own, one per
+# directed pair; who sends what to whom is in ``layers.py``.  With context parallelism ranks share the vocabulary
+# for their part of the sequence, and every part has it all.  Embeddings are there, too.  Nothing waits
+# for more than the operation's dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped
+# by these messages.
+
+
+# Cross entropy from logits that are split over the vocabulary (SlimPipe, section 4.3.2).
+#
+# Every rank reduces its part of the logits to three numbers per token: the largest logit, the sum of
+# the exponentials relative to it, and the target's logit where the rank has it.  Merging these of all
+# parts gives the loss; the log-sum-exp and the loss's gradient, two numbers per token, sent back, give
+# every rank the gradient of its logits.  All of it in fp32.
+
+
+STATISTICS = 3
+"""Rows of a part's statistics: maximum, sum of exponentials relative to it, target logit (0 elsewhere)."""
+
+
+class ShardLogits:
+    """One rank's part of the logits of a slice, from forward to backward.
+
+    Args:
+        logits: ``[s, b, rows]``, detached; overwritten when they are fp32 already.
+        labels: Target ids ``[s, b]``.
+        first: Vocabulary id of the first row.
+    """
+
+    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> None:
+        rows = logits.shape[-1]
+        self._here = (labels >= first) & (labels < first + rows)
+        self._index = torch.where(self._here, labels - first, 0).unsqueeze(-1)
+        wide = logits.float()
+        target = wide.gather(-1, self._index).squeeze(-1) * self._here
+        self._maximum = wide.amax(dim=-1)
+        self._exponentials = wide.sub_(self._maximum.unsqueeze(-1)).exp_()
+        self.statistics = torch.stack((self._maximum, self._exponentials.sum(dim=-1), target))
+
+    def gradient(self, log_sum: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient of this part's logits; uses them up.
+
+        Args:
+            log_sum: Log-sum-exp over the whole vocabulary, ``[s, b]``.
+            grad: Gradient of the token losses, ``[s, b]``.
+
+        Returns:
+            ``[s, b, rows]`` in fp32: (softmax - one-hot) times ``grad``.
+        """
+        scale = (self._maximum - log_sum).exp_().mul_(grad)
+        found = self._exponentials.mul_(scale.unsqueeze(-1))
+        return found.scatter_add_(-1, self._index, -(grad * self._here).unsqueeze(-1))
+
+
+def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Statistics of several parts together.
+
+    Args:
+        parts: Statistics ``[3, s, b]`` of disjoint parts of the vocabulary.
+
+    Returns:
+        Statistics of their union, ``[3, s, b]``.
+    """
+    stacked = torch.stack(tuple(parts))
+    maximum = stacked[:, 0].amax(dim=0)
+    total = (stacked[:, 1] * (stacked[:, 0] - maximum).exp()).sum(dim=0)
+    return torch.stack((maximum, total, stacked[:, 2].sum(dim=0)))
+
+
+def log_sum_exp(statistics: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp over the vocabulary that statistics ``[3, s, b]`` describe: ``[s, b]``."""
+    return statistics[0] + statistics[1].log()
+
+
+def token_losses(statistics: torch.Tensor) -> torch.Tensor:
+    """Losses ``[s, b]`` of the tokens, from statistics of the whole vocabulary."""
+    return log_sum_exp(statistics) - statistics[2]
+
+
+Slice = tuple[int, int]
+"""(microbatch, slice)"""
+
+
+@dataclass(slots=True)
+class _Work:
+    """One slice between its two vocabulary operations."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    shard: ShardLogits
+    arriving: list[Arriving] = field(default_factory=list)
+    loss_func: Callable[..., Any] | None = None
+
+
+class SplitVocabulary:
+    """One rank's part in the vocabulary operations.
+
+    Args:
+        placement: The plan's lookup tables.
+        rank: This rank.
+        open_channels: Opens transfers of a purpose; collective.
+        tp_group: This rank's TP group.
+        timeline: Is told about waiting.
+        batches: What forwards read.
+        tokens: Tokens of a slice.
+        chunks: Model chunks on this rank.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        open_channels: OpenChannels,
+        tp_group: dist.ProcessGroup,
+        timeline: Timeline,
+        batches: Batches,
+        tokens: int,
+        chunks: int = 1,
+    ) -> None:
+        self._chunks, self._attached = chunks, 0
+        self._placement = placement
+        self._rank = rank
+        self._team = Team(placement, rank, tokens, batches)
+        self._last_stage = placement.last[0]
+        self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
+        self._tp_group = tp_group
+        self._timeline = timeline
+        self._is_last = self._team.where.stage == self._last_stage
+        pairs = edges(placement, self._last_stage, tokens, divided=self._divided)
+        self._channels = open_channels("output layer", pairs, PENDING_SENDS)
+        self._embedding = EmbeddingTeam(
+            placement=placement,
+            rank=rank,
+            open_channels=open_channels,
+            tp_group=tp_group,
+            timeline=timeline,
+            batches=batches,
+            tokens=tokens,
+        )
+        self._layer: SplitOutputLayer | None = None
+        self._tied_weight: torch.nn.Parameter | None = None
+        self._labels: torch.Tensor | None = None
+        self._output_dtype = torch.float32
+        self._loss_func: Callable[..., Any] | None = None
+        self._ready: dict[Slice, tuple[torch.Tensor, torch.Tensor, Callable[..., Any]]] = {}
+        self._work: dict[Slice, _Work] = {}
+        self._gradients: dict[Slice, tuple[torch.Tensor, list[Arriving]]] = {}
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give this rank its rows: embeddings in its first chunk, output layer in its last one.
+
+        Args:
+            models: GPTModels, not wrapped; in the order of the chunks, all at once or one after the other.
+        """
+        for model in models:
+            if self._attached == 0:
+                self._attach_embedding(model)
+            self._attached += 1
+            if self._attached == self._chunks:
+                self._attach_output(model)
+
+    def _attach_embedding(self, model: torch.nn.Module) -> None:
+        rows = self._embedding.attach(model)
+        if model.share_embeddings_and_output_weights:
+            # One shard serves both; fused gradient accumulation of the output layer must leave zeros
+            # where autograd looks for the embedding's gradient.
+            self._tied_weight = rows
+            rows.zero_out_wgrad = True  # type: ignore[attr-defined]
+
+    def _attach_output(self, model: torch.nn.Module) -> None:
+        shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
+        config: Any = model.config
+        if self._is_last:
+            # The model now ends with its last layer's hidden states; the rest is done here.
+            last: Any = model
+            last.post_process = False
+            del last.output_layer
+            model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
+        tied = self._tied_weight is not None
+        init = config.embedding_init_method if config.use_mup and not tied else config.init_method
+        self._layer = SplitOutputLayer(shard, config, init, self._tp_group, has_weight=not tied)
+        model.output_layer = self._layer
+
+    def _keep_labels(self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._labels = kwargs.get("labels")
+
+    # -- FORWARD and BACKWARD of the model's ends ------------------------------------------------
+
+    def enter(self, op: RankOp) -> None:
+        """A FORWARD begins."""
+        if op.chunk == 0:
+            self._embedding.enter(op)
+
+    def capture(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+        """The script's forward step, for the last chunk of the last stage; keeps its loss function."""
+
+        def forward_step(*positional: Any, **keywords: Any) -> Any:
+            output, self._loss_func = forward_step_func(*positional, **keywords)
+            return output, self._loss_func
+
+        return forward_step
+
+    def put(self, op: RankOp, hidden: torch.Tensor) -> None:
+        """Keep what the FORWARD of the last chunk left, for the VOCAB_FORWARD that follows.
+
+        Args:
+            op: The FORWARD.
+            hidden: Its output ``[s, b, h]``, detached.
+        """
+        if self._labels is None or self._loss_func is None:
+            raise RuntimeError(
+                f"{op.label}: the training script gave the model no labels, which a split vocabulary needs"
+            )
+        labels = self._labels.t().contiguous()
+        self._ready[op.microbatch, op.slice] = hidden, labels, self._loss_func
+        self._labels = self._loss_func = None
+        self._output_dtype = hidden.dtype  # under bf16 Megatron widens what the last stage returns
+
+    def hidden_gradient(self, op: RankOp) -> torch.Tensor:
+        """Gradient of the last chunk's output: the sum over all parts of the vocabulary."""
+        own, arriving = self._gradients.pop((op.microbatch, op.slice))
+        total = own.to(self._output_dtype)
+        if arriving:
+            total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        for part in self._arrived(arriving):
+            total += part
+        return total.to(self._output_dtype)
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[Kind, Handler]:
+        """Returns what the executor runs."""
+        own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
+        return own | self._embedding.handlers()
+
+    def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        if call.collect_non_loss_data:
+            raise RuntimeError(
+                f"{op.label}: data that is not the loss comes from whole logits, which a split vocabulary never has"
+            )
+        key, loss_func = (op.microbatch, op.slice), None
+        if self._is_last:
+            hidden, labels, loss_func = self._ready.pop(key)
+            hidden = hidden.to(self._weight_dtype)
+            for stage in self._helpers:
+                self._send(hidden, stage, op, divided=self._divided)
+                self._send(labels, stage, op)
+        else:
+            shapes = self._shapes(op, call)
+            hidden = torch.empty(shapes[0], dtype=self._weight_dtype, device=call.device)
+            labels = torch.empty(shapes[1], dtype=torch.int64, device=call.device)
+            arriving = [self._expect(hidden, self._last_stage, op, divided=self._divided)]
+            arriving.append(self._expect(labels, self._last_stage, op))
+            hidden, labels = self._arrived(arriving)
+        work = self._compute(hidden, labels, call.forward_only)
+        work.loss_func = loss_func
+        statistics = self._over_tp(work.shard.statistics)
+        if self._is_last:
+            work.shard.statistics = statistics
+            like = statistics.transpose(0, 1)
+            buffers = [like.new_empty(like.shape) for _ in self._helpers]
+            parts = zip(buffers, self._helpers, strict=True)
+            work.arriving = [self._expect(buffer, stage, op) for buffer, stage in parts]
+            self._work[key] = work
+        else:
+            self._send(statistics.transpose(0, 1), self._last_stage, op)
+            if not call.forward_only:
+                self._work[key] = work
+
+    def _compute(self, hidden: torch.Tensor, labels: torch.Tensor, forward_only: bool) -> _Work:
+        assert self._layer is not None
+        hidden.requires_grad_(not forward_only)
+        logits = self._layer.logits(hidden, self._tied_weight)
+        shard = ShardLogits(logits.detach(), labels, self._layer.shard.first)
+        logits.data = torch.empty(1, dtype=logits.dtype, device=logits.device)  # only its node is needed
+        return _Work(hidden, logits, shard)
+
+    def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        from megatron.core.pipeline_parallel.schedules import custom_backward
+
+        key = op.microbatch, op.slice
+        work = self._work.pop(key)
+        if self._is_last:
+            losses, statistics = self._losses(work)
+            losses.requires_grad_()
+            self._run_loss(work, losses, call, state)
+            assert losses.grad is not None
+            back = torch.stack((log_sum_exp(statistics), losses.grad.t()), dim=1)
+            for stage in self._helpers:
+                self._send(back, stage, op)
+        else:
+            tokens, batch = work.shard.statistics.shape[1:]
+            buffer = torch.empty((tokens, 2, batch), dtype=torch.float32, device=call.device)
+            (back,) = self._arrived([self._expect(buffer, self._last_stage, op)])
+        gradient = work.shard.gradient(back[:, 0], back[:, 1])
+        if call.config.cross_entropy_loss_fusion:
+            gradient = gradient.to(torch.bfloat16)  # as Megatron's fused cross entropy does, in fp32 too
+        gradient = gradient.to(work.logits.dtype)
+        custom_backward(work.logits, gradient)
+        assert work.hidden.grad is not None
+        grad = work.hidden.grad
+        if self._is_last:
+            buffers = [(torch.empty_like(grad), stage) for stage in self._helpers]
+            parts = [self._expect(buffer, stage, op, divided=self._divided) for buffer, stage in buffers]
+            self._gradients[key] = grad, parts
+        else:
+            self._send(grad, self._last_stage, op, divided=self._divided)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """All operations of the iteration are issued: losses of an evaluation, and the last sends."""
+        for key in sorted(self._work) if call.forward_only else ():
+            work = self._work.pop(key)
+            losses, _ = self._losses(work)
+            self._run_loss(work, losses, call, state)
+            state.note_reports(key[0])
+        self._channels.wait_sends()
+        self._embedding.finish()
+        left = [*self._ready, *self._work, *self._gradients]
+        if left:
+            raise RuntimeError(f"vocabulary operations are missing for (microbatch, slice) {sorted(set(left))}")
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        self._embedding.close()
+        self._channels.close()
+
+    # -- the loss --------------------------------------------------------------------------------
+
+    def _losses(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token losses ``[b, s]`` and the statistics that they come from."""
+        parts = (part.transpose(0, 1) for part in self._arrived(work.arriving))
+        statistics = merge([work.shard.statistics, *parts])
+        return token_losses(statistics).t().contiguous(), statistics
+
+    def _run_loss(self, work: _Work, losses: torch.Tensor, call: Call, state: Iteration) -> None:
+        """The script's loss function, as Megatron's own forward step calls it; then its gradient."""
+        from megatron.core.pipeline_parallel import schedules
+
+        if call.config.timers is not None:
+            call.config.timers("forward-compute", log_level=2).start()
+        with torch.set_grad_enabled(not call.forward_only):
+            loss, num_tokens = schedules.forward_step_calc_loss(
+                call.models[-1],
+                losses,
+                work.loss_func,
+                call.config,
+                None,
+                call.collect_non_loss_data,
+                call.num_microbatches,
+                state.reports,
+                1,
+                is_last_stage=True,
+            )
+        state.num_tokens += num_tokens
+        if not call.forward_only:
+            scale = call.config.grad_scale_func
+            (loss if scale is None else scale(loss)).backward()
+
+    # -- messages --------------------------------------------------------------------------------
+
+    @property
+    def _helpers(self) -> list[int]:
+        """The stages that work for the last one."""
+        return self._team.others(self._last_stage)
+
+    @property
+    def _weight_dtype(self) -> torch.dtype:
+        """Returns what the output layer computes in; between stages hidden states may be wider."""
+        assert self._layer is not None
+        weight = self._layer.weight if self._tied_weight is None else self._tied_weight
+        return weight.dtype
+
+    def _shapes(self, op: RankOp, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of hidden states and labels on a rank."""
+        length, batch, _ = shape = call.shape(op)
+        assert self._layer is not None
+        tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length
+        return shape, (tokens, batch)
+
+    def _send(self, tensor: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> None:
+        self._team.send(self._channels, tensor, stage, op, divided=divided)
+
+    def _expect(self, buffer: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> Arriving:
+        return self._team.expect(self._channels, buffer, stage, op, divided=divided)
+
+    def _arrived(self, arriving: Sequence[Arriving]) -> Iterator[torch.Tensor]:
+        return arrived(arriving, self._timeline, self._channels)
+
+    def _over_tp(self, statistics: torch.Tensor) -> torch.Tensor:
+        """Statistics of the whole replica, the same on all of its ranks."""
+        assert statistics.shape[0] == STATISTICS
+        if self._tp_group.size() == 1:
+            return statistics
+        parts = [torch.empty_like(statistics) for _ in range(self._tp_group.size())]
+        dist.all_gather(parts, statistics, group=self._tp_group)
+        return merge(parts)
 
 
 class VocabularyFeature(RuntimeFeature):

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.schedule.graph import Graph, ScheduleError, replay
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program
 from megatron_het.schedule.joint import event_places, stuck_events
 from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, PARAMETER_KINDS, PARTS, Direction, chunk_of
-from megatron_het.schedule.passes.transfers import add_transfers, plain_durations
-from megatron_het.schedule.paths import Place
+from megatron_het.schedule.transfers import add_transfers, plain_durations
 
 # ZeRO-2 and 3 without a pipeline: gradients are reduced after every pass, parameters gathered for every pass.
 #
@@ -355,7 +354,7 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
 
     Args:
         program: With transfers.
-        speeds: See :func:`~megatron_het.schedule.passes.add_transfers`.
+        speeds: See :func:`~megatron_het.schedule.transfers.add_transfers`.
     """
     if not program.has_transfers:
         return program

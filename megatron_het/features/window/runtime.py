@@ -8,17 +8,378 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_het.device.memory import uncounted
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
 from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
+from megatron_het.features.window.chunk import ChunkWindow, WindowUse
+from megatron_het.features.window.optimizer import ChunkedOptimizer
 from megatron_het.features.window.shards import set_shares
+from megatron_het.features.window.spec import WindowOptions
 from megatron_het.features.window.state import StageSums
-from megatron_het.features.window.window import ParameterWindow
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.placement import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
-from megatron_het.schedule.kinds import Kind, executed_by
+from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import Direction, chunk_of, executed_by
+
+# The parameter window of Zorse (sections 4.1.1 and 4.1.2): what parameter operations do.
+#
+# The Program says when; this file holds no schedule.  PARAM_GATHER opens a ministage (after the
+# update that it may still owe), PARAM_RELEASE closes it, GRAD_REDUCE reduces its gradients to shards,
+# OPTIMIZER_STEP updates it at once, PARAM_PREFETCH and PARAM_OFFLOAD move its shards between host and
+# device.
+
+
+class ParameterWindow:
+    """All chunks of a rank, with the operations on them.
+
+    Chunks are closed as soon as they have been built (``adopt``).  Before ``attach``, which comes with the loading of
+    a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
+    as an evaluation without training, opens all of them (``open_all``).
+
+    Args:
+        options: From the plan.
+        tp_group: This rank's tensor-parallel group.
+        stage_group: All ranks of this rank's stage.
+        counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
+            every replica of the last stage).
+        sums: Sums beyond the replicas that share shards.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
+    """
+
+    def __init__(
+        self,
+        options: WindowOptions,
+        tp_group: dist.ProcessGroup,
+        stage_group: dist.ProcessGroup,
+        counts_tokens: bool,
+        sums: StageSums | None = None,
+        divisor: int = 1,
+    ) -> None:
+        self.options = options
+        self.use = WindowUse()
+        self._tp_group = tp_group
+        self._stage_group = stage_group
+        self._counts_tokens = counts_tokens
+        self._sums = sums or StageSums()
+        self._divisor = divisor
+        self._chunks: list[ChunkWindow] = []
+        self._optimizer: ChunkedOptimizer | None = None
+        self._config: Any = None
+        self._reducing: set[int] = set()
+        self._total_tokens: torch.Tensor | None = None
+        self._counting: dist.Work | None = None
+        self._scale: torch.Tensor | None = None
+        self._ends_are_summed = False
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWindow:
+        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        return self
+
+    def adopt(self, models: list[Any]) -> list[Any]:
+        """Take over chunks that Megatron's DDP has just wrapped, and close them.
+
+        Args:
+            models: In the order of the chunks; may be called for one after the other.
+
+        Returns:
+            The same, as Megatron expects it of a hook that runs after wrapping.
+        """
+        from megatron.core.distributed import DistributedDataParallel
+
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                self._chunks.append(ChunkWindow(model, self.options.offload, self.use))
+                self._close(self._chunks[-1])
+        return models
+
+    def attach(self, models: Sequence[Any], optimizer: Any) -> None:
+        """Take over the optimizer, and what open chunks have been given, once, and close all chunks."""
+        if self._optimizer is not None:
+            return
+        from megatron.core.utils import get_model_config
+
+        self._config = get_model_config(models[0])
+        for chunk in self._chunks:
+            chunk.take_shards()
+        self._optimizer = ChunkedOptimizer(optimizer, self._chunks, self.options, self._stage_group)
+        for chunk in self._chunks:
+            self._close(chunk)
+        self._optimizer.store_all()
+        self.use.restart()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the operations of programs do something."""
+        return self._optimizer is not None
+
+    def open_all(self) -> None:
+        """Make every update that is due and materialise all parameters."""
+        for c, chunk in enumerate(self._chunks):
+            chunk.fetch()
+            if not chunk.is_open:
+                self._open(c)
+                chunk.gather(-1, -1)
+        for chunk in self._chunks:
+            chunk.wait()
+            chunk.side.join()
+        if self._optimizer is not None:
+            self._optimizer.fetch_all()
+
+    def settle(self) -> None:
+        """Make every update that is due, ministage by ministage; before ``attach`` all parameters are made whole."""
+        if self._optimizer is None:
+            self.open_all()
+            return
+        for c, chunk in enumerate(self._chunks):
+            chunk.fetch()
+            self._update(c)
+            chunk.side.join()
+            if not chunk.is_open:
+                chunk.store()
+
+    @torch.no_grad()
+    def copies(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of the given parameters of closed ministages, one of which is whole at a time.
+
+        Collective over the replicas that share shards: they ask for the same parameters.
+        """
+        wanted, found = set(parameters), dict[torch.Tensor, torch.Tensor]()
+        if self._optimizer is not None:
+            self._optimizer.give_back()
+        for c, chunk in enumerate(self._chunks):
+            mine = [p for bucket in chunk.buckets for p in bucket.source.params_list if p in wanted]
+            if chunk.is_open or not mine:
+                continue
+            chunk.fetch()
+            self._open(c)
+            chunk.gather(-1, -1)
+            chunk.wait()
+            chunk.side.join()
+            with uncounted():
+                found |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in mine}
+            chunk.close()
+            chunk.store()
+        return found
+
+    def begin(self) -> None:
+        """Start of an iteration or evaluation: whatever ``open_all`` left open is closed."""
+        if self._optimizer is None:
+            return
+        for chunk in self._chunks:
+            chunk.close()
+            chunk.store()
+        self._optimizer.begin()
+        self._optimizer.store_all()
+        self._scale = self._total_tokens = self._counting = None
+        self._ends_are_summed = False
+        self.use.restart()
+
+    def shards(self) -> dict[str, list[torch.Tensor]]:
+        """Returns what this rank holds of closed ministages: shards of parameters and of reduced gradients."""
+        buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
+        gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        return {"parameters": [bucket.shard for bucket in buckets], "gradients": gradients}
+
+    def close(self) -> None:
+        """Free every buffer and let go of Megatron's optimizer and models."""
+        if self._optimizer is not None:
+            self._optimizer.detach()
+        for chunk in self._chunks:
+            chunk.dispose()
+        self._chunks.clear()
+        self._reducing.clear()
+        self._optimizer = self._config = None
+        self._scale = self._total_tokens = self._counting = None
+
+    # -- what the executor calls ---------------------------------------------------------------
+
+    def count_tokens(self, num_tokens: torch.Tensor) -> None:
+        """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them.
+
+        All ranks get here as soon as all their losses are known: an update on one stage waits for all of them, and the
+        backwards of another stage may come after that update.
+
+        Args:
+            num_tokens: Of all of this rank's losses.
+        """
+        if self._optimizer is not None and self.options.updates_early:
+            self._total_tokens = self._own_tokens(num_tokens)
+            self._counting = dist.all_reduce(self._total_tokens, async_op=True)
+
+    def handle(self, op: RankOp) -> None:
+        """Run one parameter operation.
+
+        Args:
+            op: The operation.
+        """
+        if self._optimizer is None:
+            return
+        chunk = self._chunks[op.chunk]
+        match op.kind:
+            case Kind.PARAM_PREFETCH:
+                chunk.fetch()
+                self._optimizer.fetch(op.chunk)
+            case Kind.PARAM_GATHER:
+                self._open(op.chunk)
+                chunk.gather(op.start, op.stop)
+            case Kind.PARAM_RELEASE:
+                chunk.close()
+            case Kind.PARAM_OFFLOAD:
+                chunk.store()
+            case Kind.GRAD_REDUCE:
+                self._reduce(op.chunk, op.start, op.stop)
+            case Kind.OPTIMIZER_STEP:
+                self._step_at_once(op.chunk)
+
+    def before_part(self, op: RankOp) -> None:
+        """As :meth:`before_backward`, of the chunk that has the rows; a forward needs the parameters alone."""
+        if self._optimizer is None:
+            return
+        chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
+        if op.kind.direction is Direction.BACKWARD:
+            self.before_backward(chunk)
+        else:
+            self._chunks[chunk].wait()
+
+    def before_backward(self, chunk: int) -> None:
+        """Parameters are there and gradients are allocated when this returns."""
+        if self._optimizer is None:
+            return
+        for c in sorted(self._reducing):
+            if c == chunk or not self._chunks[c].is_reducing():  # a pass adds to no gradients under reduction
+                self._finish_reduction(c)
+        self._chunks[chunk].wait()
+        self._chunks[chunk].open_gradients()
+
+    # -- what Megatron calls -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finalize(self, _model: Any, num_tokens: torch.Tensor | None = None, **_unused: Any) -> None:
+        """In place of ``finalize_model_grads``: finish reductions and divide by the global tokens."""
+        for c in sorted(self._reducing):
+            self._finish_reduction(c)
+        if self.options.updates_early:
+            return
+        self._sums.over_ends(self._chunks)
+        for chunk in self._chunks:
+            self._sums.over_classes(chunk)
+        if num_tokens is None:
+            return
+        total = self._own_tokens(num_tokens)
+        dist.all_reduce(total)
+        scale = self._divisor / torch.clamp(total, min=1)
+        for chunk in self._chunks:
+            for bucket in chunk.buckets:
+                if bucket.gradient is not None:
+                    bucket.gradient *= scale
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def _own_tokens(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        own = num_tokens.to(torch.int64)
+        return own if self._counts_tokens else torch.zeros_like(own)
+
+    @staticmethod
+    def _close(chunk: ChunkWindow) -> None:
+        chunk.close()
+        chunk.drop_gradients()
+        chunk.store()
+
+    def _open(self, c: int) -> None:
+        if not self._chunks[c].is_open:
+            self._update(c)
+            self._chunks[c].open()
+
+    def _update(self, c: int) -> None:
+        """Bring the shards of a closed ministage up to date."""
+        if self._chunks[c].is_open:
+            return
+        with self._chunks[c].side.following():
+            for bucket in self._chunks[c].buckets:
+                if bucket.host is not None:
+                    bucket.host.wait()
+            if self._optimizer is not None:
+                self._optimizer.apply_pending(c)
+
+    def _reduce(self, c: int, start: int, stop: int) -> None:
+        chunk = self._chunks[c]
+        if chunk.has_reduced(start, stop):  # by the pass before this one, and this replica sits this one out
+            self._finish_reduction(c)
+        if c not in self._reducing:
+            for other in sorted(self._reducing):
+                self._finish_reduction(other)
+            self._reducing.add(c)
+            chunk.open_gradients()  # a rank without microbatches has zeros to add
+            self._before_reduction(chunk)
+        chunk.reduce(start, stop)
+
+    def _before_reduction(self, chunk: ChunkWindow) -> None:
+        """What upstream does to whole gradients: sums over the TP group, checks."""
+        from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+
+        _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self._tp_group)
+        ddp_config = chunk.ddp.ddp_config
+        if ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads:
+            for group in chunk.ddp.bucket_groups:
+                group.check_grads(
+                    check_for_nan_or_inf=ddp_config.check_for_nan_in_grad,
+                    check_for_large=ddp_config.check_for_large_grads,
+                )
+
+    def _finish_reduction(self, c: int) -> None:
+        if c in self._reducing:
+            self._reducing.discard(c)
+            self._chunks[c].keep_gradient_shards()
+
+    @torch.no_grad()
+    def _step_at_once(self, c: int) -> None:
+        assert self._optimizer is not None and self._total_tokens is not None
+        self._finish_reduction(c)
+        for bucket in self._chunks[c].buckets:
+            if bucket.host is not None:  # a shard that comes back for a late step
+                bucket.host.wait()
+        self._sum_over_ends(c)
+        self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
+        if self._scale is None:
+            if self._counting is not None:
+                self._counting.wait()
+            self._scale = self._divisor / torch.clamp(self._total_tokens, min=1)
+        for bucket in self._chunks[c].buckets:
+            if bucket.gradient is not None:
+                bucket.gradient *= self._scale
+        self._optimizer.step_now(c)
+
+    def _sum_over_ends(self, c: int) -> None:
+        """Sum the gradients of tied weights before the first update of a ministage with a copy of them.
+
+        Ministages with copies are updated after all others, so that every reduction has been started.
+        """
+        if self._ends_are_summed or not self._sums.has_copy(self._chunks[c]):
+            return
+        for other in sorted(self._reducing):
+            self._finish_reduction(other)
+        self._sums.over_ends(self._chunks)
+        self._ends_are_summed = True
+
+    @torch.no_grad()
+    def whole_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The reduced gradients that wait for the update, gathered.  Collective; for comparisons."""
+        found: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for chunk in self._chunks:
+            for bucket in chunk.buckets:
+                if bucket.gradient is None:
+                    continue
+                whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
+                chunk.parts.gather(whole, bucket.gradient).wait()
+                for parameter, (start, end) in bucket.source.param_to_index.items():
+                    found[parameter] = whole[start:end].view(parameter.shape)
+        return found
 
 
 class WindowFeature(RuntimeFeature):

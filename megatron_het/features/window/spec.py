@@ -16,8 +16,7 @@ from megatron_het.features.window.passes import STAGES, add_parameters, add_shar
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import state_shares
 from megatron_het.schedule.cost import Costs, PerChunk
-from megatron_het.schedule.ir import Program
-from megatron_het.schedule.paths import Place
+from megatron_het.schedule.ir import Place, Program
 
 SCHEDULE = "ministage"
 ALONE = "data-parallel"

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_het.distributed.resharding import ShardExchange
-from megatron_het.features.window.chunk import Bucket, ChunkWindow
-from megatron_het.features.window.memory import HostCopy, Streams, WindowUse
+from megatron_het.features.window.chunk import Bucket, ChunkWindow, HostCopy, Streams, WindowUse
 
 # Gradients summed beyond the replicas that share shards: over other classes of replicas, and over tied embeddings.
 #

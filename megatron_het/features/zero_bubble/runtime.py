@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_het.features.zero_bubble.weight_gradients import WeightGradients, join_linear_layers, split_linear_layers
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.runtime.feature import (
     BackwardPass,
@@ -20,6 +24,333 @@ from megatron_het.runtime.feature import (
     RuntimeFeature,
 )
 from megatron_het.schedule.kinds import Kind
+
+# Weight gradients of linear layers that wait for their BACKWARD_WEIGHT.
+#
+# A linear layer's backward has two matrix products: the gradient of its input, which the layer before needs, and
+# that of its weight, which nobody needs before the optimizer.  Megatron's layers compute both at once, so here they
+# get another forward function: its backward computes the first product and keeps what the second
+# one is made of; BACKWARD_WEIGHT computes the second and adds it to ``main_grad``, as the hooks of Megatron's DDP do.
+# Gradients of everything else (norms, biases, embeddings) are computed with the first half.
+#
+# Transformer Engine's layers can put the second product off themselves.  They ask a store of their own whether to, and
+# ``backward_dw`` takes from there what was put off, in the order of the backwards.  Here that store is replaced by
+# :class:`LayerStore`, which knows the pass.
+
+
+Key = tuple[int, int, int]
+"""(microbatch, slice, chunk) of the passes that belong together."""
+
+
+class _Half(Protocol):
+    """The second half of a layer's backward."""
+
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """Compute it and add it to the gradients; what an overlapped reduction waits for of them."""
+
+
+@dataclass(slots=True)
+class _Product:
+    """A weight gradient that has not been computed.
+
+    Attributes:
+        weight: The parameter.
+        source: The layer's input ``[s, b, k]``; with sequence parallelism this rank's part of the sequence.
+        gradient: Of the layer's output ``[s, b, n]``.
+        group: Ranks to gather the input from, None where it is whole.
+    """
+
+    weight: torch.nn.Parameter
+    source: torch.Tensor
+    gradient: torch.Tensor
+    group: dist.ProcessGroup | None
+
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """See :class:`_Half`."""
+        source = self.source
+        if self.group is not None:
+            source = gather_from_sequence_parallel_region(source, group=self.group)
+        gradient, source = prepare_input_tensors_for_wgrad_compute(self.gradient, source)
+        _add(self.weight, gradient.t().matmul(source))
+        return (self.weight,)
+
+
+@dataclass(slots=True)
+class _PutOff:
+    """Holds what a layer of Transformer Engine has put off."""
+
+    store: LayerStore
+    entry: Sequence[Any]
+
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """See :class:`_Half`."""
+        self.store.complete(self.entry)
+        return ()  # nobody waits for them: overlapped reductions are refused with these layers
+
+
+class LayerStore:
+    """In place of a Transformer Engine layer's store of weight gradients (``WeightGradStore``).
+
+    Args:
+        layer: The layer.
+        gradients: Takes what is put off.
+    """
+
+    def __init__(self, layer: Any, gradients: WeightGradients) -> None:
+        self._layer, self._gradients = layer, gradients
+        self._due: list[Sequence[Any]] = []
+        self.own = layer.wgrad_store
+
+    @property
+    def context(self) -> LayerStore:
+        """Returns what is asked whether anything is ``empty``."""
+        return self
+
+    def empty(self) -> bool:
+        """Whether nothing is to be computed now."""
+        return not self._due
+
+    def qsize(self) -> int:
+        """How many gradients are to be computed now."""
+        return len(self._due)
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether to put off: in a BACKWARD_INPUT, and while what it has put off is computed."""
+        return self._gradients.defers or bool(self._due)
+
+    def put(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """Put a function of tensors off."""
+        self._gradients.take(_PutOff(self, (tensors, function)))
+
+    def pop(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        """The result of what is to be computed now, and its tensors."""
+        tensors, function = self._due.pop()
+        return function(*tensors), tensors
+
+    def complete(self, entry: Sequence[Any]) -> None:
+        """Let the layer compute what it has put off.
+
+        The layer adds to ``main_grad`` by itself where it fuses that.  Otherwise it sets ``grad``, which may hold
+        gradients of other passes.
+        """
+        weights = tuple(p for p in self._layer.parameters(recurse=False) if p.requires_grad)
+        before = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        self._due.append(entry)
+        self._layer.backward_dw()
+        if self._due:
+            raise RuntimeError(f"{type(self._layer).__name__}.backward_dw has not computed a gradient that was put off")
+        for weight, earlier in zip(weights, before, strict=True):
+            found, weight.grad = weight.grad, earlier
+            if found is not None:
+                _add(weight, found)
+
+
+@dataclass
+class WeightGradients:
+    """Holds what the BACKWARD_INPUT operations of an iteration have left to do.
+
+    What is kept is bounded by the schedule: a microbatch's inputs and output gradients of linear layers,
+    from its BACKWARD_INPUT to its BACKWARD_WEIGHT.
+    """
+
+    splits: bool = False
+    """Whether what runs belongs to a pass whose backward comes in two halves."""
+    _waiting: dict[Key, list[_Half]] = field(default_factory=dict)
+    _open: list[_Half] | None = None
+
+    @property
+    def defers(self) -> bool:
+        """Whether a BACKWARD_INPUT runs."""
+        return self._open is not None
+
+    @contextlib.contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Around a FORWARD whose backward comes in two halves."""
+        self.splits = True
+        try:
+            yield
+        finally:
+            self.splits = False
+
+    @contextlib.contextmanager
+    def deferring(self, key: Key) -> Iterator[None]:
+        """Around a BACKWARD_INPUT, recomputed forwards included: linear layers leave their second product."""
+        self._open = self._waiting[key] = []
+        try:
+            with self.splitting():
+                yield
+        finally:
+            self._open = None
+
+    def take(self, half: _Half) -> None:
+        """Keep what the BACKWARD_INPUT that runs leaves to do; outside of one it is computed at once."""
+        if self._open is None:
+            half.add()
+        else:
+            self._open.append(half)
+
+    @torch.no_grad()
+    def compute(self, key: Key, ready: Callable[[torch.nn.Parameter], None] | None = None) -> None:
+        """Run one BACKWARD_WEIGHT; everything is let go of as soon as it has been used.
+
+        Args:
+            key: Of the BACKWARD_INPUT.
+            ready: Is told of every weight whose gradient has been added.
+        """
+        halves = self._waiting.pop(key)
+        halves.reverse()
+        while halves:
+            weights = halves.pop().add()
+            if ready is not None:
+                for weight in weights:
+                    ready(weight)
+
+    def check_empty(self) -> None:
+        """The iteration is done.
+
+        Raises:
+            RuntimeError: Weight gradients of some passes were not computed.
+        """
+        if self._waiting:
+            raise RuntimeError(f"BACKWARD_WEIGHT is missing for (microbatch, slice, chunk) {sorted(self._waiting)}")
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._waiting.clear()
+
+
+def _add(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Accumulate as Megatron's DDP does, or as autograd does without it."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+
+
+class _Linear(torch.autograd.Function):
+    """``source @ weight.T``; its backward computes the first product and hands over what the second one needs.
+
+    The weight is no input of the function, as autograd knows them: DDP's hooks on weights would take its
+    missing gradient for one that has been lost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        ctx.layer = layer
+        if layer.gathers:
+            source = gather_from_sequence_parallel_region(source, group=layer.group)
+        return torch.matmul(source, layer.weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,), (source,), layer = grads, ctx.saved_tensors, ctx.layer
+        layer.gradients.take(_Product(layer.weight, source, gradient, layer.group if layer.gathers else None))
+        return _input_gradient(layer, gradient, source), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Holds what a call of a linear layer works with.
+
+    Attributes:
+        weight: ``[n, k]``.
+        reduces: Whether the input's gradient is summed over the TP group.
+        gathers: Whether the input is a part of the sequence (sequence parallelism).
+        group: The TP group.
+        gradients: Takes the second product.
+    """
+
+    weight: torch.nn.Parameter
+    reduces: bool
+    gathers: bool
+    group: dist.ProcessGroup | None
+    gradients: WeightGradients
+
+
+def _input_gradient(layer: _Layer, gradient: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The first product, summed over the TP group."""
+    whole = gradient.matmul(layer.weight)
+    if layer.gathers:
+        part = torch.empty_like(source)
+        dist.reduce_scatter_tensor(part, whole.contiguous(), group=layer.group)
+        return part
+    if layer.reduces:
+        dist.all_reduce(whole, group=layer.group)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class SplitForward:
+    """In place of a layer's ``_forward_impl``, with the arguments of Megatron's own.
+
+    Args:
+        own: The layer's own, for passes whose backward is whole.
+        gradients: Where second products are kept.
+    """
+
+    own: Callable[..., torch.Tensor]
+    gradients: WeightGradients
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        """``[s, b, n]`` of ``[s, b, k]``."""
+        trains = torch.is_grad_enabled() and weight.requires_grad and input.requires_grad
+        if not (trains and self.gradients.splits):
+            return self.own(input=input, weight=weight, bias=bias, **options)
+        layer = _Layer(
+            weight, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"], self.gradients
+        )
+        output = _Linear.apply(input, layer)
+        return output if bias is None else output + bias
+
+
+def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGradients) -> list[torch.nn.Module]:
+    """Let the backwards of linear layers be split, Megatron's own and those of Transformer Engine.
+
+    Args:
+        models: GPTModels, not wrapped.
+        gradients: Where second products are kept.
+
+    Returns:
+        The layers that were changed.
+    """
+    found = []
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            layer: Any = module
+            layer._forward_impl = SplitForward(layer._forward_impl, gradients)
+            found.append(module)
+        elif getattr(module, "wgrad_store", None) is not None:
+            _split_layer(module, gradients)
+            found.append(module)
+    return found
+
+
+def _split_layer(layer: Any, gradients: WeightGradients) -> None:
+    """Replace the store of a layer of Transformer Engine."""
+    layer.wgrad_store = LayerStore(layer, gradients)
+    # Megatron's subclasses ask for it before they call the layer's own ``backward_dw``.  Nothing else reads it after
+    # models are built; as a flag it is refused, because it wants Megatron's own schedules.
+    owners: tuple[Any, ...] = layer, getattr(layer, "config", None)
+    for owner in owners:
+        if hasattr(owner, "delay_wgrad_compute"):
+            owner.delay_wgrad_compute = True
+
+
+def join_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Give layers their own forward, or store, back."""
+    for layer in layers:
+        vars(layer).pop("_forward_impl", None)
+        store = getattr(layer, "wgrad_store", None)
+        if isinstance(store, LayerStore):
+            layer.wgrad_store = store.own
 
 
 class ZeroBubbleFeature(RuntimeFeature):

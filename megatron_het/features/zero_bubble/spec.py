@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.overlap import check_reductions_meet
+from megatron_het.features.base import Feature, Refusal, check_reductions_meet
 from megatron_het.plan import Plan, PlanError
-from megatron_het.schedule.ir import Program
-from megatron_het.schedule.paths import placement_of
+from megatron_het.schedule.ir import Program, placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
 _TRANSFORMER = "megatron.core.transformer"

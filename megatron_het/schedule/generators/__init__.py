@@ -6,10 +6,8 @@ added by the passes.
 
 from collections.abc import Callable
 
-from megatron_het.schedule.generators.data_parallel import data_parallel
-from megatron_het.schedule.generators.interleaved import interleaved
-from megatron_het.schedule.generators.ministage import ministage
-from megatron_het.schedule.generators.one_f_one_b import gpipe, one_f_one_b
+from megatron_het.schedule.generators.interleaved import interleaved, ministage
+from megatron_het.schedule.generators.one_f_one_b import data_parallel, gpipe, one_f_one_b
 from megatron_het.schedule.generators.slimpipe import seq1f1b, slimpipe, terapipe
 from megatron_het.schedule.generators.zero_bubble import chunks_held, v_half, zb_h1, zb_v
 from megatron_het.schedule.ir import Program, Shape

@@ -6,17 +6,54 @@ from collections.abc import Callable, Sequence
 
 from megatron_het.schedule.generators.listing import (
     Speeds,
+    by_part,
     compute_ops,
     forward_program,
     in_order,
     in_turns,
+    parts_of,
     require,
     require_all,
     require_order,
     single_replicas,
 )
-from megatron_het.schedule.generators.pipelines import by_part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
+
+# No pipeline: every replica runs its microbatches one after the other (Poplar, section 3).
+
+
+NAME = "data-parallel"
+
+
+def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
+    """Each microbatch forward through all chunks and back, then the next microbatch.
+
+    Activations of one microbatch are held at most, and of the chunks one after the other is needed, which is what
+    ZeRO-2 and 3 need (``features/window/passes.py``).
+
+    Args:
+        shape: one stage; any chunks and replicas, no slices.
+        forward_only: forwards only.
+
+    Raises:
+        ValueError: several stages, slices, or the V placement.
+    """
+    require(NAME, shape.stages == 1, f"stages = {shape.stages}: it is for plans of one stage")
+    require(NAME, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    require(NAME, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    chunks = range(len(shape.layers[0]))
+    orders = []
+    for d in range(len(shape.devices)):
+        order = []
+        for m in shape.microbatches_of(d):
+            order += [op for c in chunks for op in compute_ops(Kind.FORWARD, (m,), (0,), c)]
+            if not forward_only:
+                order += [op for c in reversed(chunks) for op in compute_ops(Kind.BACKWARD, (m,), (0,), c)]
+        orders.append(order)
+    if forward_only:
+        return forward_program(NAME, shape, orders)
+    return Program(NAME, shape, tuple(map(tuple, orders)))
+
 
 # The merge of :mod:`listing` for stages of one chunk and whole sequences, over plain lists of numbers.
 #
@@ -200,7 +237,7 @@ def one_f_one_b(
 
     With one replica per stage the order is Megatron's: ``stages - 1 - stage`` warm-up forwards, then pairs
     of a forward and a backward.  Replicas that fall into separate pipelines each get the order of their
-    pipeline alone (:mod:`~megatron_het.schedule.generators.pipelines`).  Other replicas get their order from
+    pipeline alone (:mod:`~megatron_het.schedule.generators.listing`).  Other replicas get their order from
     a simulation of the iteration (:func:`~megatron_het.schedule.generators.listing.merge`): forwards and
     backwards ascend in the microbatch, and their number in flight is bounded by :func:`in_flight_limits`.
 
@@ -256,7 +293,7 @@ def ways(
     depths: Sequence[int] = (),
     merge: Callable[..., Ways] = fast_merge,
 ) -> Ways:
-    """The order of one part of a shape (:mod:`~megatron_het.schedule.generators.pipelines`), by device.
+    """The order of one part of a shape (:mod:`~megatron_het.schedule.generators.listing`), by device.
 
     Args:
         part: exchanges nothing with other parts.

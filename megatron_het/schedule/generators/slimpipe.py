@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from megatron_het.schedule.generators.listing import (
     Speeds,
     alternate,
+    by_part,
     compute_ops,
     equal_chunks,
     forward_program,
     merge,
     most_chunks,
+    parts_of,
     require,
     require_order,
     single_replicas,
 )
-from megatron_het.schedule.generators.pipelines import by_part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 

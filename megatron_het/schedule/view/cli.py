@@ -28,14 +28,21 @@ from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph, ScheduleError
-from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.paths import placement_of
+from megatron_het.schedule.ir import Program, Shape, placement_of
 from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.text import dumps, loads
-from megatron_het.schedule.transports import TRANSPORTS, deadlocks
-from megatron_het.schedule.validate import Problem, validate
-from megatron_het.schedule.view.compare import Row, Setting, compare, model_costs
-from megatron_het.schedule.view.visualize import PICTURES, chrome_trace, draw, text_picture, write_json
+from megatron_het.schedule.validate import TRANSPORTS, Problem, deadlocks, validate
+from megatron_het.schedule.view.visualize import (
+    PICTURES,
+    Row,
+    Setting,
+    chrome_trace,
+    compare,
+    draw,
+    model_costs,
+    text_picture,
+    write_json,
+)
 
 # Results as tables and as JSON.
 

@@ -6,11 +6,11 @@ import math
 
 import torch
 
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
-from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.schedule.cutting import Starts
 

@@ -9,8 +9,7 @@ import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.layer_exchange import TokenGradient, pack, unpack
-from megatron_het.attention.places import SliceContext
+from megatron_het.attention.places import SliceContext, TokenGradient, pack, unpack
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
 

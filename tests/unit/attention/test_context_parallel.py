@@ -10,12 +10,11 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, full_attention, inputs, masked_attention, relative
 
-from megatron_het.attention.blocks import take_blocks
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.places import UNLIMITED, SliceContext
-from megatron_het.attention.reach import Reach
+from megatron_het.attention.places import UNLIMITED, SliceContext, take_blocks
 from megatron_het.attention.slice_attention import slice_attention
-from megatron_het.features.context_parallel.commuted import CommutedContextParallel
+from megatron_het.features.context_parallel.runtime import CommutedContextParallel
 from megatron_het.plan.parts import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
 

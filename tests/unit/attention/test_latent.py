@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from megatron_het.attention import latent
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernels import CpuFlash
 from megatron_het.attention.latent import Expansion, LatentCache, Widths
 from megatron_het.attention.places import SliceContext
-from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
 
 SLICES, TOKENS, BATCH = 4, 6, 2

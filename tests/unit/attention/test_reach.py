@@ -6,9 +6,9 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, masked_attention, relative, seen
 
+from megatron_het.attention.calls import Form, Reach, blocks_of
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
-from megatron_het.attention.reach import Form, Reach, blocks_of
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.schedule.cutting import Starts
 

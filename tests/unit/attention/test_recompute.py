@@ -9,7 +9,7 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
-from megatron_het.runtime.recompute import RecomputingMLP, recompute_up_projections
+from megatron_het.runtime.building import RecomputingMLP, recompute_up_projections
 
 HIDDEN, FFN, TOKENS = 16, 64, 32
 

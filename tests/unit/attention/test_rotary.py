@@ -10,10 +10,9 @@ import torch
 from attention_helpers import CPU, SCALE, inputs
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.places import SliceContext
-from megatron_het.attention.reach import Reach
-from megatron_het.attention.rotary import Rotations
+from megatron_het.attention.places import Rotations, SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 
 SLICES = 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from megatron_het.auto_batch.allocation import Allocation
+import pytest
+import torch
+
+from megatron_het import device as platforms
+from megatron_het.auto_batch.allocation import Allocation, allocated, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.coordinate import VARIABLE, memory_limit
-from megatron_het.auto_batch.plans import allocated, base_plan, extra_words, with_zero
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.flags import split_arguments
 from megatron_het.lowering.programs import build
@@ -82,3 +85,21 @@ def test_an_artificial_limit_may_differ_from_rank_to_rank(monkeypatch: pytest.Mo
         monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(ValueError, match=VARIABLE):
             memory_limit()
+
+
+def test_ranks_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ``LOCAL_RANK`` is the device, and limits are given by the launcher's local rank."""
+    monkeypatch.setattr(platforms, "activate", lambda: SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="G", total_memory=10000))
+    own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert memory_limit().limit_bytes == 9200
+    environment = own | {"LOCAL_RANK": "2", platforms.SAME_DEVICES: "1"}
+    assert platforms.share_devices(environment, 2)
+    for name in ("LOCAL_RANK", platforms.SHARING_RANK):
+        monkeypatch.setenv(name, environment[name])
+    assert memory_limit().limit_bytes == 4600
+    monkeypatch.setenv(VARIABLE, "500;600;700")
+    assert memory_limit().limit_bytes == 700

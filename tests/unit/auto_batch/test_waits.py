@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_het.auto_batch import coordinate as processes
 from megatron_het.auto_batch import exchange as exchanges
-from megatron_het.auto_batch import process as processes
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError
-from megatron_het.auto_batch.links import SIZES_BYTES, pass_seconds
-from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
+from megatron_het.auto_batch.coordinate import MeasuringError, MeasuringProcess
+from megatron_het.auto_batch.exchange import SIZES_BYTES, Exchange, ExchangeError, pass_seconds
 from megatron_het.store import StoreServer
 
 REQUEST = {"rank": 0, "zero": 1}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_parts_fail_alone(tmp_path):
     assert "ended after 2 s" in report["parts"]["hangs"]["what"]
     assert report["parts"]["dies"]["log"] == ["last words"]
     assert json.loads((tmp_path / "out.json").read_text()) == report
+
+
+def test_ranks_of_a_part_that_is_ended_end_as_well(tmp_path):
+    """They lead sessions of their own, and their parent is not there to end them."""
+    code = (
+        "import subprocess, sys, pathlib, time; p = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+        "pathlib.Path(sys.argv[1]).with_suffix('.pid').write_text(str(p.pid)); time.sleep(600)"
+    )
+    target = tmp_path / "rank.json"
+    one = Part("rank", ("-c", code.replace("sys.argv[1]", repr(str(target)))), 3.0, judged_by("x", least=1.0))
+    run_all([one], tmp_path / "out.json", {})
+    number = int(target.with_suffix(".pid").read_text())
+    with contextlib.suppress(FileNotFoundError):  # a zombie until whoever adopts it looks
+        assert "State:\tZ" in Path(f"/proc/{number}/status").read_text()
 
 
 def test_all_good_and_no_time_left(tmp_path):

@@ -17,14 +17,17 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_het.checkpoint import choice
-from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
 from megatron_het.checkpoint.choice import (
     TRACKER,
     CheckpointError,
+    ChecksumWriter,
     check_optimizer_state,
     check_tracked_form,
     choose,
+    problems,
+    read_checksums,
     repair_tracker,
+    write_checksums,
 )
 from megatron_het.features.optimizers.spec import SHARDED_LION
 from megatron_het.megatron_patches import torch_metadata

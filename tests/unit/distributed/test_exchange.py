@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_het.distributed import resharding
-from megatron_het.distributed.parameters import ShardedParameter
-from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
+from megatron_het.distributed.resharding import ReplicaClass, ShardedParameter, ShardExchange
 from megatron_het.lowering.ranks import segments
 from megatron_het.plan import Cut
 

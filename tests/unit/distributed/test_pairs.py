@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.distributed import PairGroups, creation, in_rounds, pairs
+from megatron_het.distributed import PairGroups, in_rounds
+from megatron_het.distributed import groups as creation
+from megatron_het.distributed import groups as pairs
 
 EDGES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda e: e[0] != e[1]), max_size=40)
 

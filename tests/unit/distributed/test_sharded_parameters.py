@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_het.distributed.gradient_sums import mark_sharded
-from megatron_het.distributed.parameters import CopiesCheck, sharded_parameters, with_all_experts
+from megatron_het.distributed.resharding import CopiesCheck, sharded_parameters, with_all_experts
 from megatron_het.plan import Cut
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_het.device import Platform
 from megatron_het.dry_run.stream_order import StreamOrderError, stream_order
 from megatron_het.features.activation_offload.runtime import ActivationOffload
-from megatron_het.features.window.memory import HostCopy, SideStream, Streams
+from megatron_het.features.window.chunk import HostCopy, SideStream, Streams
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.schedule.ir import Kind
 

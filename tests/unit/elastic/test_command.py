@@ -17,7 +17,7 @@ from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
-from megatron_het.store import client as clients
+from megatron_het.store import job as clients
 from tests.unit.elastic.test_pool import plan
 
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,3 +96,39 @@ def is_open(number: int) -> bool:
         return os.write(number, b"x") == 1
     except BrokenPipeError:
         return False
+
+
+class OnTheDevice:
+    """A group whose kernels are gone once all groups are told to end them."""
+
+    def __init__(self, all_told: threading.Barrier, backend: str = "nccl") -> None:
+        self._all_told, self._backend = all_told, backend
+        self.aborts = 0
+
+    def _get_backend(self, device: torch.device) -> OnTheDevice:
+        assert device.type == "cuda"
+        return self
+
+    def name(self) -> str:
+        return self._backend
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self._all_told.wait(SOON_S)
+
+
+def test_communicators_are_aborted_together_and_once(monkeypatch: pytest.MonkeyPatch):
+    """Of each other's kernels they wait for the end: one after the other they would wait for ever."""
+    both = threading.Barrier(2)
+    groups = [OnTheDevice(both), OnTheDevice(both), OnTheDevice(both, "gloo")]
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    severing = Severing("127.0.0.1", 1)
+    with severing.during("0/lost"):
+        assert not severing.is_cut()
+        severing.cut("1/lost")
+        assert not severing.is_cut() and [group.aborts for group in groups] == [0, 0, 0]
+        for _ in range(2):
+            severing.cut("0/lost")
+            assert severing.is_cut() and [group.aborts for group in groups] == [1, 1, 0]
+    with severing.during("1/lost"):
+        assert not severing.is_cut(), "of the session before"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.lowering.boundary import Piece, Side, pieces
+from megatron_het.lowering.ranks import Piece, Side, pieces
 from megatron_het.plan.parts import least_tokens, part_tokens, token_blocks
 
 SEQ = 24

@@ -18,7 +18,7 @@ from megatron_het.plan import ModelShape, Placement, Plan, PlanError, Replica, S
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import simulate
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.generators.listing import parts_of
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Program
 from megatron_het.schedule.validate import validate
 

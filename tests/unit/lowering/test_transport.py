@@ -9,7 +9,7 @@ import pytest
 from megatron_het.lowering.programs import choose_transport
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import RECEIVES, Program, Shape
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.transfers import add_transfers
 
 
 def good() -> Program:

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
-from megatron_het.distributed import GroupError, creation
+from megatron_het.distributed import GroupError
+from megatron_het.distributed import groups as creation
 from megatron_het.megatron_patches import torch_names
 from megatron_het.megatron_patches.torch_names import TorchName, differences
 

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import (
-    Cut,
-    Location,
-    Placement,
-    Plan,
-    PlanError,
-    io,
-    load_plan,
-    plan_hash,
-    save_plan,
-    topology_hash,
-)
+from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan import validate as io
 from megatron_het.plan.validate import check_plan
 
 

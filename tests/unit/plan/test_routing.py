@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_het.plan import PlanError
-from megatron_het.plan.routing import route, shares
+from megatron_het.plan.placement import route, shares
 
 
 def test_shares_make_the_busiest_replica_finish_early() -> None:

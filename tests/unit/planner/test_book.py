@@ -14,8 +14,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.book import Book
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Progress
+from tools.planner.search.outcome import Goal, Progress
 from tools.planner.simulate.simulation import simulate_block, simulate_candidate
 
 

@@ -11,12 +11,12 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.search import relaxation as module
+from tools.planner.search import bounds as module
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.goal import Goal
-from tools.planner.search.least import least_s
+from tools.planner.search.depths import least_s
 from tools.planner.search.moves import schedule_variants
+from tools.planner.search.outcome import Goal
 from tools.planner.search.pools import all_gpus
 from tools.planner.simulate.simulation import operations_of, simulate_block
 

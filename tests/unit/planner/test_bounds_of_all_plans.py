@@ -23,12 +23,12 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search import choices
+from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.goal import Goal
 from tools.planner.search.moves import schedule_variants
-from tools.planner.search.unequal import can_differ, unequal
+from tools.planner.search.outcome import Goal
+from tools.planner.search.poplar import can_differ, unequal
 from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 GOAL = Goal()

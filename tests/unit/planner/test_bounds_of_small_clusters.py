@@ -17,8 +17,8 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.goal import Goal
 from tools.planner.search.moves import schedule_variants
+from tools.planner.search.outcome import Goal
 from tools.planner.search.pools import all_gpus
 from tools.planner.simulate.simulation import simulate_block
 

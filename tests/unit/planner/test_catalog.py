@@ -7,16 +7,30 @@ import pytest
 
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.kernels import Kernels, Product, attention_s, exchange_s, product_s
-from tools.planner.costs.layer import Spread
-from tools.planner.costs.runtime import MEGATRON_HET, WITHOUT_TE, runtime_for
-from tools.planner.costs.uncertainty import DENSE, EXPERTS, catalog_uncertainty
+from tools.planner.costs.layer import DENSE, EXPERTS, Spread, catalog_uncertainty
+from tools.planner.costs.runtime import (
+    MEGATRON_HET,
+    WITHOUT_TE,
+    Kernels,
+    Product,
+    attention_s,
+    exchange_s,
+    product_s,
+    runtime_for,
+)
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.published.calibrate import fit_all, left_out, relative_errors
-from tools.planner.published.published import TABLES, bridge_s, read_runs, runtime_of
-from tools.planner.published.reference import reference_model, reference_profile
+from tools.planner.published.accuracy import reference_model, reference_profile
+from tools.planner.published.calibrate import (
+    TABLES,
+    bridge_s,
+    fit_all,
+    left_out,
+    read_runs,
+    relative_errors,
+    runtime_of,
+)
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
@@ -234,11 +248,11 @@ def test_what_is_priced_only_is_not_emitted():
     from tools.planner.errors import PlannerError
 
     experts = Experts(count=8, top_k=2, ffn_hidden_size=1024)
-    for runs in ({}, {"experts": experts}, {"head_size": 64}, {"biases": True, "experts": experts}):
+    for runs in ({}, {"fp8": True}, {"experts": experts}, {"head_size": 64}, {"biases": True, "experts": experts}):
         Model(**SHAPE, **runs).check_run("m.yaml")
     dropping = experts.model_copy(update={"dropless": False})
     for changes in (
-        {"fp8": True},
+        {"fp4": True},
         {"attention_window": 64},
         {"experts": dropping},
         {"sequence_parallel": False, "experts": experts},

@@ -13,11 +13,9 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.extras import rows_of
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search import choices
-from tools.planner.search.choices import changes, choose
-from tools.planner.search.goal import Goal
-from tools.planner.search.long_contexts import regular_pipelines
-from tools.planner.search.outcome import Found, Outcome, Progress
+from tools.planner.search import methods as choices
+from tools.planner.search.methods import changes, choose, regular_pipelines
+from tools.planner.search.outcome import Found, Goal, Outcome, Progress
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 GOAL = Goal()

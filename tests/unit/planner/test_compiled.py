@@ -16,8 +16,7 @@ from tools.planner.costs.candidate import Group
 from tools.planner.errors import PlannerError
 from tools.planner.search.sketch import _FIGURES, _Stage, divide, stages_s
 from tools.planner.simulate import compiled, plain
-from tools.planner.simulate.plain import Wiring, pipelines_s
-from tools.planner.simulate.quick import makespan_s
+from tools.planner.simulate.plain import Wiring, makespan_s, pipelines_s
 
 
 @pytest.fixture

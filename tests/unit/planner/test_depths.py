@@ -10,9 +10,8 @@ from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.search.depths import deeper
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found
+from tools.planner.search.outcome import Found, Goal
 from tools.planner.simulate.simulation import simulate_block, simulate_candidate
 
 MODEL = Model(

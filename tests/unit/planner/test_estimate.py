@@ -12,12 +12,22 @@ from megatron_het.schedule.kinds import Kind
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
-from tools.planner.costs.network import Network
+from tools.planner.costs.operating import Network
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.published.accuracy import DEEPSPEED, MEMORY_GRID, TIME_GRID, compare, family_errors, predict
-from tools.planner.published.reference import measured_runs, reference_model, reference_nodes, reference_profile
+from tools.planner.published.accuracy import (
+    DEEPSPEED,
+    MEMORY_GRID,
+    TIME_GRID,
+    compare,
+    family_errors,
+    measured_runs,
+    predict,
+    reference_model,
+    reference_nodes,
+    reference_profile,
+)
 from tools.planner.report.tables import summary, summary_tables
 from tools.planner.simulate.simulation import simulate_block
 

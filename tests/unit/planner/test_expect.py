@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megatron_het.doctor.expectations import load_expectations
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
-from tools.planner.emit.command import emit
-from tools.planner.emit.expect import expectations
+from tools.planner.emit.command import emit, expectations
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.inputs.cluster import cluster_from_document

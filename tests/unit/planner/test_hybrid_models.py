@@ -16,8 +16,8 @@ from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model, model_from_document
 from tools.planner.inputs.model_arguments import from_arguments
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
+from tools.planner.search.outcome import Goal
 from tools.planner.simulate.simulation import simulate_candidate
 
 SIZES = {

@@ -7,9 +7,8 @@ import stat
 import pytest
 
 from tools.planner.__main__ import main
-from tools.planner.cli.inventory import probes
-from tools.planner.cli.inventory.naming import _BY_MEMORY, _RULES, catalog_name
-from tools.planner.cli.inventory.probes import host_names
+from tools.planner.cli import inventory as probes
+from tools.planner.cli.inventory import _BY_MEMORY, _RULES, catalog_name, host_names
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import load_cluster

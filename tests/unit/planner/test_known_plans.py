@@ -12,8 +12,8 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.auto import search_auto
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
+from tools.planner.search.outcome import Goal
 from tools.planner.simulate.simulation import block_s
 
 

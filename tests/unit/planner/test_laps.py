@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.schedules.laps import laps_s
+from tools.planner.costs.schedules.ministage import laps_s
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.simulate.simulation import simulate_block

@@ -18,9 +18,8 @@ from tools.planner.errors import PlannerError
 from tools.planner.report.tables import MOST_ROWS, summary_tables
 from tools.planner.search import limit, thorough
 from tools.planner.search.auto import search_auto
-from tools.planner.search.goal import Goal
 from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
-from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.outcome import Goal, Outcome, Progress
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}

@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from tools.planner.costs.monotone import interpolated
+from tools.planner.costs.layercost import interpolated
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 9])

@@ -5,7 +5,7 @@ import pytest
 from megatron_het.schedule import Shape, generate
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.simulate import simulate
-from tools.planner.costs.neighbours import others_busy, simulate_beside
+from tools.planner.simulate.simulation import others_busy, simulate_beside
 
 
 def pipeline(microbatches: int):

@@ -11,7 +11,7 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.effort import MEDIUM
-from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Goal
 
 TOLERANCE = 1.005
 EFFORT = replace(

@@ -10,9 +10,8 @@ from tools.planner.costs.runtime import MEGATRON_HET
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found, Outcome
+from tools.planner.search.outcome import Found, Goal, Outcome
 from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain, prefer_steady
 
 MODEL = Model(

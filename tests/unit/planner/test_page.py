@@ -23,7 +23,7 @@ from tools.planner.inputs.model import model_from_document
 from tools.planner.page.collect import COLUMNS, collect, group_of, timeline_of
 from tools.planner.page.data import PageData
 from tools.planner.page.html import render
-from tools.planner.page.markup import embedded_json, seconds, significant, size, tag, usd
+from tools.planner.page.sections import embedded_json, seconds, significant, size, tag, usd
 from tools.planner.simulate.simulation import program_of
 
 CLUSTER = {

@@ -16,8 +16,7 @@ from tools.planner.search import auto
 from tools.planner.search.auto import search_auto
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.outcome import Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
 

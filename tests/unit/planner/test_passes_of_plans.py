@@ -9,15 +9,15 @@ from benchmarks.planner_cases import with_catalog
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
 from tools.planner.__main__ import main
+from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.most_passes import larger_micro_batches
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search import finish
 from tools.planner.search.auto import search_auto
-from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Goal
 from tools.planner.search.sketch import Sketch
 
 BATCH = 64

@@ -14,8 +14,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
 from tools.planner.search.auto import search_auto
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Found
+from tools.planner.search.outcome import Found, Goal
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "slurm"

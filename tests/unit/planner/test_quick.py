@@ -12,8 +12,7 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Progress
+from tools.planner.search.outcome import Goal, Progress
 from tools.planner.search.seeds import seeds
 from tools.planner.search.sketch import divide
 from tools.planner.simulate.simulation import block_s, simulate_block

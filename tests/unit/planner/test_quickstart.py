@@ -13,7 +13,7 @@ import yaml
 
 from tests.unit.planner.emit_plans import SMALL
 from tools.planner.__main__ import main
-from tools.planner.published.published import SHAPES
+from tools.planner.published.calibrate import SHAPES
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from tools.planner.costs.baseline import best_even_split, stock_plans
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.report.analysis import alternatives, differences
+from tools.planner.report.analysis import alternatives, best_even_split, differences, stock_plans
 from tools.planner.report.tables import plans_tables, summary, summary_tables
 from tools.planner.search.outcome import Found, Outcome
 

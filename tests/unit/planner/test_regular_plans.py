@@ -13,12 +13,11 @@ from tools.planner.costs.extras import rows_of
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.published.reference import reference_nodes
+from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Progress
+from tools.planner.search.outcome import Goal, Progress
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import even_seeds
 from tools.planner.simulate.simulation import block_s

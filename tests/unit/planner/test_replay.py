@@ -11,9 +11,18 @@ import pytest
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.replay.policies import Costs, _Job, run_elastic, run_full_pool, run_restart, with_start
-from tools.planner.replay.searched import limited
-from tools.planner.replay.trace import Change, Trace, load_trace
+from tools.planner.replay.command import limited
+from tools.planner.replay.policies import (
+    Change,
+    Costs,
+    Trace,
+    _Job,
+    load_trace,
+    run_elastic,
+    run_full_pool,
+    run_restart,
+    with_start,
+)
 
 COSTS = Costs(join_s=3.0, leave_s=2.0, death_s=4.0, start_s=10.0, restart_s=20.0, save_every=5)
 

@@ -10,7 +10,7 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance, layer_rooms
-from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Goal
 from tools.planner.simulate.simulation import block_s
 
 STAGES, LAYERS, MARGIN = 4, 160, 1

@@ -1,6 +1,6 @@
 """Plans of the ministage schedule route microbatches by Zorse's rule, from the estimator's times."""
 
-from megatron_het.plan.routing import route
+from megatron_het.plan.placement import route
 from tests.unit.planner.test_estimate import gcp
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage

@@ -13,9 +13,8 @@ from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
 from tools.planner.search.book import Book, there
 from tools.planner.search.effort import NORMAL
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Progress
-from tools.planner.search.paused import collector_paused
+from tools.planner.search.limit import collector_paused
+from tools.planner.search.outcome import Goal, Progress
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import _Cut, even_seeds, tp_choices
 

@@ -23,11 +23,10 @@ from tests.functional.launch import free_port
 from tests.unit.elastic.test_away import setting_of
 from tests.unit.planner.emit_plans import LAUNCH, SMALL
 from tools.planner.__main__ import main
-from tools.planner.costs.network import Network
+from tools.planner.costs.operating import Network
 from tools.planner.costs.runtime import CPU_GLOO
-from tools.planner.emit.command import emit
+from tools.planner.emit.command import emit, expectations
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.expect import expectations
 from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.emit.nodes import components, place
 from tools.planner.emit.options import node_kinds
@@ -36,7 +35,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.inputs.kept import cluster_text
 from tools.planner.inputs.packing import Seat
-from tools.planner.replan.corrections import _split
+from tools.planner.replan.replan import _split
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 A100, V100 = "A100-40", "V100-16"

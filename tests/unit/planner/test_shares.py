@@ -20,7 +20,7 @@ from tools.planner.costs.schedules.ministage import at_peak, shares_by_memory
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.model import Model
-from tools.planner.published.reference import reference_nodes
+from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.simulate.simulation import simulate_candidate, with_costs
 

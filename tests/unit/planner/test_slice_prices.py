@@ -16,7 +16,7 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerKind, LayerTiming
-from tools.planner.replan.corrections import _slower, _slower_device
+from tools.planner.replan.replan import _slower, _slower_device
 
 ONE_KERNEL = replace(MEGATRON_HET, newest_in_slices=True)
 """The same attention kernel for slices and for whole sequences."""

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tools.planner.__main__ import main
-from tools.planner.cli.inventory.naming import catalog_name
+from tools.planner.cli.inventory import catalog_name
 from tools.planner.emit.checks import check_told_apart, extra_flags, to_fill_in
 from tools.planner.emit.nodes import NodeKind
 from tools.planner.errors import PlannerError

@@ -11,10 +11,9 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found
-from tools.planner.search.unequal import can_differ, unequal
+from tools.planner.search.outcome import Found, Goal
+from tools.planner.search.poplar import can_differ, unequal
 from tools.planner.simulate.simulation import simulate_candidate
 
 MIXED = (("A100-40", 2), ("V100-16", 3))

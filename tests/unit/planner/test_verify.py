@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tools.planner.__main__ import main
-from tools.planner.cli import dry_run, verify
+from tools.planner.cli import dry_run
+from tools.planner.cli import dry_run as verify
 
 GIB = 2**30
 CLUSTER = """

@@ -13,10 +13,9 @@ from megatron_het.device import activate
 PLATFORM = activate()  # before Megatron is imported, which binds what the platform replaces
 
 from megatron_het.features import FEATURES  # noqa: E402
-from megatron_het.features.window.memory import WindowUse  # noqa: E402
-from megatron_het.features.window.runtime import WindowFeature  # noqa: E402
+from megatron_het.features.window.chunk import WindowUse  # noqa: E402
+from megatron_het.features.window.runtime import ParameterWindow, WindowFeature  # noqa: E402
 from megatron_het.features.window.spec import WindowOptions  # noqa: E402
-from megatron_het.features.window.window import ParameterWindow  # noqa: E402
 from megatron_het.lowering.ranks import RankOp, RankProgram  # noqa: E402
 from megatron_het.plan.run_config import HetConfig  # noqa: E402
 from megatron_het.report.timeline import Timeline  # noqa: E402

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_het.runtime.roll_call import leaving_together
+from megatron_het.runtime.training import leaving_together
 
 _EVENTS = 8
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_het.runtime import roll_call
-from megatron_het.runtime.roll_call import RollCall
+from megatron_het.runtime import training as roll_call
 from megatron_het.runtime.session import HetSession
+from megatron_het.runtime.training import RollCall
 
 LONG_S = 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from schedule_helpers import full, run
 
-from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Memory, Shape, dumps
 from megatron_het.schedule.view.cli import main

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_helpers import run
 
-from megatron_het.features.activation_offload.passes import add_activation_offload
-from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
+from megatron_het.features.activation_offload.spec import add_activation_offload
+from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
-from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads, transports
+from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads
+from megatron_het.schedule import validate as transports
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.memory import CATEGORIES
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.transfers import add_transfers
 from megatron_het.schedule.validate import validate
 
 SLICED = ("slimpipe", "seq1f1b", "terapipe")

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, peaks, run
 
-from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Costs, Link, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.exchange import balance, lockstep_bubble, paper_volume, plan_exchange
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.transports import deadlocks
-from megatron_het.schedule.view.compare import Setting, compare
+from megatron_het.schedule.validate import deadlocks
+from megatron_het.schedule.view.visualize import Setting, compare
 from testing import paper_formulas as formulas
 
 

@@ -20,7 +20,7 @@ from megatron_het.schedule.gradient_sync import counting_places, last_makers, sy
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Kind, Program, Shape
 from megatron_het.schedule.joint import stuck_events
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.transfers import add_transfers
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 

@@ -3,12 +3,11 @@
 import pytest
 from schedule_helpers import with_device
 
-from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
-from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate
+from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
+from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.joint import joint_slots, stuck_events, unequal_layers
-from megatron_het.schedule.passes import transfers
 from megatron_het.schedule.validate import validate
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from schedule_helpers import full, run
 
-from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
+from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds, simulate
 from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, PARAMETER_KINDS, TRANSFERS, Price, complete, executed_by
 from megatron_het.schedule.validate import validate

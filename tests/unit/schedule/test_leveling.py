@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.context_exchange.spec import add_exchange
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting
-from megatron_het.schedule.exchange import plan_exchange
+from megatron_het.schedule.exchange import PassCosts, level, plan_exchange
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.leveling import PassCosts, level
-from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.transfers import add_transfers
 from megatron_het.schedule.validate import check
 
 LINEAR_S, ATTENTION_S, SLICES = 1.0, 2.0, 8

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate
-from megatron_het.schedule.generators.listing import ORDERS
-from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.validate import check
 
 

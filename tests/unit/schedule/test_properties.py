@@ -7,16 +7,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
-from megatron_het.features.activation_offload.passes import add_activation_offload
-from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.passes import add_embedding, add_vocabulary
+from megatron_het.features.activation_offload.spec import add_activation_offload
+from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, add_sharded_passes, post_together
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.transports import deadlock
-from megatron_het.schedule.validate import validate
+from megatron_het.schedule.transfers import post_receives_early
+from megatron_het.schedule.validate import deadlock, validate
 from testing import paper_formulas as formulas
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, run, with_device
 
-from megatron_het.features.activation_offload.passes import add_activation_offload
-from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.activation_offload.spec import add_activation_offload
+from megatron_het.features.context_exchange.spec import add_exchange
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import (
     Costs,
@@ -22,7 +22,7 @@ from megatron_het.schedule import (
     generate,
     simulate,
 )
-from megatron_het.schedule.passes import post_receives_early
+from megatron_het.schedule.transfers import post_receives_early
 
 
 def test_one_f_one_b_by_hand() -> None:

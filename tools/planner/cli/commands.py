@@ -9,20 +9,25 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ..command import command
-from ..costs.build import candidate_of
+from megatron_het.plan.validate import most_chunks
+from megatron_het.safe_io import MAX_PASSES
+
+from ..costs.build import candidate_of, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..costs.most_passes import larger_micro_batches
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, command, from_plan_error
+from ..inputs.cluster import Cluster
 from ..inputs.files import check_target
+from ..inputs.model import Model
+from ..inputs.packing import seat_replicas
 from ..page.collect import collect, gains_of, rows_of
-from ..page.html import write_page
-from ..page.searched import ENDINGS, check_page, notes_of, page_of_search, written
+from ..page.html import ENDINGS, check_page, notes_of, page_of_search, write_page, written
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
     GIB,
     bound_lines,
+    host_memory_lines,
+    offloaded,
     plans_tables,
     say,
     search_body,
@@ -31,14 +36,36 @@ from ..report.tables import (
     summary_tables,
     table,
 )
-from ..search.goal import Goal
-from ..search.limit import cpu_limit, each_s, left_s, nothing_found, searching_s
+from ..search.limit import collector_paused, cpu_limit, each_s, left_s, nothing_found, searching_s
 from ..search.methods import search
-from ..search.outcome import Found, Outcome, Progress
-from ..search.paused import collector_paused
+from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
-from .verify import lines as verified_lines
-from .verify import verifier_of
+from .dry_run import lines as verified_lines
+from .dry_run import verifier_of
+
+# What to say where the number of passes that an iteration may have leaves out deep pipelines.
+
+
+def larger_micro_batches(cluster: Cluster, model: Model, overfull: float) -> str:
+    """The advice to allow larger micro batches; empty where pipelines of all depths were looked at.
+
+    Every microbatch passes through every stage forwards and backwards, so the largest micro batch allows the most
+    stages.  Layers and GPUs limit them too.
+
+    Args:
+        overfull: Memory that the fullest GPU would need at best, over what it has; so many times the stages are wanted.
+    """
+    largest, useful = max(model.batch_sizes), min(model.num_layers, cluster.total_gpus)
+    stages = most_chunks(model.global_batch_size // largest, 1)
+    if stages >= useful:
+        return ""
+    wanted = min(useful, max(stages + 1, ceil(stages * overfull)))
+    enough = -(-model.global_batch_size // (MAX_PASSES // (2 * wanted)))
+    room = "one stage" if stages == 1 else f"{stages} stages"
+    return (
+        f"allow micro_batch_sizes of {enough} or more, with which there may be {wanted} stages (those of {largest} "
+        f"leave room for {room}, as a plan has at most {MAX_PASSES} passes per iteration)"
+    )
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -385,3 +412,69 @@ def report(options: argparse.Namespace) -> int:
     write_page(page, options.html)
     say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
     return 0
+
+
+# The command ``check``: whether a plan can run, and fits the cluster.
+
+
+def check(options: argparse.Namespace) -> int:
+    """Whether a plan can run and fits; exit code 1 when it does not."""
+    estimator, made = load(options)
+    problem = _obstacle(made)
+    problems, notes = ([problem], []) if problem else _misfits(estimator, made, options)
+    notes += estimator.model.notes
+    tables: list[Any] = ["the plan is valid and fits"]
+    if problems:
+        tables = [table("Problems", "where", "what")]
+        for problem in problems:
+            tables[0].add_row(problem["key"], problem["problem"])
+    say({"valid": not problems, "problems": problems, "notes": notes}, options, *tables, *notes)
+    return 1 if problems else 0
+
+
+def _obstacle(made: Any) -> dict[str, Any] | None:
+    """Why the runtime would refuse the plan, whatever it is started on and with."""
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.lowering.programs import build
+    from megatron_het.plan import PlanError
+
+    try:
+        check_plan_alone(made)
+    except PlanError as error:
+        return {"key": error.where, "problem": error.problem + (f". {error.hint}" if error.hint else "")}
+    try:
+        build(made)
+    except PlanError as error:
+        return {"key": "schedule.name", "problem": error.problem}
+    return None
+
+
+def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns what of a plan does not fit the cluster, and what cannot be told."""
+    try:
+        seat_replicas(made, rooms_of(estimator.cluster), options.plan)
+    except PlannerError as error:
+        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}], []
+    candidate, estimate, _ = priced(estimator, made, options)
+    problems: list[dict[str, Any]] = []
+    for m in estimate.memory:
+        if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
+            gpu = estimator.cluster.nodes[m.group.pool].gpu
+            problems.append(
+                {
+                    "key": f"stages[{m.stage}]",
+                    "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
+                    f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
+                    f"optimizer {m.optimizer_bytes / GIB:.2f} GiB",
+                }
+            )
+    for pool, held, limit in estimator.short_of_host_memory(estimate):
+        problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
+        problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
+    for node in {estimator.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups}:
+        device = estimator.cluster.gpu(node)
+        if not device.supports(made.training.precision):
+            problems.append(
+                {"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"}
+            )
+    return problems, host_memory_lines(offloaded(estimator, estimate))

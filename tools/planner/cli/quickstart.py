@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..command import command
-from ..errors import PlannerError
+from ..errors import PlannerError, command
 from ..inputs import __name__ as inputs_package
 from ..inputs.files import write_text
 

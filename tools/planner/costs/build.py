@@ -25,9 +25,8 @@ from megatron_het.plan import (
 from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.placement import state_parts
 from megatron_het.plan.validate import check_plan
-from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.generators.listing import ORDERS, Part
 from megatron_het.schedule.generators.one_f_one_b import SLACK
-from megatron_het.schedule.generators.pipelines import Part
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster

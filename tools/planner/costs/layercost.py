@@ -2,30 +2,229 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from ..errors import PlannerError
 from ..inputs.catalog import Gpu
 from ..inputs.model import Model
 from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile
 from .catalogcost import CatalogCosts
-from .curves import Kind, pass_at
 from .layer import (
     ALONE,
     KINDS,
+    PROFILED,
     LayerCost,
     LayerCosts,
     Spread,
+    Uncertainty,
     activation_bytes,
     attention_matrix_bytes,
     mean_of_layers,
     most_tp,
 )
 from .runtime import MEGATRON_HET, Runtime
-from .slicecost import SlicePrices, mean_of
-from .uncertainty import PROFILED, Uncertainty
+
+# What the slices of a sequence take besides the whole of it, by a profile: each is a pass of its own.
+#
+# ``docs/costs.md`` has the terms.
+
+
+# One kind of pass that a profile has measured, at any micro batch size between and beyond those measured.
+
+
+# Interpolation by cubics that rise and fall with the points: Fritsch and Carlson's, with slopes as PCHIP has them.
+#
+# The same as SciPy's ``PchipInterpolator``, whose import takes longer than many a search.
+
+
+def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """The value at ``x``.
+
+    Args:
+        xs: Two or more, ascending.
+        ys: As many.
+        x: Between the first and the last of them.
+    """
+    steps = [b - a for a, b in zip(xs, xs[1:])]
+    rises = [(b - a) / step for a, b, step in zip(ys, ys[1:], steps)]
+    i = min(max(bisect_right(xs, x) - 1, 0), len(steps) - 1)
+    left, right = _slope(steps, rises, i), _slope(steps, rises, i + 1)
+    step, t = steps[i], (x - xs[i]) / steps[i]
+    bend = (left + right - 2 * rises[i]) * step
+    return ys[i] + t * (step * left + t * ((rises[i] - left) * step - bend + t * bend))
+
+
+def _slope(steps: Sequence[float], rises: Sequence[float], i: int) -> float:
+    """At point ``i``: a harmonic mean of the rises beside it, none at a turn."""
+    if len(steps) == 1:
+        return rises[0]
+    if i == 0:
+        return _at_an_end(steps[0], steps[1], rises[0], rises[1])
+    if i == len(steps):
+        return _at_an_end(steps[-1], steps[-2], rises[-1], rises[-2])
+    before, after = rises[i - 1], rises[i]
+    if before * after <= 0:
+        return 0.0
+    one, other = 2 * steps[i] + steps[i - 1], steps[i] + 2 * steps[i - 1]
+    return (one + other) / (one / before + other / after)
+
+
+def _at_an_end(step: float, following: float, rise: float, next_rise: float) -> float:
+    """Of the parabola through three points, as far as the cubic stays monotone with it."""
+    slope = ((2 * step + following) * rise - step * next_rise) / (step + following)
+    if slope * rise <= 0:
+        return 0.0
+    return 3 * rise if rise * next_rise <= 0 and abs(slope) > 3 * abs(rise) else slope
+
+
+class Kind(NamedTuple):
+    """Holds what the points of one curve over the micro batch size have in common."""
+
+    gpu: str
+    layer: LayerKind
+    tp: int
+    recompute: str
+    ep: int = 1
+    windowed: bool = False
+
+    @property
+    def words(self) -> str:
+        """How it differs from a plain layer."""
+        dense = " without experts" if self.layer == "dense" else ""
+        return dense + (" with a sliding window" if self.windowed else "")
+
+    def repeats(self, measured: str) -> bool:
+        """Whether the backward repeats a forward that was not repeated when it was measured.
+
+        Args:
+            measured: Recomputation of the points.
+        """
+        return self.layer in ("layer", "dense") and self.recompute == "full" != measured
+
+
+class Pass(NamedTuple):
+    """Seconds of one pass: of the layer, and what comes once per pass however many layers it goes through."""
+
+    forward_s: float
+    backward_s: float
+    fixed_forward_s: float
+    fixed_backward_s: float
+
+
+def pass_at(points: Sequence[LayerTiming], kind: Kind, batch: int, overhead: float) -> Pass:
+    """One pass of this kind.
+
+    Args:
+        points: Of this kind, or of the same without recomputation; by micro batch size.
+        overhead: See ``Runtime.profile_overhead_s``.
+    """
+    forward = _at(points, batch, lambda t: t.forward_s, overhead)
+    backward = _at(points, batch, lambda t: t.backward_s, overhead)
+    fixed_f = min(_at(points, batch, lambda t: t.fixed_forward_s, 0.0), forward)
+    fixed_b = min(_at(points, batch, lambda t: t.fixed_backward_s, 0.0), backward)
+    forward, backward = forward - fixed_f, backward - fixed_b
+    if kind.repeats(points[0].recompute):
+        backward, fixed_b = backward + forward, fixed_b + fixed_f
+    return Pass(forward, backward, fixed_f, fixed_b)
+
+
+def without_sequences(points: Sequence[LayerTiming], kind: Kind) -> Pass:
+    """What is left of a pass without any sequence, by the two smallest micro batches; nothing where there is one."""
+    if len(points) < 2:
+        return Pass(0.0, 0.0, 0.0, 0.0)
+    a, b = points[0].micro_batch_size, points[1].micro_batch_size
+    small, large = (pass_at(points, kind, batch, 0.0) for batch in (a, b))
+    forward, backward, *_ = (max(0.0, (b * x - a * y) / (b - a)) for x, y in zip(small, large))
+    return Pass(forward, backward, 0.0, 0.0)
+
+
+def _at(points: Sequence[LayerTiming], batch: int, value: Callable[[LayerTiming], float], overhead: float) -> float:
+    """A time at one micro batch size; see ``Runtime.profile_overhead_s`` for ``overhead``."""
+    sizes = [t.micro_batch_size for t in points]
+    times = [value(t) for t in points]
+    if batch in sizes:
+        found = times[sizes.index(batch)]
+    elif batch > sizes[-1] or len(points) == 1:
+        found = times[-1] * batch / sizes[-1]
+    elif batch < sizes[0]:
+        found = times[0]
+    else:
+        found = interpolated(sizes, times, batch)
+    if not overhead:
+        return found
+    best = batch * min(t / n for t, n in zip(times, sizes) if n >= min(batch, sizes[-1]))
+    return found - min(overhead, found) * max(0.0, 1 - best / found) if found else 0.0
+
+
+Points = Mapping[Kind, Sequence[LayerTiming]]
+
+
+class SlicePrices:
+    """Of one profile.
+
+    Args:
+        points: Of whole sequences.
+        slices: Of each kind, by tokens of each sequence in a pass.
+        length: Tokens of a sequence.
+        overhead: See ``Runtime.profile_overhead_s``.
+    """
+
+    def __init__(
+        self, points: Points, slices: Mapping[Kind, Mapping[int, Sequence[LayerTiming]]], length: int, overhead: float
+    ) -> None:
+        self._points, self._slices, self._length, self._overhead = points, slices, length, overhead
+
+    def more(self, kind: Kind, batch: int, slices: int, attention: tuple[float, float]) -> tuple[Pass, bool]:
+        """What all slices take besides the whole sequence, nothing at least, and whether these slices were measured.
+
+        Shorter slices than those measured take no less than they do, for each slice after the first.
+
+        Args:
+            attention: Seconds of a whole sequence's attention, forward and backward, to all keys before.
+        """
+        points = self._points.get(kind) or self._points.get(kind._replace(recompute="none"))
+        if not points:
+            return Pass(0.0, 0.0, 0.0, 0.0), False
+        whole = pass_at(points, kind, batch, self._overhead)
+        cut = self._slices.get(kind) or self._slices.get(kind._replace(recompute="none")) or {}
+        exact = cut.get(self._length // slices) if self._length % slices == 0 else None
+        if exact:
+            return self._measured(exact, kind, batch, slices, whole, attention), True
+        each = without_sequences(points, kind)
+        found = Pass(*[(slices - 1) * s for s in (*each[:2], *whole[2:])])
+        longer = [tokens for tokens in cut if tokens * slices > self._length > tokens]
+        if longer:
+            parts = self._length // min(longer)
+            known = self._measured(cut[min(longer)], kind, batch, parts, whole, attention)
+            found = Pass(*[max(a, b * (slices - 1) / (parts - 1)) for a, b in zip(found, known)])
+        return found, False
+
+    def _measured(
+        self,
+        points: Sequence[LayerTiming],
+        kind: Kind,
+        batch: int,
+        slices: int,
+        whole: Pass,
+        attention: tuple[float, float],
+    ) -> Pass:
+        """Besides attention to earlier slices, which is the whole sequence's: a slice by itself has its own keys."""
+        one = pass_at(points, kind, batch, self._overhead)
+        # A window hides most of what is in earlier slices, so that those by themselves attend to as much.
+        missing = (0.0, 0.0) if kind.windowed else tuple(a - a / slices for a in attention)
+        times = [slices * mine - w + m for mine, w, m in zip(one[:2], whole[:2], missing)]
+        return Pass(*[max(0.0, t) for t in (*times, *(slices * f - w for f, w in zip(one[2:], whole[2:])))])
+
+
+def mean_of(found: Sequence[tuple[float, Pass]]) -> Pass:
+    """Of several kinds of layers, by share."""
+    total = sum(share for share, _ in found)
+    return Pass(*[sum(share * times[i] for share, times in found) / total for i in range(4)])
+
 
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
 

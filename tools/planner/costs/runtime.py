@@ -6,7 +6,151 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..inputs.catalog import Gpu
-from .kernels import DEFAULT_KERNELS, Kernels
+
+# Seconds of single kernels on one GPU, from datasheet figures and a few constants of the training software.
+#
+# ``docs/costs.md`` says where every term comes from and how well it fits published runs.
+
+
+MEMORY_SHARE = 0.9
+"""Share of the datasheet's memory bandwidth that streaming kernels reach."""
+
+EXCHANGE_LATENCY_S = 20e-6
+
+DIAGONAL_TOKENS = 64
+"""Causal attention computes whole blocks on its diagonal: half a block of 128 keys too many per query."""
+
+FULL_HEAD = 128
+NARROW_HEAD = 0.5
+"""What the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``."""
+
+INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models.
+
+    Attributes:
+        gemm: Rate of matrix products, as a share of what the catalog says that the GPU reaches.
+        attention: The same for attention in a fused kernel.
+        newest_attention: Attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3);
+            else in those of FlashAttention-2, which use a third of a Hopper GPU.
+        backward_attention: Time of attention's backward per FLOP, as a multiple of the forward's.
+        gradient_bytes: Memory traffic of each weight in a pass, where the backward adds to its gradient: 8 in fp32
+            inside the product, 12 by a kernel of its own, and as many as an element has where nothing is added.
+        elementwise: Memory traffic of norms, residual connections, activation functions and casts, as a
+            multiple of what perfectly fused kernels move.
+        logits_bytes: Memory traffic of the loss per logit, forward and backward together.
+        quantize_bytes: Memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose).
+        expert_quantize_bytes: The same in the products of experts, each of which pads and casts a part of its own.
+        launches: Kernels that the host starts for a forward of one layer.
+        expert_launches: More of them for a layer with experts.
+        dropless_launches: Wait of one pass of a layer with experts that drops no tokens, in launches: the host
+            must know how many tokens each expert got before it can start the products.
+        expert_gemm: Rate of the experts' products, as a share of ``gemm``: groups of unequal size.
+        dispatch: Memory traffic of sorting tokens by expert and back, in elements per routed element.
+    """
+
+    gemm: float = 0.97
+    attention: float = 1.0
+    newest_attention: bool = True
+    backward_attention: float = 1.15
+    gradient_bytes: float = 8.0
+    elementwise: float = 2.1
+    logits_bytes: float = 16.0
+    quantize_bytes: float = 4.0
+    expert_quantize_bytes: float = 12.0
+    launches: float = 60.0
+    expert_launches: float = 150.0
+    dropless_launches: float = 415.0
+    expert_gemm: float = 0.65
+    dispatch: float = 24.0
+
+
+DEFAULT_KERNELS = Kernels()
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product ``[m, k] x [k, n]`` of one rank, ``count`` times (experts of one rank)."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def elements(self) -> float:
+        """Read and written at least."""
+        return (self.m * self.k + self.k * self.n + self.m * self.n) * self.count
+
+
+def product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
+    """One matrix product: its FLOPs at the rate of large products, plus the traffic of its operands.
+
+    The two add up because the first tiles are read before anything is computed and the last are written
+    after it, and because a product that shares its GPU with nothing else hides neither.  So narrow products
+    and products of few tokens are slower, by the ratio of a GPU's FLOP rate to its memory bandwidth.
+    """
+    rate = gpu.peak(precision) * gpu.efficiency * kernels.gemm
+    moved = product.elements * element_bytes
+    if precision in INPUT_BYTES:
+        written = product.m * product.n * product.count
+        moved = (product.elements - written) * INPUT_BYTES[precision] + 2.0 * written
+        moved += kernels.quantize_bytes * product.m * product.k * product.count
+    return product.flops / rate + memory_s(gpu, moved)
+
+
+def backward_product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
+    """Both products of a backward: the gradient of the input, and that of the weight, which is added to a sum."""
+    added = max(0.0, kernels.gradient_bytes - element_bytes) * product.k * product.n * product.count
+    return 2 * product_s(gpu, kernels, product, precision, element_bytes) + memory_s(gpu, added)
+
+
+def memory_s(gpu: Gpu, moved: float) -> float:
+    """Bytes through device memory."""
+    return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)
+
+
+def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, precision: str) -> tuple[float, float]:
+    """(forward, backward) of fused attention whose forward has ``flops``; the backward has 2.5 times as many.
+
+    Heads narrower than 64 use part of the matrix units.  Scores take as many exponentials in narrow heads as in wide
+    ones, which newer GPUs do hardly faster than older ones.
+    """
+    share = gpu.attention_efficiency if kernels.newest_attention else gpu.flash_efficiency
+    rate = gpu.peak(precision) * share * kernels.attention * min(1.0, head_size / 64.0)
+    forward = flops / rate
+    if kernels.newest_attention:
+        forward *= 1 + NARROW_HEAD * max(0.0, FULL_HEAD / max(head_size, 64.0) - 1)
+    return forward, 2.5 * kernels.backward_attention * forward
+
+
+def exchange_s(gpu: Gpu, token_bytes: float, top_k: int, ranks: int, domain: int, network_bytes_per_s: float) -> float:
+    """Every rank sends each of its tokens to ``top_k`` experts, which are spread evenly over ``ranks`` ranks.
+
+    A token crosses the network once per node that holds any of its experts, and is copied to its experts
+    inside the node (as DeepEP does).
+
+    Args:
+        token_bytes: All tokens of one rank, once.
+        domain: Ranks of the group that share a node (NVLink domain).
+        network_bytes_per_s: Bandwidth of one GPU to the network.
+    """
+    if ranks <= 1:
+        return 0.0
+    domain = max(1, min(domain, ranks))
+    nodes = ranks / domain
+    inside = token_bytes * top_k * (domain - 1) / domain / gpu.collective_rate
+    reached = nodes * (1 - (1 - 1 / nodes) ** top_k)
+    outside = token_bytes * reached * (nodes - 1) / nodes / (network_bytes_per_s * MEMORY_SHARE)
+    return max(inside, outside) + EXCHANGE_LATENCY_S
 
 
 @dataclass(frozen=True, slots=True)

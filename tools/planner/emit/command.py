@@ -10,25 +10,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.expectations import Expectations
+from megatron_het.doctor.expectations import Expectations, LayerExpectation, LayerModel, LinkExpectation
+from megatron_het.doctor.links import pairs_of
 from megatron_het.features.documents.spec import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 
-from ..costs.build import check_same_model
+from ..costs.build import check_same_model, rooms_of
 from ..errors import PlannerError, from_plan_error
 from ..inputs.catalog import common_builds
+from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
-from ..inputs.profile_schema import load_profile
+from ..inputs.packing import Seat, seat_replicas
+from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.setup import check_planned_precision
 from .checks import (
     check_experts,
@@ -42,7 +46,6 @@ from .checks import (
 )
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
-from .expect import expectations
 from .flags import (
     ModelOptions,
     Turns,
@@ -58,6 +61,80 @@ from .options import launch_options, node_kinds, pod_options, training_group
 from .pods import PodOptions
 from .pods import render as pod_texts
 from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+
+# What cluster file and profile promise of a plan's ranks, for the doctor to compare with what is there.
+
+
+def expectations_of_files(plan: Plan, cluster: str | os.PathLike[str], profile: str | None) -> Expectations:
+    """Returns what cluster file and profile promise; see :func:`expectations`.
+
+    Raises:
+        PlannerError: A bad file, or a plan that does not fit the cluster.
+    """
+    return expectations(plan, load_cluster(cluster), load_profile(profile) if profile else None)
+
+
+def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> Expectations:
+    """Links between neighbouring stages after the cluster file, layers after the profile.
+
+    Raises:
+        PlannerError: The plan does not fit the cluster.
+    """
+    seats = seats_of(plan, cluster)
+    links = tuple(_link(first, second, seats, cluster) for first, second in pairs_of(plan))
+    if profile is None:
+        return Expectations(plan_hash(plan), links)
+    model = profile.model
+    shape = LayerModel(**{field.name: getattr(model, field.name) for field in fields(LayerModel)})
+    layers = []
+    for device in profile.devices:
+        found = [t for t in device.timings if t.layer == "layer" and t.tp == 1 and not t.context_tokens]
+        if found:
+            layers.append(_layer(device.kind, min(found, key=lambda t: _distance(t, plan))))
+    return Expectations(plan_hash(plan), links, tuple(layers), shape)
+
+
+def seats_of(plan: Plan, cluster: Cluster) -> Mapping[int, Seat]:
+    """The node of every rank, as the launch files place it."""
+    seated = seat_replicas(plan, rooms_of(cluster))
+    return {
+        rank: seat
+        for stage, replicas in zip(plan.stages, seated)
+        for replica, seats in zip(stage.replicas, replicas)
+        for rank, seat in zip(replica.ranks, seats)
+    }
+
+
+def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) -> LinkExpectation:
+    """One pair of GPUs alone: what a node's network gives, at most what one GPU reaches."""
+    a, b = (cluster.nodes[seats[rank].pool] for rank in (first, second))
+    if seats[first].host == seats[second].host:
+        rates = [node.intra_node_bytes_per_s or cluster.gpu(node.gpu).intra_node_bytes_per_s for node in (a, b)]
+        return LinkExpectation(first, second, 0.0, min(rates))
+    rate, latency_s, _ = cluster.link(a, b)
+    streams = [node.stream_bytes_per_s for node in (a, b) if node.stream_bytes_per_s is not None]
+    return LinkExpectation(first, second, latency_s, min([rate, *streams]))
+
+
+def _distance(timing: LayerTiming, plan: Plan) -> tuple[int, int, bool]:
+    """How far an operating point is from that of the plan."""
+    training = plan.training
+    return (
+        abs(timing.micro_batch_size - training.micro_batch_size),
+        abs(timing.slice_tokens - plan.model.seq_length),
+        timing.recompute != training.recompute,
+    )
+
+
+def _layer(kind: str, timing: LayerTiming) -> LayerExpectation:
+    return LayerExpectation(
+        kind=kind,
+        micro_batch_size=timing.micro_batch_size,
+        tokens=timing.slice_tokens,
+        recompute=timing.recompute,
+        forward_s=timing.forward_s,
+        backward_s=timing.backward_s,
+    )
 
 
 @dataclass(slots=True)
@@ -338,6 +415,7 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         latent=model.latent,
         mamba=model.mamba,
         delta_net=model.delta_net,
+        fp8=model.fp8,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
         flags=model.flags,
     )

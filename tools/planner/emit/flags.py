@@ -33,6 +33,7 @@ class ModelOptions:
             none does).
         latent: Multi-head latent attention.
         mamba, delta_net: Recurrent layers of a hybrid model.
+        fp8: Whether linear layers compute in fp8.
         documents: Whether sequences are packed documents that do not see each other.
         flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
     """
@@ -48,6 +49,7 @@ class ModelOptions:
     latent: Latent | None = None
     mamba: Mamba | None = None
     delta_net: DeltaNet | None = None
+    fp8: bool = False
     documents: bool = False
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
 
@@ -104,6 +106,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         found |= _recurrent_flags(options)
     elif model.mtp_num_layers:
         found["mtp-num-layers"] = model.mtp_num_layers
+    if options.fp8:  # every GPU with fp8 has this recipe
+        found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
     found |= _attention_flags(options)
     if options.experts is not None:
         found |= _expert_flags(options.experts, model.num_layers)

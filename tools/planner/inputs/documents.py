@@ -11,7 +11,7 @@ import functools
 import random
 
 from megatron_het.safe_io import FileError, read_text
-from megatron_het.safe_io.errors import shown
+from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts
 
 from ..errors import PlannerError, from_file_error

@@ -23,8 +23,7 @@ from megatron_het.plan.patterns import (
 )
 from megatron_het.plan.validate import LARGEST
 
-from ..command import command
-from ..errors import PlannerError, validated
+from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .files import read_yaml
@@ -196,7 +195,7 @@ class Model(BaseModel):
         """Fields of this model that are priced, but that no run with a plan has yet."""
         has_pattern = "window-attn-skip-freq" in self.flags or self.window_period is not None
         parts = ["attention_window"] if self.attention_window is not None and not has_pattern else []
-        parts += [name for name in ("fp8", "fp4") if getattr(self, name)]
+        parts += ["fp4"] if self.fp4 else []
         x = self.experts
         runs = x is None or x.runs or (x.dropless and "moe-layer-freq" in self.flags)
         return parts + ([] if runs else ["experts"]) + list(self.lost)
@@ -231,6 +230,8 @@ class Model(BaseModel):
             name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
             self._check_lost("model")
             raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
+        if self.fp8:
+            raise PlannerError("model", "fp8", True, "without a GPU nothing stands in for layers in fp8", hint)
 
     def _check_lost(self, file: str) -> None:
         for key, reason in self.lost.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_het import safe_io as untrusted
 from megatron_het.plan.patterns import GATED_DELTA_NET, MAMBA, without_chunks
-from megatron_het.safe_io.pickled import Inert, read_pickled
+from megatron_het.safe_io.reading import Inert, read_pickled
 
 from ..errors import PlannerError, from_file_error
 from .model_parts import MODEL_FLAGS, FlagValue, are_first, pattern_text

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from megatron_het.plan.patterns import ATTENTION, EXPERTS, LATENT_ATTENTION, MLP
 
-from ..command import command
-from ..errors import PlannerError, validated
+from ..errors import PlannerError, command, validated
 from .files import read_json, write_json
 from .names import text_problem
 

@@ -2,14 +2,340 @@
 
 from __future__ import annotations
 
+import csv
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
 from math import exp, log
 from typing import Any
 
-from ..costs.runtime import MEGATRON, Runtime
-from .published import LLM_FOUNDRY, PublishedRun, predict_s
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.catalogcost import CatalogCosts
+from ..costs.estimate import Estimator
+from ..costs.runtime import MEGATRON, MEGATRON_HET, Kernels, Runtime
+from ..inputs.catalog import catalog
+from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.model import Model
+from ..inputs.model_parts import Experts, Latent
+
+# Published training runs without profiles (``data/*_runs.csv``), and what the catalog predicts for them.
+#
+# Sources: training benchmarks of mosaicml/llm-foundry (``mpt_fsdp_runs.csv``), performance summaries of
+# NVIDIA-NeMo/Megatron-Bridge (``megatron_bridge_runs.csv``), step times of NVIDIA/dgxc-benchmarking
+# (``dgxc_h100_runs.csv``), all Apache-2.0, figures only; and runs of this project on one GPU (``own_h200_runs.csv``).
+
+
+Row = Mapping[str, str]
+
+TABLES = {
+    "mpt": "mpt_fsdp_runs.csv",
+    "bridge": "megatron_bridge_runs.csv",
+    "dgxc": "dgxc_h100_runs.csv",
+    "own": "own_h200_runs.csv",
+}
+OWN_GPUS = {"dgxc": "H100-SXM", "own": "H200"}
+ALIASES = {
+    "LLAMA3_8B": "Llama 8B",
+    "Llama8B": "Llama 8B",
+    "LLAMA3_70B": "Llama 70B",
+    "Llama70B": "Llama 70B",
+    "LLAMA3.1_405B": "Llama 405B",
+    "Llama405B": "Llama 405B",
+}
+"""Families of models, which tables spell differently."""
+
+MPT_GPUS = {"A100-80": ("A100-80", 200e9), "H100-80": ("H100-SXM", 400e9), "A100-40": ("A100-40", 200e9)}
+"""GPU of the catalog, and bytes per second of a node's network (1,600 and 3,200 Gbit/s)."""
+
+LLM_FOUNDRY = Runtime(
+    name="LLM Foundry (PyTorch FSDP)",
+    kernels=Kernels(
+        gemm=0.98,
+        newest_attention=False,
+        attention=0.68,
+        backward_attention=1.5,
+        elementwise=1.81,
+        gradient_bytes=2.0,  # a pass has gradients of its own, which are reduced after it
+    ),
+    gather_overlap=0.0,
+    iteration_s=0.034,
+)
+"""Gathers and reductions of a pass show in full: FSDP starts them after the pass before it (no forward prefetch)."""
+
+BRIDGE_NODES = {
+    "DGX-H100": ("H100-SXM", 8, 50e9),
+    "DGX-B200": ("B200", 8, 50e9),
+    "DGX-B300": ("B300", 8, 100e9),
+    "DGX-GB200": ("GB200", 64, 50e9),
+    "DGX-GB300": ("GB300", 64, 100e9),
+}
+"""GPU of the catalog, GPUs that NVLink joins, bytes per second of one GPU's network card."""
+
+CAPTURED = ("GB200", "GB300")
+"""Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
+
+EXPERTS_2026: dict[str, Any] = {
+    "dropless_launches": 0.0,
+    "expert_launches": 40.0,
+    "dispatch": 8.0,
+    "expert_quantize_bytes": 4.0,
+}
+"""Constants of experts for releases from 2026 on, whose layers wait for no host and fuse what sorts and casts tokens.
+
+Chosen, not fitted: the tables end in 2025.
+"""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "LLAMA3_8B": {"shape": (32, 4096, 14336, 32, 8, 128256)},
+    "LLAMA3_70B": {"shape": (80, 8192, 28672, 64, 8, 128256)},
+    "LLAMA3.1_405B": {"shape": (126, 16384, 53248, 128, 8, 128256)},
+    "DeepSeekV3": {
+        "shape": (61, 7168, 18432, 128, 128, 129280),
+        "experts": Experts(count=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=3),
+        "latent": Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128),
+    },
+    "GPT OSS 120B": {
+        "shape": (36, 2880, 2880, 64, 8, 201088),
+        "head_size": 64,
+        "attention_window": 128,
+        "windowed_layers": 0.5,
+        "experts": Experts(count=128, top_k=4, ffn_hidden_size=2880),
+    },
+    "Qwen3_30B_a3B": {
+        "shape": (48, 2048, 6144, 32, 4, 151936),
+        "head_size": 128,
+        "experts": Experts(count=128, top_k=8, ffn_hidden_size=768),
+    },
+    "Qwen3_235B_a22B": {
+        "shape": (94, 4096, 12288, 64, 4, 151936),
+        "head_size": 128,
+        "experts": Experts(count=128, top_k=8, ffn_hidden_size=1536),
+    },
+}
+"""Layers, hidden size, ffn, heads, groups, vocabulary; and what is not a plain decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """One row of a table.
+
+    Attributes:
+        source: ``mpt``, ``bridge``, ``dgxc`` or ``own``.
+        row: Its columns.
+        measured_s: Measured time of an iteration.
+    """
+
+    source: str
+    row: Row
+    measured_s: float
+
+    @property
+    def model(self) -> str:
+        """Name of the model, in one spelling for all tables."""
+        return ALIASES.get(self.row["model"], self.row["model"])
+
+    @property
+    def gpu(self) -> str:
+        """Kind of GPU, in one spelling for all tables."""
+        return {"mpt": lambda: self.row["gpu"], "bridge": lambda: BRIDGE_NODES[self.row["system"]][0]}.get(
+            self.source, lambda: OWN_GPUS[self.source]
+        )()
+
+    @property
+    def scale(self) -> str:
+        """How many GPUs ran, in classes."""
+        gpus = int(self.row["gpus"])
+        return "to 16 GPUs" if gpus <= 16 else "to 128 GPUs" if gpus <= 128 else "more GPUs"
+
+    @property
+    def kind(self) -> str:
+        """``dense`` or ``moe``."""
+        return "moe" if SHAPES.get(self.row["model"], {}).get("experts") else "dense"
+
+
+def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[PublishedRun]:
+    """The rows of a table.
+
+    Args:
+        source: A key of ``TABLES``.
+        path: Another file with the same columns.
+    """
+    if path is None:
+        text = resources.files(__package__).joinpath(f"data/{TABLES[source]}").read_text("utf-8")
+    else:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    out = []
+    for row in csv.DictReader(text.splitlines()):
+        if source != "bridge":
+            seconds = float(row["iteration_s"])
+        else:
+            tokens = int(row["global_batch_size"]) * int(row["seq_length"])
+            seconds = tokens / (float(row["tokens_per_s_per_gpu"]) * int(row["gpus"]))
+        out.append(PublishedRun(source, row, seconds))
+    return out
+
+
+def predict_s(run: PublishedRun, runtime: Runtime) -> float:
+    """Iteration time by the planner's closed form."""
+    predict = {"mpt": mpt_s, "bridge": bridge_s, "dgxc": dgxc_s, "own": own_s}[run.source]
+    return predict(run.row, runtime)
+
+
+def runtime_of(source: str) -> Runtime:
+    """The training system of a table's runs."""
+    return {"mpt": LLM_FOUNDRY, "own": MEGATRON_HET}.get(source, MEGATRON)
+
+
+def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
+    """One stage, ZeRO-3 over all GPUs, equal microbatches."""
+    gpu, network = MPT_GPUS[row["gpu"]]
+    gpus, hidden = int(row["gpus"]), int(row["hidden_size"])
+    model = Model(
+        name=row["model"],
+        num_layers=int(row["num_layers"]),
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=int(row["num_attention_heads"]),
+        vocab_size=50368,
+        seq_length=int(row["seq_length"]),
+        learned_positions=int(row["seq_length"]),
+        global_batch_size=int(row["global_batch_size"]),
+        gated=False,
+        biases=True,
+        tied_embeddings=True,
+        distributed_optimizer=True,
+    )
+    per_node = min(8, gpus)
+    node = NodeGroup(gpu=gpu, count=gpus // per_node, gpus_per_node=per_node, network_bytes_per_s=network)
+    candidate = Candidate(
+        (Stage(model.num_layers, (Group(0, 1, gpus),)),),
+        int(row["micro_batch_size"]),
+        row["recompute"],
+        zero_stage=3,
+        even=True,
+    )
+    return _estimate(Cluster(nodes=(node,)), model, candidate, runtime)
+
+
+def bridge_s(row: Row, runtime: Runtime = MEGATRON) -> float:
+    """One run of the table of Megatron-Bridge."""
+    gpu, domain, network = BRIDGE_NODES[row["system"]]
+    kernels = runtime.kernels
+    if float(row["release"]) >= 26:
+        kernels = replace(kernels, **EXPERTS_2026)
+    if gpu in CAPTURED:
+        kernels = replace(kernels, dropless_launches=0.0)
+    return _stages_s(row, bridge_model(row), (gpu, domain, network), replace(runtime, kernels=kernels))
+
+
+def dgxc_s(row: Row, runtime: Runtime = MEGATRON) -> float:
+    """One run on DGX H100."""
+    return _stages_s(row, dgxc_model(row), BRIDGE_NODES["DGX-H100"], runtime)
+
+
+def own_s(row: Row, runtime: Runtime = MEGATRON_HET) -> float:
+    """One run on an H200; attention in slices by the kernel that ran."""
+    runtime = replace(runtime, newest_in_slices=row["attention"] == "cudnn")
+    return _stages_s(row, dgxc_model(row), (OWN_GPUS["own"], 8, 50e9), runtime)
+
+
+def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Runtime) -> float:
+    """Stages of equal layers, interleaved where there are virtual stages, or in slices."""
+    gpu, domain, network = nodes
+    gpus, tp, pp, cp, ep = (int(row.get(k, 1)) for k in ("gpus", "tp", "pp", "cp", "ep"))
+    per_node = min(domain, gpus)
+    node = NodeGroup(
+        gpu=gpu, count=-(-gpus // per_node), gpus_per_node=per_node, network_bytes_per_s=network * per_node
+    )
+    replicas = gpus // (tp * pp * cp)
+    layers = [model.num_layers // pp + (s < model.num_layers % pp) for s in range(pp)]
+    chunks = int(row["vp"]) if pp > 1 else 1
+    candidate = Candidate(
+        tuple(Stage(n, (Group(0, tp, replicas),)) for n in reversed(layers)),
+        int(row["micro_batch_size"]),
+        schedule=row.get("schedule") or ("interleaved" if chunks > 1 else "1f1b"),
+        chunks=chunks,
+        slices=int(row.get("slices", 1)),
+        zero_stage=3 if int(row.get("fsdp", 0)) else 1,
+        even=True,
+        cp=cp,
+        ep=ep,
+        across_replicas=True,
+    )
+    return _estimate(Cluster(nodes=(node,)), model, candidate, runtime, fitting=True)
+
+
+def bridge_model(row: Row) -> Model:
+    """The model of a row, with its precision and routing."""
+    fields = dict(SHAPES[row["model"]])
+    layers, hidden, ffn, heads, groups, vocabulary = fields.pop("shape")
+    experts = fields.pop("experts", None)
+    if experts is not None:
+        experts = experts.model_copy(update={"dropless": "tokendrop" not in row["note"]})
+    return Model(
+        name=row["model"],
+        num_layers=layers + ("w/ MTP" in row["note"]),
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        vocab_size=vocabulary,
+        seq_length=int(row["seq_length"]),
+        global_batch_size=int(row["global_batch_size"]),
+        fp8=row["precision"].startswith(("FP8", "MXFP8")),
+        fp4=row["precision"].startswith(("FP4", "NVFP4")),
+        experts=experts,
+        sequence_parallel=int(row["tp"]) > 1,
+        distributed_optimizer=True,
+        **fields,
+    )
+
+
+def dgxc_model(row: Row) -> Model:
+    """The model of a row that has its whole shape."""
+    return Model(
+        name=row["model"],
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        ffn_hidden_size=int(row["ffn"]),
+        num_attention_heads=int(row["heads"]),
+        num_query_groups=int(row["groups"]),
+        vocab_size=int(row["vocab"]),
+        seq_length=int(row["seq_length"]),
+        global_batch_size=int(row["global_batch_size"]),
+        gated=row["gated"] == "1",
+        fp8=row["precision"].startswith("FP8"),
+        sequence_parallel=int(row["tp"]) > 1,
+        distributed_optimizer=True,
+    )
+
+
+def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Runtime, fitting: bool = False) -> float:
+    """Iteration time.
+
+    Args:
+        fitting: Where activations do not fit, recompute as many layers as it takes (``--recompute-method block``).
+    """
+    costs = CatalogCosts(model, lambda name: catalog()[name], runtime)
+    estimator = Estimator(cluster, model, costs, runtime)
+    estimator.writes_plans = False  # a run of others, which is priced only
+    found = estimator.estimate(candidate)
+    if found is None:
+        raise ValueError(f"{model.name}: the batch of {model.global_batch_size} does not divide over {candidate}")
+    if not fitting or estimator.fits(found):
+        return found.iteration_s
+    less = estimator.estimate(candidate.with_(recompute="full"))
+    assert less is not None
+    share = 0.0
+    for a, b in zip(found.memory, less.memory):
+        over = a.total_bytes - estimator.memory_margin * a.capacity_bytes
+        saved = a.total_bytes - b.total_bytes
+        share = max(share, min(1.0, over / saved) if saved > 0 else 1.0)
+    return found.iteration_s + share * (less.iteration_s - found.iteration_s)
+
 
 KERNELS = "kernels."
 MPT_CONSTANTS = ("kernels.gemm", "kernels.attention", "kernels.elementwise", "iteration_s")

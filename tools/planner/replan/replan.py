@@ -2,27 +2,299 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from math import ceil
 
 from megatron_het.plan import Plan
+from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import Direction
 
 from ..costs.build import candidate_of
 from ..costs.estimate import Estimator
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from ..costs.runtime import CPU_GLOO, Runtime, runtime_for
 from ..errors import PlannerError
-from ..inputs.cluster import Cluster
+from ..inputs.catalog import Gpu
+from ..inputs.cluster import Cluster, NodeGroup, ZoneLink
 from ..inputs.model import Model
-from ..inputs.profile_schema import Profile
+from ..inputs.packing import Seat, seat_replicas
+from ..inputs.profile_schema import DeviceProfile, LinkProfile, Profile
 from ..report.analysis import complete
-from ..search.goal import Goal
 from ..search.methods import search
-from ..search.outcome import Outcome, Progress
+from ..search.outcome import Goal, Outcome, Progress
 from ..simulate.simulation import simulate_candidate
-from .corrections import Corrected, correct
-from .measured import Watched
+from .measured import DeviceTimes, LinkTimes, Watched
+
+# Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
+#
+# What all devices of a kind have in common scales the figures of the kind.  A device with a finding of its own, or at
+# an end of a slow link, becomes a kind of its own: its GPUs leave their group of nodes, so that the search can give
+# them less work, put them elsewhere in the pipeline, or leave them out.
+
+
+Factors = tuple[float, float]
+"""Measured over predicted seconds of forwards and backwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """The planner's inputs as the run has found them.
+
+    Attributes:
+        cluster, profile: Corrected; no profile where there was none.
+        plan: The run's plan, with its replicas on the kinds of devices of the corrected cluster.
+        notes: What was changed, in sentences, and what could not be expressed.
+    """
+
+    cluster: Cluster
+    profile: Profile | None
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watched) -> Corrected:
+    """Put what was measured into cluster and profile.
+
+    Raises:
+        PlannerError: The plan does not fit the cluster.
+    """
+    from ..costs.build import rooms_of
+
+    seats = [seat for stage in seat_replicas(plan, rooms_of(cluster)) for seat in stage]
+    own = _own_kinds(watched)
+    kinds = {d.device: own.get(d.device, d.kind) for d in watched.devices}
+    factors = _factors(watched, own)
+    notes = _notes(watched, factors, own)
+    cluster = _split(cluster, {device: (seats[device], name) for device, name in own.items()}, notes)
+    links = _slow_pairs(watched, kinds)
+    base = {name: watched.devices[device].kind for device, name in own.items()}
+    if profile is not None:
+        profile = _corrected_profile(profile, base, factors, links)
+    else:
+        cluster = _scaled_gpus(cluster, base, factors)
+    if profile is None or not any(k.operation == "p2p" for k in profile.links):
+        cluster = _slow_zones(cluster, links)
+    return Corrected(cluster, profile, _renamed(plan, kinds), tuple(notes))
+
+
+def _own_kinds(watched: Watched) -> dict[int, str]:
+    """New kinds, by device."""
+    names = {watched.name_of(d.device): d.device for d in watched.devices}
+    slow = {names[f.name] for f in watched.active if f.what in ("device", "operation") and f.name in names}
+    ends: set[int] = set()
+    for finding in watched.active:
+        if finding.what == "link":
+            ends |= {names[end] for end in finding.name.split(" -> ") if end in names}
+    out = {device: f"{watched.devices[device].kind} slow {device}" for device in sorted(slow)}
+    return out | {device: f"{watched.devices[device].kind} link {device}" for device in sorted(ends - slow)}
+
+
+def _factors(watched: Watched, own: Mapping[int, str]) -> dict[str, Factors]:
+    """By kind: its devices together where they are alike, each for itself where not."""
+    out: dict[str, Factors] = {}
+    for kind in dict.fromkeys(d.kind for d in watched.devices):
+        mine = [d for d in watched.devices if d.kind == kind]
+        alike = [d for d in mine if "slow" not in own.get(d.device, "")] or mine
+        out[kind] = _factor(alike, Direction.FORWARD), _factor(alike, Direction.BACKWARD)
+    for device, name in own.items():
+        one = watched.devices[device]
+        if " slow " in name:
+            out[name] = _factor([one], Direction.FORWARD), _factor([one], Direction.BACKWARD)
+        else:
+            out[name] = out[one.kind]
+    return out
+
+
+def _factor(devices: Sequence[DeviceTimes], direction: Direction) -> float:
+    """Measured over predicted, all operations of a direction together."""
+    rows = [times for d in devices for name, times in d.operations.items() if Kind[name].direction is direction]
+    predicted = sum(row.predicted_s for row in rows)
+    return sum(row.measured_s for row in rows) / predicted if predicted > 0 else 1.0
+
+
+def _notes(watched: Watched, factors: Mapping[str, Factors], own: Mapping[int, str]) -> list[str]:
+    notes = [
+        f"{name}: forwards take {forward:.2f} times, backwards {backward:.2f} times the planned time"
+        for name, (forward, backward) in factors.items()
+    ]
+    for device, name in own.items():
+        one = watched.devices[device]
+        notes.append(
+            f"{watched.name_of(device)} on {one.host or 'its host'} is a kind of its own now, {name}: place the ranks "
+            "of this kind there"
+        )
+    return notes
+
+
+# -- the cluster -----------------------------------------------------------------------------------
+
+
+def _split(cluster: Cluster, leaving: Mapping[int, tuple[list[Seat], str]], notes: list[str]) -> Cluster:
+    """The cluster with some GPUs in groups of nodes of their own."""
+    nodes: list[NodeGroup] = []
+    gpus = dict(cluster.gpus)
+    by_node: dict[tuple[int, int], list[tuple[list[int], str]]] = {}
+    for seats, name in leaving.values():
+        by_node.setdefault((seats[0].pool, seats[0].node), []).append(([seat.gpu for seat in seats], name))
+    for pool, group in enumerate(cluster.nodes):
+        touched = [n for p, n in by_node if p == pool or group.shares_nodes_with(cluster.nodes[p])]
+        mine = {node: by_node.get((pool, node), []) for node in touched}
+        hosts, shares = group.hosts, bool(group.shared_node)
+        if len(mine) < group.count:
+            kept = tuple(host for i, host in enumerate(hosts) if i not in mine)
+            taken = sum(len(gpus) for parts in mine.values() for gpus, _ in parts)
+            quota = None if group.max_gpus is None else max(0, group.max_gpus - taken)
+            nodes.append(_group(group, count=group.count - len(mine), hosts=kept, max_gpus=quota))
+        for node, parts in mine.items():
+            whole = shares or (len(parts) == 1 and len(parts[0][0]) == group.gpus_per_node)
+            host = (hosts[node],) if hosts and whole else ()
+            if hosts and not whole:
+                notes.append(f"{hosts[node]} has GPUs of several kinds now: hosts of these groups are left open")
+            left = set(range(group.gpus_per_node)).difference(*(there for there, _ in parts))
+            for there, name in [(sorted(left), group.gpu), *parts]:
+                if name != group.gpu:
+                    gpus[name] = cluster.gpu(group.gpu)
+                if there:
+                    found = _group(group, gpu=name, count=1, gpus_per_node=len(there), hosts=host, max_gpus=None)
+                    devices = tuple(group.devices[i] for i in there) if shares else ()
+                    name_of_node = f"{group.shared_node} {node}" if shares else ""
+                    nodes.append(found.model_copy(update={"shared_node": name_of_node, "devices": devices}))
+    return cluster.model_copy(update={"nodes": tuple(nodes), "gpus": gpus})
+
+
+def _group(group: NodeGroup, **changes: object) -> NodeGroup:
+    """The group with its place spelled out, so that its zone may be renamed."""
+    return group.model_copy(update={"region": group.where, **changes})
+
+
+def _scaled_gpus(cluster: Cluster, base: Mapping[str, str], factors: Mapping[str, Factors]) -> Cluster:
+    """Without a profile: rates of the catalog divided by how much longer computing takes."""
+    gpus = dict(cluster.gpus)
+    for name, (forward, backward) in factors.items():
+        gpu = cluster.gpu(base.get(name, name))
+        longer = (forward + 2 * backward) / 3  # a backward is about twice a forward
+        gpus[name] = _slower(gpu, longer)
+    return cluster.model_copy(update={"gpus": gpus})
+
+
+def _slower(gpu: Gpu, longer: float) -> Gpu:
+    flops = {precision: rate / longer for precision, rate in gpu.flops.items()}
+    changed = {"memory_bytes_per_s": gpu.memory_bytes_per_s / longer, "launch_s": gpu.launch_s * longer}
+    return gpu.model_copy(update={"flops": flops, **changed})
+
+
+def _slow_zones(cluster: Cluster, slow: Mapping[tuple[str, str], float]) -> Cluster:
+    """Without measured links: both ends of a slow link in zones of their own, with a link between them."""
+    if not slow:
+        return cluster
+    ends = {name for pair in slow for name in pair}
+    groups = {node.gpu: node for node in cluster.nodes if node.gpu in ends}
+    zones = {name: f"{group.zone}-{name.replace(' ', '-')}" for name, group in groups.items()}
+    links = list(cluster.links)
+    for name, group in groups.items():
+        for link in cluster.links:
+            if group.zone in link.between:
+                other = next((z for z in link.between if z != group.zone), group.zone)
+                links.append(link.model_copy(update={"between": (zones[name], other)}))
+    for (a, b), factor in slow.items():
+        rate, latency, usd = cluster.link(groups[a], groups[b])
+        between = (zones[a], zones[b])
+        links.insert(
+            0, ZoneLink(between=between, bytes_per_s=rate / factor, latency_s=latency * factor, usd_per_gb=usd)
+        )
+    nodes = tuple(
+        node.model_copy(update={"zone": zones[node.gpu], "region": node.where}) if node.gpu in zones else node
+        for node in cluster.nodes
+    )
+    return cluster.model_copy(update={"nodes": nodes, "links": tuple(links)})
+
+
+# -- the profile -----------------------------------------------------------------------------------
+
+
+def _corrected_profile(
+    profile: Profile, base: Mapping[str, str], factors: Mapping[str, Factors], slow: Mapping[tuple[str, str], float]
+) -> Profile:
+    devices: list[DeviceProfile] = []
+    for device in profile.devices:
+        names = [device.kind, *(name for name, kind in base.items() if kind == device.kind)]
+        devices += [_slower_device(device, name, factors.get(name, (1.0, 1.0))) for name in names]
+    links = [*profile.links, *_new_links(profile.links, base)]
+    return replace(profile, devices=devices, links=[_slower_link(link, slow) for link in links])
+
+
+def _slower_device(device: DeviceProfile, name: str, factors: Factors) -> DeviceProfile:
+    forward, backward = factors
+    timings = [
+        replace(
+            t,
+            forward_s=t.forward_s * forward,
+            backward_s=t.backward_s * backward,
+            fixed_forward_s=t.fixed_forward_s * forward,
+            fixed_backward_s=t.fixed_backward_s * backward,
+        )
+        for t in device.timings
+    ]
+    return replace(device, kind=name, timings=timings)
+
+
+def _new_links(links: Sequence[LinkProfile], base: Mapping[str, str]) -> list[LinkProfile]:
+    """The links of the kinds that were split off: as those of the kinds that they come from."""
+    out = []
+    for link in links:
+        ends = [
+            [kind, *(name for name, old in base.items() if old == kind)] for kind in (link.first_kind, link.second_kind)
+        ]
+        if link.first_kind == link.second_kind:
+            pairs = list(combinations_with_replacement(ends[0], 2))
+        else:
+            pairs = [(a, b) for a in ends[0] for b in ends[1]]
+        out += [replace(link, first_kind=a, second_kind=b) for a, b in pairs[1:]]
+    return out
+
+
+def _slower_link(link: LinkProfile, slow: Mapping[tuple[str, str], float]) -> LinkProfile:
+    pair = tuple(sorted((link.first_kind, link.second_kind)))
+    factor = slow.get((pair[0], pair[1]), 1.0)
+    if link.operation != "p2p" or factor == 1.0:
+        return link
+    return replace(link, latency_s=link.latency_s * factor, bytes_per_s=link.bytes_per_s / factor)
+
+
+def _slow_pairs(watched: Watched, kinds: Mapping[int, str]) -> dict[tuple[str, str], float]:
+    """By pair of kinds (in the order of their names), how many times as long a transfer takes."""
+    named = {f.name for f in watched.active if f.what == "link"}
+    groups = {f.name.removesuffix(" in one machine") for f in watched.active if f.what == "profile"}
+    out: dict[tuple[str, str], float] = {}
+    for link in watched.links:
+        factor = _longer(link)
+        ends = f"{watched.name_of(link.source)} -> {watched.name_of(link.target)}"
+        sort = f"{watched.devices[link.source].kind} -> {watched.devices[link.target].kind}"
+        if factor is not None and (ends in named or sort in groups):
+            pair = tuple(sorted((kinds[link.source], kinds[link.target])))
+            out[pair[0], pair[1]] = max(factor, out.get((pair[0], pair[1]), 0.0))
+    return out
+
+
+def _longer(link: LinkTimes) -> float | None:
+    if link.measured_s is None or link.predicted_s <= 0:
+        return None
+    return max(link.measured_s / link.predicted_s, 1e-3)
+
+
+def _renamed(plan: Plan, kinds: Mapping[int, str]) -> Plan:
+    """The plan on the new kinds of devices."""
+    stages, device = [], 0
+    for stage in plan.stages:
+        replicas = []
+        for replica in stage.replicas:
+            replicas.append(replace(replica, device=kinds[device], zone=""))
+            device += 1
+        stages.append(replace(stage, replicas=tuple(replicas)))
+    return replace(plan, stages=tuple(stages))
+
 
 Search = Callable[[Estimator, Goal], Outcome]
 

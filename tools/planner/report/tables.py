@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
-from ..search.goal import Goal
-from ..search.outcome import Found, Outcome
+from ..search.outcome import Found, Goal, Outcome
 from ..search.overlap import blocking_ratio
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from math import inf
 from ..costs.estimate import Estimator
 from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
-from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
-from ..search.paused import collector_paused
 from ..search.pools import MOST_POOLS, Limits, nodes_left_out, pools_left_out, rounded_down
 from ..search.thorough import Ground, thorough
+from .limit import collector_paused
+from .outcome import Goal
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""

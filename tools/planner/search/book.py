@@ -10,10 +10,10 @@ from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import is_ordered, schedule_of
 from ..search.balance import balance
-from ..search.goal import PENALTY, Goal
 from ..search.outcome import Progress
 from ..search.pools import Limits, all_gpus
 from ..search.sketch import Sketch
+from .outcome import PENALTY, Goal
 
 Groups = tuple[tuple[Group, ...], ...]
 

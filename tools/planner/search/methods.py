@@ -3,14 +3,356 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import product
+from math import inf
 
-from ..costs.estimate import Estimator
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimate, Estimator
+from ..costs.extras import rows_of
+from ..costs.schedules import PLAIN, schedule_of
+from ..errors import PlannerError
 from ..search.bounds import Bounds
-from ..search.choices import choose
-from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
+from ..simulate.simulation import block_s, operations_of
+from .finish import confirm
+from .outcome import Found, Goal
+
+# What a plan may have besides stages, layers and batches, tried on the plans that a search has found.
+#
+# Expert parallelism, context parallelism, the number of slices and chunks, a split vocabulary, the context exchange,
+# recomputation and activations in main memory: each is a change of a finalist, which is kept where the simulator says
+# that it pays.  Changes build on each other.  Where nothing fits, those come first that need less memory.
+
+
+# Starting points for long sequences: regular pipelines of slices, as SlimPipe's authors train (section 6.5).
+
+
+LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of activations in main memory, in the order in which they are tried."""
+LONG_SIZES = (1, 2, 4, 8, 16)
+_SLICES_PER_STAGE = 4
+_LEAST_TOKENS = 1024
+
+
+def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
+    """The best by the closed form that fit, one of each number of stages.
+
+    Args:
+        count: So many.
+    """
+    best: dict[int, tuple[float, Candidate, Estimate]] = {}
+    sliced = [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
+    for stages, cp in _shapes(estimator) if sliced else ():
+        for found in _fitting_long(estimator, goal, sliced, stages, cp):
+            value = goal.value(found[1])
+            if value < best.get(len(stages), (inf,))[0]:
+                best[len(stages)] = value, *found
+    order = sorted(best.values(), key=lambda entry: entry[0])
+    return [(candidate, estimate) for _, candidate, estimate in order[:count]]
+
+
+def _shapes(estimator: Estimator) -> Iterator[tuple[tuple[Stage, ...], int]]:
+    """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size."""
+    model, nodes = estimator.model, estimator.cluster.nodes
+    for tp, cp, width in product(LONG_SIZES, LONG_SIZES, LONG_SIZES):
+        if width > model.global_batch_size or tp * cp > 64:
+            continue
+        pools = [p for p, n in enumerate(nodes) if tp <= n.gpus_per_node]
+        counts = {p: nodes[p].count * (nodes[p].gpus_per_node // tp) // (cp * width) for p in pools}
+        counts = {p: n for p, n in counts.items() if n and nodes[p].quota >= n * tp * cp * width}
+        if not 1 < sum(counts.values()) <= model.num_layers:
+            continue
+        like = Candidate((), 1, cp=cp)
+        units = {p: estimator.unit_of(like, Group(p, tp, 1)) for p in counts}
+        if any(unit is None for unit in units.values()):
+            continue
+        rate = {p: 1 / (u.layer_f + u.layer_b) for p, u in units.items() if u is not None}
+        order = [p for p, n in sorted(counts.items(), key=lambda item: -rate[item[0]]) for _ in range(n)]
+        head = units[order[-1]]
+        assert head is not None
+        ends = [0.0] * (len(order) - 1) + [head.head_f + head.head_b]
+        layers = balanced(model.num_layers, [rate[p] for p in order], ends)
+        yield tuple(Stage(n, (Group(p, tp, width),)) for n, p in zip(layers, order)), cp
+
+
+def _fitting_long(
+    estimator: Estimator, goal: Goal, schedules: list[str], stages: tuple[Stage, ...], cp: int
+) -> Iterator[tuple[Candidate, Estimate]]:
+    """Under each schedule and with each recomputation, and as little in main memory as fits."""
+    model, wanted = estimator.model, _SLICES_PER_STAGE * len(stages)
+    slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
+    if not slices or model.seq_length // slices < _LEAST_TOKENS * cp:
+        return
+    zero = 1 if model.distributed_optimizer else 0
+    for name, recompute in product(schedules, model.recompute):
+        for share in LONG_SHARES:
+            candidate = Candidate(
+                stages, 1, recompute, name, slices=slices, zero_stage=zero, cp=cp, host_activations=share
+            )
+            estimate = estimator.estimate(candidate)
+            if estimate is None or goal.violation(candidate, estimate) > 0:
+                break
+            if estimator.fits(estimate):
+                yield candidate, estimate
+                break
+
+
+def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) -> list[int]:
+    """Layers of each stage such that all take as long.
+
+    Args:
+        total: Layers.
+        rates: Layers per second of each stage.
+        ends: Seconds of what else each stage does of a microbatch.
+        least: Layers of a stage at least.
+    """
+    layers = [least] * len(rates)
+    for _ in range(total - sum(layers)):
+        s = min(range(len(rates)), key=lambda s: (layers[s] + 1) / rates[s] + ends[s])
+        layers[s] += 1
+    return layers
+
+
+WORTH = 0.01
+"""A change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken."""
+LONG = 32768
+"""Sequences from which on context parallelism, the exchange and offload are tried."""
+TRIED = 3
+"""Plans of different kinds that are changed."""
+MOST_STEPS = 12
+"""Changes of one plan, one after the other."""
+MOST_OPERATIONS = 12_000
+"""Compute operations of the simulations of all changes, but for long sequences, where plans differ by more."""
+MOST_OPERATIONS_LONG = 240_000
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of activations in main memory."""
+SIZES = (2, 4, 8, 16)
+CLEAR = 0.03
+"""A change that is better by this share is taken without trying the others."""
+EXCHANGING = 4
+"""To simulate an exchange takes so many times as long."""
+
+
+def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:
+    """Add the changed plans to the outcome, the best first."""
+    if outcome.interrupted or progress.spent:
+        return
+    is_long = estimator.model.seq_length >= LONG
+    left = MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS
+    starts = _starts(outcome, goal)
+    if not starts and outcome.nearest is not None:
+        first = _fitting(estimator, goal, outcome.nearest[0])
+        starts = [] if first is None else [first]
+        outcome.found += starts
+    better: list[Found] = []
+    progress.text = "choices"
+    if is_long:
+        for candidate, estimate in regular_pipelines(estimator, goal, TRIED):
+            regular = _simulated(estimator, candidate, estimate)
+            starts += [] if regular is None else [regular]
+    starts.sort(key=lambda f: f.value(goal))
+    for i, start in enumerate(starts):
+        share = left // (len(starts) - i)
+        found, rest = _climb(estimator, goal, progress, start, share)
+        left += rest - share
+        if found not in outcome.found:
+            better.append(found)
+    if better or (starts and outcome.best is None):
+        outcome.found = confirm(estimator, goal, [*better, *outcome.found])
+        outcome.nearest = None if outcome.found else outcome.nearest
+
+
+def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
+    """The best plans of different schedules and numbers of stages."""
+    best: dict[object, Found] = {}
+    for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
+        best.setdefault((found.candidate.schedule, len(found.candidate.stages)), found)
+    return list(best.values())[:TRIED]
+
+
+def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> tuple[Found, int]:
+    """The plan with all changes that pay, and the operations that are left to simulate."""
+    current, tried = start, {start.candidate}
+    for _ in range(MOST_STEPS):
+        best = current
+        for candidate, estimate in _promising(estimator, goal, current, tried):
+            left -= _work(estimator, candidate)
+            if left < 0 or progress.spent:
+                return best, left
+            tried.add(candidate)
+            found = _simulated(estimator, candidate, estimate)
+            if found is not None and found.value(goal) < best.value(goal):
+                best = found
+            if best.value(goal) < current.value(goal) * (1 - CLEAR):
+                break
+        if best.value(goal) > current.value(goal) * (1 - WORTH):
+            break
+        current = best
+    return current, left
+
+
+def _work(estimator: Estimator, candidate: Candidate) -> int:
+    """Compute operations of a simulation, an exchange counted as what it takes."""
+    return max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
+
+
+def _promising(
+    estimator: Estimator, goal: Goal, current: Found, tried: set[Candidate]
+) -> list[tuple[Candidate, Estimate]]:
+    """Changes that fit into memory, in the order of their closed forms."""
+    out: list[tuple[float, int, Candidate, Estimate]] = []
+    for candidate in changes(estimator, goal, current.candidate):
+        if candidate in tried:
+            continue
+        estimate = _usable(estimator, goal, candidate)
+        if estimate is not None:
+            out.append((goal.value(estimate), len(out), candidate, estimate))
+    return [(candidate, estimate) for _, _, candidate, estimate in sorted(out, key=lambda item: item[:2])]
+
+
+def _usable(estimator: Estimator, goal: Goal, candidate: Candidate, fits: bool = True) -> Estimate | None:
+    if not schedule_of(candidate).runs(estimator, candidate):
+        return None
+    estimate = estimator.estimate(candidate)
+    if estimate is None or goal.violation(candidate, estimate) > 0:
+        return None
+    return estimate if not fits or estimator.fits(estimate) else None
+
+
+def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found | None:
+    """None where the runtime refuses it."""
+    try:
+        return Found(candidate, estimate, block_s(estimator, candidate, estimate))
+    except PlannerError:
+        return None
+
+
+def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate) -> Found | None:
+    """A plan that fits, by the changes that need the least memory; None where no change helps."""
+    estimate = _usable(estimator, goal, candidate, fits=False)
+    for _ in range(MOST_STEPS):
+        if estimate is None:
+            return None
+        if estimator.fits(estimate):
+            found = _simulated(estimator, candidate, estimate)
+            if found is not None:
+                return found
+        best = None
+        for changed in changes(estimator, goal, candidate):
+            other = _usable(estimator, goal, changed, fits=False)
+            if other is not None and other.fullest < (best or (None, estimate))[1].fullest * (1 - 1e-9):
+                best = changed, other
+        if best is None:
+            return None
+        candidate, estimate = best
+    return None
+
+
+def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
+    """Candidates with one thing changed."""
+    yield from _expert_parallel(estimator, c)
+    if len(c.stages) > 1 and not c.sizes:
+        yield from _vocabulary(estimator, c)
+        yield from _layers(c)
+    if estimator.model.seq_length >= LONG and not c.sizes:
+        yield from _context_parallel(c)
+        yield from _sliced(estimator, goal, c)
+        for recompute in estimator.model.recompute:
+            if recompute != c.recompute:
+                yield c.with_(recompute=recompute)
+                if schedule_of(c).cuts_sequences:
+                    yield from (c.with_(recompute=recompute, host_activations=share) for share in SHARES)
+        if not schedule_of(c).shards_parameters:
+            yield from (c.with_(host_activations=share) for share in (0.0, *SHARES) if share != c.host_activations)
+
+
+def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
+    """Experts divided over the ranks of a replica before they are cut."""
+    x, most = estimator.model.experts, max(g.tp for s in c.stages for g in s.groups)
+    if x is None or c.across_replicas or any(g.ep for s in c.stages for g in s.groups):
+        return
+    for ep in (1, *SIZES):
+        if ep != c.ep and ep <= most and x.count % ep == 0:
+            yield c.with_(ep=ep)
+
+
+def _context_parallel(c: Candidate) -> Iterator[Candidate]:
+    """Ranks that share sequences instead of cutting matrices, or instead of running sequences of their own."""
+    groups = [g for s in c.stages for g in s.groups]
+    for k in SIZES:
+        if all(g.tp % k == 0 for g in groups):
+            yield _divided(c, c.cp * k, tp=k)
+        if all(g.count % k == 0 for g in groups):
+            yield _divided(c, c.cp * k, count=k)
+        if c.cp % k == 0:
+            yield _divided(c, c.cp // k, count=Fraction(1, k))
+            if all(g.tp * k <= 8 for g in groups):
+                yield _divided(c, c.cp // k, tp=Fraction(1, k))
+
+
+def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | int = 1) -> Candidate:
+    """With another CP size, and TP sizes and numbers of replicas divided by these."""
+    stages = tuple(
+        Stage(s.layers, tuple(sorted(g._replace(tp=int(g.tp / tp), count=int(g.count / count)) for g in s.groups)))
+        for s in c.stages
+    )
+    return c.with_(cp=cp, stages=stages, depths=())
+
+
+def _sliced(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
+    """Other slices and chunks, the context exchange, and slices where there were none."""
+    for schedule in goal.allowed:
+        if len(c.stages) < 2 or not schedule.cuts_sequences:
+            continue
+        if schedule_of(c) is schedule:
+            yield from schedule.changes(estimator, c)
+        else:
+            plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False, depths=(), shares=None)
+            yield from schedule.variants(estimator, plain)
+
+
+def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
+    """Embeddings and output layer split over the stages, evenly and by speed, and layers balanced anew."""
+    if estimator.model.mtp_num_layers:
+        return  # their layers read whole tables
+    if c.rows:
+        yield c.with_(rows=())
+        return
+    rates, heads = [], []
+    for stage in c.stages:
+        units = [(g.count, estimator.unit_of(c, g)) for g in stage.groups]
+        rates.append(sum(n / (u.layer_f + u.layer_b) for n, u in units if u is not None))
+        heads.append(sum(n / (u.head_f + u.head_b) for n, u in units if u is not None))
+    if not all(rates) or not all(heads):
+        return
+    even = (1,) * len(heads)
+    by_speed = tuple(round(100 * h / min(heads)) for h in heads)
+    for shares in dict.fromkeys((even, by_speed)):
+        rows = rows_of(shares, estimator.model.tied_embeddings)
+        yield c.with_(rows=rows)
+        ends = [part / head for (part, _), head in zip(rows, heads)]
+        layers = balanced(sum(s.layers for s in c.stages), rates, ends, c.chunks)
+        stages = tuple(Stage(n, s.groups) for s, n in zip(c.stages, layers))
+        if stages != c.stages:
+            yield c.with_(rows=rows, stages=stages, shares=None)
+
+
+def _layers(c: Candidate) -> Iterator[Candidate]:
+    """A layer moved to the next stage or to the one before, for plans that have something else changed."""
+    if not (c.rows or c.exchange or c.cp > 1):
+        return
+    for i in range(len(c.stages) - 1):
+        for a, b in ((i, i + 1), (i + 1, i)):
+            if c.stages[a].layers > c.chunks:
+                stages = list(c.stages)
+                stages[a] = Stage(stages[a].layers - 1, stages[a].groups)
+                stages[b] = Stage(stages[b].layers + 1, stages[b].groups)
+                yield c.with_(stages=tuple(stages), shares=None)
+
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
 

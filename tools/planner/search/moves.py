@@ -9,9 +9,9 @@ from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..search.book import Groups
-from ..search.goal import Goal
 from ..search.pools import Limits, power_below
 from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel
+from .outcome import Goal
 
 MOST_CUTS = 10
 """Stages into which neighbouring stages of one kind are cut anew, at most."""

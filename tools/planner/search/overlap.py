@@ -11,8 +11,7 @@ from ..costs.estimate import Estimate, Estimator
 from ..costs.estimates import Unit
 from ..inputs.cluster import NodeGroup
 from .finish import confirm
-from .goal import Goal
-from .outcome import Found, Outcome, PassedOver, Shift
+from .outcome import Found, Goal, Outcome, PassedOver, Shift
 
 SMALL = 0.005
 """So much longer an iteration may be for less dependence on overlap.

@@ -19,7 +19,7 @@ from ..costs.estimate import Estimator, Unit
 from ..costs.layer import pool_size
 from ..inputs.documents import shares_left
 from ..inputs.model import Model
-from .unequal import SIZES
+from .poplar import SIZES
 
 Floats = NDArray[np.float64]
 NEAR = 3

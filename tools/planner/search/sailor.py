@@ -15,9 +15,9 @@ from ..costs.estimate import Estimator
 from ..search.book import Book
 from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
-from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.regions import expand, merge
+from .outcome import Goal
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARTS = 4

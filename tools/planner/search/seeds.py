@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
 from ..search.book import Book, Groups
-from ..search.goal import Goal
 from ..search.pools import Limits
+from .outcome import Goal
 
 TP_SIZES = (1, 2, 4, 8)
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)

@@ -6,16 +6,15 @@ import argparse
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..command import command
 from ..costs.estimate import Estimator
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from ..costs.runtime import runtime_for
 from ..costs.schedules import SCHEDULES
-from ..errors import PlannerError
+from ..errors import PlannerError, command
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.model import Model, model_of
 from ..inputs.profile_schema import load_profile
-from .goal import Goal
+from .outcome import Goal
 
 if TYPE_CHECKING:
     from megatron_het.plan import Plan

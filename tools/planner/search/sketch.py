@@ -19,8 +19,8 @@ from ..costs.estimate import Estimator, Unit, allocate
 from ..costs.schedules import schedule_of
 from ..costs.stages import tail_s
 from ..search.balance import Rooms, ends_at, layer_rooms, stage_load
-from ..search.goal import Goal
 from ..simulate.compiled import loops
+from .outcome import Goal
 
 Groups = tuple[tuple[Group, ...], ...]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from megatron_het.features import features_of
 from megatron_het.lowering import programs
@@ -11,22 +13,76 @@ from megatron_het.lowering.programs import planned_costs, schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Parts
-from megatron_het.schedule.generators.listing import ORDERS
-from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.ir import Program
-from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.simulate import Result
+from megatron_het.schedule.simulate import Result, simulate
+from megatron_het.schedule.transfers import post_receives_early
 
 from ..costs.build import build_plan, in_order_of, part_of, seats
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..costs.figures import figures_of
-from ..costs.neighbours import simulate_beside
 from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
-from .plain import Pipelines, pipelines_of, pipelines_s
-from .prices import Seats, costs_of, devices_of
-from .quick import can_price, compute_orders, makespan_s
+from .plain import Pipelines, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
+from .prices import Seats, costs_of, devices_of, figures_of
+
+# Devices of one machine that slow each other down while they are busy: processes on cores that share memory.
+#
+# A profile is taken with all devices busy, and each layer once more with the others waiting.  In a pipeline devices
+# wait for each other, so how fast an operation is depends on how often the others are busy beside it.
+
+
+ROUNDS = 3
+"""Simulations after the first; each takes the overlaps of the one before."""
+_SCALED = ("forward_s", "backward_s", "attention_forward_s", "attention_backward_s")
+
+
+def simulate_beside(program: Program, costs: Costs, shares: Sequence[float]) -> Result:
+    """Simulate operations that take less time while other devices wait.
+
+    Args:
+        program: What runs.
+        costs: As measured with all devices busy.
+        shares: By device, time of an operation while all others wait over its time while all are busy.
+    """
+    result = simulate(program, costs)
+    if min(shares) == 1:
+        return result
+    for _ in range(ROUNDS):
+        factors = [share + (1 - share) * busy for share, busy in zip(shares, others_busy(result), strict=True)]
+        result = simulate(program, _scaled(costs, factors))
+    return result
+
+
+def others_busy(result: Result) -> list[float]:
+    """By device, the mean share of the other devices that compute while it computes."""
+    spans = [[(result.start_s[i], result.end_s[i]) for i in queue] for queue in result.compute_queues]
+    total = len(spans)
+    edges = sorted(
+        chain.from_iterable(
+            ((start, 1, device), (end, -1, device)) for device, mine in enumerate(spans) for start, end in mine
+        )
+    )
+    active, now = [0] * total, 0.0
+    own, beside = [0.0] * total, [0.0] * total
+    for at, step, device in edges:
+        busy = [d for d in range(total) if active[d]]
+        for d in busy:
+            own[d] += at - now
+            beside[d] += (at - now) * (len(busy) - 1)
+        active[device], now = active[device] + step, at
+    return [b / o / (total - 1) if o and total > 1 else 1.0 for b, o in zip(beside, own, strict=True)]
+
+
+def _scaled(costs: Costs, factors: Sequence[float]) -> Costs:
+    """Passes of every device, times its factor."""
+    changes: dict[str, Any] = {
+        name: tuple(tuple(x * factor for x in row) for row, factor in zip(rows, factors, strict=True))
+        for name in _SCALED
+        if (rows := getattr(costs, name))
+    }
+    return replace(costs, **changes)
+
 
 MOST_REMEMBERED = 500_000
 """Compute operations of plans that are kept for other orders of the same."""

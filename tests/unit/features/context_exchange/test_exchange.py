@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Setting
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.layer_exchange import NO_EXCHANGE
-from megatron_het.attention.places import UNLIMITED, SliceContext
-from megatron_het.attention.reach import Reach
+from megatron_het.attention.places import NO_EXCHANGE, UNLIMITED, SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.exchange import ContextExchange, ExchangeError
-from megatron_het.features.context_exchange.limits import Limits, first_layers
+from megatron_het.features.context_exchange.helper import Limits, first_layers
 from megatron_het.features.context_exchange.spec import Units
-from megatron_het.features.slices.sequences import most_held, passes_of
+from megatron_het.features.slices.runtime import most_held, passes_of
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
 from megatron_het.plan import Placement

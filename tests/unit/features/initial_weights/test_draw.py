@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+from megatron_het.features.initial_weights import runtime
 from megatron_het.features.initial_weights.runtime import BLOCK_ROWS, fill
 from megatron_het.lowering.ranks import Segment, segments
 
@@ -44,6 +47,18 @@ def test_a_padded_table_begins_with_the_shorter_one():
     target = torch.empty(ROWS + 100, COLUMNS)
     fill(target, normal, "layer.weight", 7, full_size=ROWS + 100, dim=0, segments=[Segment(0, 0, ROWS + 100)])
     assert torch.equal(target[:ROWS], whole())
+
+
+def test_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch):
+    def drawn(draw: runtime.Draw) -> torch.Tensor:
+        target = torch.empty(ROWS, COLUMNS)
+        fill(target, draw, "layer.weight", 7, full_size=ROWS, dim=0, segments=[Segment(0, 0, ROWS)])
+        return target
+
+    monkeypatch.setattr(runtime, "_threads", lambda: 3)
+    of_torch = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)
+    assert runtime._takes_generator(of_torch) and not runtime._takes_generator(normal)
+    assert torch.equal(drawn(of_torch), drawn(normal))
 
 
 def test_name_and_seed_decide():

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from megatron_het.attention.blocks import take_blocks
-from megatron_het.features.mtp.later import LaterTokens
+from megatron_het.attention.places import take_blocks
+from megatron_het.features.mtp.runtime import LaterTokens
 
 _NAMES = {"tokens": "tokens", "positions": "position_ids", "labels": "labels", "masks": "loss_mask"}
 
@@ -62,7 +62,7 @@ def test_a_part_ends_with_what_the_next_one_begins_with() -> None:
 
 
 def test_labels_are_needed() -> None:
-    from megatron_het.features.mtp.later import PartialPasses
+    from megatron_het.features.mtp.runtime import PartialPasses
 
     model: Any = SimpleNamespace(post_process=False)
     with pytest.raises(RuntimeError, match="no labels, which multi-token prediction needs"):

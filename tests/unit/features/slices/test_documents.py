@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.documents.runtime import DocumentsFeature, DocumentStarts, of_microbatches, starts_of
-from megatron_het.features.slices.sequences import SlicedSequences
+from megatron_het.features.slices.runtime import SlicedSequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
 from megatron_het.schedule.cutting import Cutting

@@ -9,7 +9,7 @@ import torch
 
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Setting
-from megatron_het.features.slices.sequences import SlicedSequences, cut_batch, most_held, passes_of
+from megatron_het.features.slices.runtime import SlicedSequences, cut_batch, most_held, passes_of
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators import generate

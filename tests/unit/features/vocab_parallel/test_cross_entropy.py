@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_het.features.vocab_parallel.cross_entropy import ShardLogits, log_sum_exp, merge, token_losses
+from megatron_het.features.vocab_parallel.runtime import ShardLogits, log_sum_exp, merge, token_losses
 
 TOKENS, BATCH, ROWS = 7, 2, 24
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.features.vocab_parallel.embedding import token_edges
-from megatron_het.features.vocab_parallel.layers import Team, VocabularyShard, edges, sides_of
+from megatron_het.features.vocab_parallel.layers import Team, VocabularyShard, edges, sides_of, token_edges
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
 from megatron_het.runtime.data import Batches

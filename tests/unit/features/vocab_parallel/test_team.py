@@ -13,7 +13,7 @@ from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron_het.features.vocab_parallel import output_layer as team  # noqa: E402
+from megatron_het.features.vocab_parallel import runtime as team  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape  # noqa: E402
 from megatron_het.report.timeline import Timeline  # noqa: E402

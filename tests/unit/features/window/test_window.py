@@ -153,7 +153,7 @@ def test_updates_are_operations_only_when_made_at_once() -> None:
 def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron_het.features.window.layout import layered_layout
+    from megatron_het.features.window.building import layered_layout
 
     chunk = torch.nn.Module()
     chunk.embedding = torch.nn.Embedding(5, 7)
@@ -207,8 +207,7 @@ def fake_chunk() -> SimpleNamespace:
 
 
 def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 
     ddp, use = fake_chunk(), WindowUse()
     first, second = (layer.weight for layer in ddp.module.layers)
@@ -233,8 +232,7 @@ def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> Non
 
 
 def test_an_update_of_the_shard_is_seen_at_the_next_opening() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 
     ddp = fake_chunk()
     chunk = ChunkWindow(ddp, True, WindowUse())
@@ -249,8 +247,7 @@ def test_an_update_of_the_shard_is_seen_at_the_next_opening() -> None:
 
 
 def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 
     ddp, use = fake_chunk(), WindowUse()
     chunk = ChunkWindow(ddp, False, use)
@@ -279,7 +276,7 @@ def closed_chunk(use: Any) -> Any:
 
 
 def test_a_closed_chunk_is_lent_its_own_part_and_closed_again() -> None:
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import WindowUse
 
     use = WindowUse()
     chunk = closed_chunk(use)
@@ -291,7 +288,7 @@ def test_a_closed_chunk_is_lent_its_own_part_and_closed_again() -> None:
 
 
 def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import WindowUse
 
     chunk = closed_chunk(WindowUse())
     chunk.take_shards()  # nothing was loaded
@@ -310,7 +307,7 @@ def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
 
 def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
     """Only this rank's part of what was loaded stays; an open chunk is left open."""
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import WindowUse
 
     use = WindowUse()
     chunk = closed_chunk(use)
@@ -331,8 +328,7 @@ def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
 
 def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
     """The result is that of one pass over everything, in upstream's order."""
-    from megatron_het.features.window.chunk import chunk_by_chunk
-    from megatron_het.features.window.memory import WindowUse
+    from megatron_het.features.window.chunk import WindowUse, chunk_by_chunk
 
     class Upstream:
         opened: list[int] = []

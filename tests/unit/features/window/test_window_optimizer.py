@@ -12,8 +12,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_het.features.window.chunk import ChunkWindow
-from megatron_het.features.window.memory import WindowUse
+from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 from megatron_het.features.window.optimizer import ChunkedOptimizer
 from megatron_het.features.window.spec import WindowOptions
 from tests.unit.features.window.test_window import fake_chunk

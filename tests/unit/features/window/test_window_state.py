@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_het.features.window.memory import WindowUse
+from megatron_het.features.window.chunk import WindowUse
 from megatron_het.features.window.state import Entry, OffloadedState, UndoLog, moments
 
 

@@ -13,10 +13,9 @@ from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron_het.features.zero_bubble import weight_gradients  # noqa: E402
-from megatron_het.features.zero_bubble.runtime import ZeroBubbleFeature  # noqa: E402
+from megatron_het.features.zero_bubble import runtime as weight_gradients  # noqa: E402
+from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients, ZeroBubbleFeature  # noqa: E402
 from megatron_het.features.zero_bubble.spec import ZeroBubble, ZeroBubbleOptions  # noqa: E402
-from megatron_het.features.zero_bubble.weight_gradients import SplitForward, WeightGradients  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import PlanError  # noqa: E402
 from megatron_het.runtime.feature import BackwardPass  # noqa: E402

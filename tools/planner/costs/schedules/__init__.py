@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_het.schedule.paths import V_SHAPED
+from megatron_het.schedule.ir import V_SHAPED
 
 from ..candidate import Candidate
 from .base import Schedule
-from .interleaved import Interleaved
 from .ministage import Ministage
-from .one_f_one_b import OneFOneB
+from .one_f_one_b import Interleaved, OneFOneB, VShaped
 from .slimpipe import SlimPipe
-from .v_shaped import VShaped
 
 
 class _Other(Schedule):

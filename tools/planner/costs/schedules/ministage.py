@@ -7,14 +7,50 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_het.features import host_parameters, switches
-from megatron_het.plan.routing import route
+from megatron_het.plan.placement import route
 
 from ..candidate import Candidate, chunk_layers
 from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, rank_bytes, rank_parameters
 from ..operating import OperatingPoints
 from .base import Place, Schedule, State
-from .interleaved import CHUNKS
-from .laps import laps_s, mean_s
+from .one_f_one_b import CHUNKS
+
+# How long the ministages of a pipeline take in one direction (Zorse, section 4.1.1).
+
+
+def laps_s(
+    one_s: Sequence[Sequence[float]], all_s: Sequence[Sequence[float]], transfers_s: Sequence[float], busiest_s: float
+) -> float:
+    """Seconds from the first start of the first stage to the last end of the last one.
+
+    A stage begins a ministage when it has ended the one before and the first microbatch has arrived.  It
+    ends when it has done all microbatches, the last of which arrives when the stage before has ended.
+
+    Args:
+        one_s: ``[stage][ministage]``, one microbatch.
+        all_s: ``[stage][ministage]``, all microbatches of the slowest replica.
+        transfers_s: One transfer over each boundary; from the last stage back to the first it takes the longest.
+        busiest_s: All transfers of a ministage over the busiest link.
+    """
+    count = len(one_s)
+    ways = [max(transfers_s, default=0.0), *transfers_s]
+    end = [0.0] * count
+    first, last = 0.0, 0.0  # when the first and the last microbatch leave the stage before
+    for c in range(len(one_s[0])):
+        for s in range(count):
+            way = ways[s] if count > 1 and (s or c) else 0.0
+            begin = max(end[s], first + way)
+            end[s] = max(begin + max(all_s[s][c], busiest_s if c else 0.0), last + way + one_s[s][c] if s else 0.0)
+            first, last = begin + one_s[s][c], end[s]
+        if count == 1:
+            first = 0.0
+    return end[-1]
+
+
+def mean_s(times: Sequence[Sequence[float]], microbatches: Sequence[int]) -> list[float]:
+    """The mean over kinds of replicas, weighted by what each runs."""
+    whole = sum(microbatches)
+    return [sum(t * k for t, k in zip(column, microbatches)) / whole for column in zip(*times)]
 
 
 class Ministage(Schedule):
@@ -63,7 +99,7 @@ class Ministage(Schedule):
         transfers: Sequence[float],
         total: int,
     ) -> Pipeline:
-        """One lap per ministage and direction (``laps.py``).
+        """One lap per ministage and direction.
 
         Gathers of the next ministage overlap with the current one; what does not fit is exposed, and so is
         the first gather of the iteration.

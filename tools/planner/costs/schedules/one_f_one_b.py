@@ -2,12 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from megatron_het.schedule.generators import chunks_held
 
 from ..candidate import Candidate
 from ..estimates import Estimate, Pipeline, StageTimes, Unit, divided_alike
 from ..operating import OperatingPoints
-from .base import Schedule
+from .base import Place, Schedule
+
+# Interleaved 1F1B: several chunks per stage, in groups of as many microbatches as there are stages.
+
+
+CHUNKS = (2, 3, 4, 6, 8, 12, 16)
+
+
+class Interleaved(Schedule):
+    """Megatron's virtual stages."""
+
+    name = "interleaved"
+    is_stock = True
+    needs_equal_widths = True
+    fills_by_stages = True
+
+    def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
+        """Several stages, and microbatches in whole groups, in the plan and in each of its blocks."""
+        if len(candidate.stages) == 1:
+            return False  # chunks of a single stage follow each other as its layers do
+        total = estimator.model.global_batch_size // candidate.micro_batch_size
+        return total % (len(candidate.stages) * candidate.blocks) == 0
+
+    def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
+        """With several numbers of chunks."""
+        alike = len({sum(g.count for g in s.groups) for s in plain.stages}) == 1
+        if len(plain.stages) < 2 or not alike or not self.runs(estimator, plain):
+            return
+        least = min(s.layers for s in plain.stages)
+        for chunks in (n for n in CHUNKS if n <= least):
+            yield plain.with_(schedule=self.name, chunks=chunks)
+
+    def most_pieces(self, estimator: OperatingPoints) -> int:
+        """A chunk per layer."""
+        return estimator.model.num_layers
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """SlimPipe, Table 2."""
+        count, v = len(candidate.stages), candidate.chunks
+        return min(float(stage.microbatches[i]), (2 * (count - 1 - s) + (v - 1) * count + 1) / candidate.chunks_of(s))
+
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
+        """SlimPipe, Table 2."""
+        v = like.chunks
+        return min(place.microbatches, (2 * place.after + (v - 1) * place.stages + 1) / v)
+
+
+# ZB-V and V-Half: two chunks per stage in a V.  Plans that ask for them are priced; the search does not try them.
+
+
+class VShaped(Schedule):
+    """The first stage has the embedding and the output layer, and all stages hold about as much.
+
+    Args:
+        name: Of the schedule.
+    """
+
+    has_order = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """Half of the chunks that the building block holds."""
+        held = chunks_held(self._name, len(candidate.stages))[s]
+        return min(float(stage.microbatches[i]), held / candidate.chunks)
+
 
 MISMATCH_WITH_SLACK = (0.01, 0.003, 0.0, 0.03)
 

@@ -1,0 +1,1 @@
+"""CUDA graphs of layers under a plan."""

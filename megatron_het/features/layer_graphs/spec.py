@@ -1,0 +1,155 @@
+"""CUDA graphs of layers (``--cuda-graph-impl``), and what they cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.families import family_of
+from megatron_het.features.activation_offload.spec import ActivationOffload
+from megatron_het.features.base import Feature, flag_of
+from megatron_het.features.documents.spec import asked_by
+from megatron_het.features.experts.spec import GLOBAL, balancing_of
+from megatron_het.features.slices.spec import cuts_sequences
+from megatron_het.features.window.spec import Window
+from megatron_het.plan import Plan, PlanError
+
+NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
+"""Values of ``--cuda-graph-impl`` that a plan can have: no graphs, Megatron's own, Transformer Engine's."""
+_FLAG, _PARTS_FLAG = "--cuda-graph-impl", "--cuda-graph-modules"
+_GRAPHS, _LAYER = (
+    "megatron.core.transformer.cuda_graphs",
+    "megatron.core.transformer.transformer_layer.TransformerLayer",
+)
+_POSITIONS = ("rope", "learned_absolute", "none")
+_BESIDE = {
+    Window(): "a graph reads weights and adds to gradients where they were at its capture; a window moves them",
+    ActivationOffload(): "what a graph keeps for its backward stays in the graph's memory, which cannot be moved",
+}
+"""Features of a plan that no graph can go with, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraphsOptions:
+    """There is nothing to choose: Megatron's own flags say what is captured."""
+
+
+class LayerGraphs(Feature):
+    """Layers, or parts of them, that the device runs from CUDA graphs.
+
+    Every forward and backward of a layer in an iteration has a graph of its own, captured in the order of the plan's
+    program: the graphs share memory, which is right as long as they run in the order in which they were captured.
+    """
+
+    name = "layer_graphs"
+    title = "CUDA graphs of layers"
+    options = LayerGraphsOptions
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_GRAPHS}.create_cudagraphs": "f3e8ce233f0b39e6fc19a5e5010d37a1780fbfa9eb01bb93887226609b3d44f3",
+        f"{_GRAPHS}.set_current_microbatch": "5549f8678af1fe2d722afb8bd56c292e4bb2caf4ae88cfcd1cbef1410bd0e9b0",
+        f"{_LAYER}._te_cuda_graph_capture": "eb0c33a3ab0eb49a6db43cf52b623242e03fdc571d0e55c1e37fc8a6774ac8f0",
+        f"{_LAYER}._te_cuda_graph_replay": "a33f124f4b541f1d27d4a481b56a708763750c88d00cde0a40050b2675952311",
+    }
+
+    def options_of(self, plan: Plan) -> LayerGraphsOptions:
+        """On with every plan; without the flag it does nothing."""
+        del plan
+        return LayerGraphsOptions()
+
+    def check(self, plan: Plan) -> None:
+        """A plan says nothing of graphs."""
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse what cannot be captured."""
+        kind = getattr(args, "cuda_graph_impl", NONE)
+        if kind == NONE:
+            return
+        for flag, value, problem, hint in _problems(plan, args, kind, captured(args)):
+            raise PlanError(flag, value, problem, hint)
+
+
+def captured(args: Any) -> frozenset[str]:
+    """The parts of layers that graphs are asked for, by Megatron's names; none for whole layers."""
+    parts = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope_deprecated", None) or ()
+    return frozenset(getattr(part, "name", part) for part in parts) - {"full"}
+
+
+def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
+    """What is wrong, each as flag, value, problem and what to do."""
+    if kind not in (LOCAL, BY_TE) or "full_iteration" in parts:
+        problem = "the host posts transfers and waits for them all through an iteration of a plan"
+        yield _FLAG, kind, problem, f"Capture layers: {BY_TE} or {LOCAL}"
+    if getattr(args, "recompute_granularity", None) == "full" or plan.training.recompute == "full":
+        problem = "full recomputation runs layers again in their backward, outside of graphs"
+        yield _FLAG, kind, problem, "Recompute selectively, or not at all"
+    for feature, problem in _BESIDE.items():
+        if feature.options_of(plan) is not None:
+            yield _FLAG, kind, problem, "Leave one of them out"
+    if family_of(args).pattern(args):
+        yield _FLAG, kind, "the layers of a hybrid model have not been tried in graphs", "Leave it out"
+    yield from _problems_of_local(plan, args, parts) if kind == LOCAL else _problems_of_te(args, parts)
+    yield from _problems_of_attention(plan, args, kind, not parts or "attn" in parts or kind == LOCAL)
+    if getattr(args, "num_experts", None):
+        yield from _problems_of_experts(plan, args, kind, parts)
+
+
+def _problems_of_local(plan: Plan, args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
+    if parts & {"attn", "mlp"}:
+        problem = f"{LOCAL} graphs of a GPTModel hold whole layers, whatever part of them is named"
+        yield _PARTS_FLAG, " ".join(sorted(parts)), problem, f"Leave the flag out, or use {_FLAG} {BY_TE}"
+    if getattr(args, "mtp_num_layers", None):
+        problem = f"multi-token prediction under a plan runs its layers at other times than {LOCAL} graphs expect"
+        yield _FLAG, LOCAL, problem, f"Use {BY_TE}, which leaves these layers out"
+
+
+def _problems_of_te(args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
+    del parts
+    layers = getattr(args, "transformer_impl", BY_TE)
+    if layers != BY_TE:
+        problem = "Transformer Engine captures its own layers"
+        yield _FLAG, BY_TE, problem, f"Use --transformer-impl {BY_TE}, or {_FLAG} {LOCAL}"
+
+
+def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> Iterator[tuple[str, Any, str, str]]:
+    """What keeps attention out of graphs."""
+    if not inside:
+        return
+    outside = f"Leave attention outside: {_FLAG} {BY_TE} {_PARTS_FLAG} mlp (of experts: moe_router)"
+    if cuts_sequences(plan):
+        problem = (
+            "a slice attends to the keys of the slices before it, as many as have been computed, and a graph has one "
+            "number of keys"
+        )
+        yield _FLAG, kind, problem, outside
+    if flag := asked_by(args):
+        yield (
+            flag_of(flag),
+            True,
+            "where documents begin is different in every iteration, and a graph has it once",
+            outside,
+        )
+    positions = getattr(args, "position_embedding_type", "rope")
+    if positions not in _POSITIONS and not getattr(args, "multi_latent_attention", False):
+        problem = f"Megatron captures attention with positions {', '.join(_POSITIONS)} only"
+        yield "--position-embedding-type", positions, problem, outside
+
+
+def _problems_of_experts(
+    plan: Plan, args: Any, kind: str, parts: frozenset[str]
+) -> Iterator[tuple[str, Any, str, str]]:
+    padded = getattr(args, "moe_expert_capacity_factor", None) and getattr(
+        args, "moe_pad_expert_input_to_capacity", False
+    )
+    if not parts and not padded:
+        problem = "the host waits for the number of tokens of every expert, and a graph cannot wait"
+        yield _FLAG, kind, problem, f"Name what can be captured: {_PARTS_FLAG} attn moe_router"
+    routed = not parts or parts & {"moe", "moe_router"}
+    if routed and (cuts_sequences(plan) or GLOBAL in balancing_of(args)):
+        problem = "balancing losses of several passes are put together by the host"
+        yield (
+            _PARTS_FLAG,
+            " ".join(sorted(parts)) or "(whole layers)",
+            problem,
+            f"Capture dense parts: {_PARTS_FLAG} attn",
+        )

@@ -1,0 +1,47 @@
+"""Layers captured by a stand-in for Transformer Engine train as stock Megatron does in one process without graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.combination_cases import case_of, pair_row
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from tests.functional.selected import tiers
+
+BAR = 1e-5
+
+
+def made(name: str, *parts: str, **features: object) -> Case:
+    flags = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1")
+    modules = ("--cuda-graph-modules", *parts) if parts else ()
+    case = case_of(pair_row(features.items()), name, 0)
+    return replace(case, own=(*case.own, *flags, *modules))
+
+
+CASES = [
+    made("graphs-1f1b", schedule="1f1b"),
+    made("graphs-interleaved", "attn", schedule="interleaved"),
+    made("graphs-zb-v", schedule="zb-v"),
+    made("graphs-slimpipe", "mlp", schedule="slimpipe"),
+    made("graphs-overlap", overlap="gradients and parameters", distributed_optimizer=True),
+    made("graphs-unequal-microbatches", microbatches="unequal"),
+]
+BY_NAME = {case.name: case for case in CASES}
+FULL = {"graphs-1f1b", "graphs-interleaved", "graphs-overlap", "graphs-unequal-microbatches"}
+
+
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
+def test_equals_one_process(name: str, lab: Lab) -> None:
+    case = BY_NAME[name]
+    job = lab.job(case)
+    assert job.setup is not None
+    job = replace(job, setup=("tests.functional.captured_layers:observe", job.setup[1]), timeout_s=240.0)
+    lab.runner.run(job)
+    replays = [int((job.log_dir / f"replays-{rank}").read_text()) for rank in range(case.plan.world_size)]
+    assert min(replays) > 0
+    found = compare(job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found

@@ -1,0 +1,454 @@
+"""The command ``init``: a cluster file with comments, from what the machine says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_het.safe_io import parse_yaml
+
+from ..errors import PlannerError, command
+from ..inputs.catalog import catalog, find_gpu
+from ..inputs.cluster import cluster_from_document
+from ..inputs.files import check_target, write_text
+from ..inputs.names import SLURM_RULES, comment, expanded_hosts, host_problem
+from ..report.tables import say
+
+# What this machine and Slurm say about nodes and GPUs.  Every question has a time limit and changes nothing.
+
+
+# From what drivers and Slurm call a GPU to the catalog's name.
+
+
+GIB = 2.0**30
+
+
+class Named(NamedTuple):
+    """A GPU of the catalog; ``doubt`` says what the name left open."""
+
+    name: str
+    doubt: str = ""
+
+
+_RULES: tuple[tuple[str, str], ...] = (
+    (r"gh200", "GH-96"),
+    (r"gb300", "GB300"),
+    (r"gb200", "GB200"),
+    (r"b300", "B300"),
+    (r"b200", "B200"),
+    (r"h200", "H200"),
+    (r"h100.*nvl", "H100-NVL"),
+    (r"h100.*pcie", "H100-PCIe"),
+    (r"h100", "H100-SXM"),
+    (r"h800", "H800"),
+    (r"h20\b", "H20"),
+    (r"a800", "A800"),
+    (r"mi250", "MI250X"),
+    (r"mi300x", "MI300X"),
+    (r"mi325x", "MI325X"),
+    (r"mi350x", "MI350X"),
+    (r"mi355x", "MI355X"),
+    (r"l40s", "L40S"),
+    (r"l40\b", "L40"),
+    (r"l4\b", "L4"),
+    (r"\ba40\b", "A40"),
+    (r"p100", "P100-16"),
+    (r"rtx pro 6000", "RTX-PRO-6000"),
+    (r"(rtx 6000 ada|6000 ada)", "RTX-6000-Ada"),
+    (r"rtx 8000", "RTX-8000"),
+    (r"(rtx )?a5000", "A5000"),
+    (r"a10g", "A10G"),
+    (r"(\b|tesla)t4\b", "T4"),
+    (r"(rtx )?a6000", "A6000"),
+    (r"5090", "RTX-5090"),
+    (r"4090", "RTX-4090"),
+    (r"3090", "RTX-3090"),
+    (r"2080", "RTX-2080"),
+    (r"titan rtx", "Titan-RTX"),
+)
+"""First match wins; kinds with several sizes of memory are below."""
+_BY_MEMORY = {"a100": (("A100-40", 40), ("A100-80", 80)), "v100": (("V100-16", 16), ("V100-32", 32))}
+
+
+def catalog_name(text: str, memory_bytes: float | None = None) -> Named | None:
+    """The catalog's GPU for a name as ``nvidia-smi`` or Slurm give it; None when it has none.
+
+    Args:
+        text: For example ``NVIDIA A100-SXM4-80GB``, ``a100`` or ``nvidia_h100_80gb_hbm3``.
+        memory_bytes: Memory of the GPU, when known.
+    """
+    plain = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    for word, sizes in _BY_MEMORY.items():
+        if word not in plain:
+            continue
+        said = re.search(r"(\d+) ?gb?\b", plain)
+        gib = memory_bytes / GIB if memory_bytes else float(said.group(1)) if said else None
+        if gib is None:
+            names = " or ".join(name for name, _ in sizes)
+            return Named(sizes[0][0], f"{names}: the name does not say how much memory it has")
+        return Named(min(sizes, key=lambda entry: abs(entry[1] - gib))[0])
+    return next((Named(name) for pattern, name in _RULES if re.search(pattern, plain)), None)
+
+
+LIMIT_S = 30.0
+_MOST = 4 << 20
+_MOST_LINES = 20_000
+_UNUSABLE = re.compile(r"down|drain|fail|maint|reserved|power(ed|ing)_down|unknown|not_responding|no_respond|\*")
+"""States of nodes that no job of today gets; a star marks one that does not answer."""
+
+
+class Seen(NamedTuple):
+    """GPUs of a node that were found.
+
+    Attributes:
+        name: What the driver or Slurm calls the GPU.
+        gpu: The same in the catalog, None when it has none.
+        count: How many a node has.
+        gres: Slurm's name; empty where nobody said one.
+    """
+
+    name: str
+    gpu: Named | None
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    gres: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Equal nodes that were found.
+
+    Attributes:
+        gpus: Those of each node, in the order in which they were listed.
+        hosts: Their names, when known.
+        count: How many nodes.
+        memory_bytes: Main memory of a node.
+        network: Bytes per second of a node, and how that is known.
+        slurm: Partition, constraint and cores, as far as known.
+    """
+
+    gpus: tuple[Seen, ...]
+    count: int = 1
+    hosts: tuple[str, ...] = ()
+    memory_bytes: float | None = None
+    network: tuple[float, str] | None = None
+    slurm: tuple[tuple[str, str], ...] = ()
+
+
+def ask(command: Sequence[str]) -> str | None:
+    """The answer of a program; None when it is not there.
+
+    Raises:
+        PlannerError: The program fails or does not answer in time.
+    """
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PlannerError(command[0], "(answer)", None, f"no answer in {LIMIT_S:.0f} s") from None
+    except OSError as error:
+        raise PlannerError(command[0], "(answer)", None, f"cannot be started: {error.strerror}") from None
+    said = done.stdout[:_MOST].decode("utf-8", "replace")
+    if done.returncode:
+        reason = (done.stderr[:2000].decode("utf-8", "replace") or said).strip()
+        raise PlannerError(command[0], "(answer)", None, f"failed with exit code {done.returncode}: {reason}")
+    return said
+
+
+def this_machine(hosts: Sequence[str] = ()) -> list[Nodes]:
+    """The GPUs that ``nvidia-smi`` lists; none without the program.
+
+    Args:
+        hosts: Names of nodes like this one; this one alone when empty.
+    """
+    said = ask(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    found: list[tuple[str, float | None]] = []
+    for line in (said or "").splitlines()[:1024]:
+        name, _, size = (part.strip() for part in line.partition(","))
+        if name:
+            memory = float(size) * 2.0**20 if re.fullmatch(r"[0-9]{1,9}", size) else None
+            found.append((name, memory))
+    if not found:
+        return []
+    gpus = tuple(Seen(name, catalog_name(name, size), len(list(same))) for (name, size), same in groupby(found))
+    return [Nodes(gpus, len(hosts) or 1, tuple(hosts), memory_bytes=_main_memory(), network=_network())]
+
+
+def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
+    """The nodes with GPUs that ``sinfo`` lists, equal ones together, and those left out; None without the program.
+
+    A node counts in the first partition that lists it, the default one first.  Nodes that are down, drained or
+    reserved are left out.
+    """
+    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T|%c"])
+    if said is None:
+        return None
+    lines = said.splitlines()
+    if len(lines) > _MOST_LINES:
+        problem = f"{len(lines)} lines, more than the {_MOST_LINES} of any cluster file"
+        raise PlannerError("sinfo", "(answer)", None, problem, "Write the cluster file by hand (docs/planner.md)")
+    rows = [line.split("|") for line in lines if line.count("|") in (4, 5, 6)]
+    rows.sort(key=lambda row: not row[1].strip().endswith("*"))
+    groups: dict[tuple[str, str, str, str, tuple[tuple[str, int], ...]], list[str]] = {}
+    placed: set[str] = set()
+    left_out = []
+    for host, partition, gres, features, memory, *more in ([cell.strip() for cell in row] for row in rows):
+        if host in placed or host_problem(host):
+            continue
+        placed.add(host)
+        state, cores = [*more, "", ""][:2]
+        if _UNUSABLE.search(state.lower()):
+            left_out += [f"{host} ({state[:20]})"] if _gpus_of(gres) else []
+            continue
+        if gpus := tuple(_gpus_of(gres)):
+            groups.setdefault((partition.rstrip("*"), features, memory, cores, gpus), []).append(host)
+    return [_slurm_group(*key, hosts) for key, hosts in groups.items()], left_out
+
+
+def _slurm_group(
+    partition: str, features: str, memory: str, cores: str, gpus: tuple[tuple[str, int], ...], hosts: list[str]
+) -> Nodes:
+    words = [word for word in features.split(",") if word not in ("", "(null)")]
+    by_feature = {word: found for word in words if (found := catalog_name(word))}
+    constraint = next(iter(by_feature), "")
+    seen = []
+    for kind, count in gpus:
+        named = catalog_name(kind) if kind else None
+        if constraint and len(gpus) == 1 and (named is None or named.doubt):  # a feature is that of the node
+            named = by_feature[constraint] if named is None or not by_feature[constraint].doubt else named
+        gres = f"gpu:{kind}" if kind else "gpu"
+        seen.append(Seen(kind or ",".join(words) or "gpu", named, count, "" if SLURM_RULES["gres"](gres) else gres))
+    slurm = {"partition": partition, "constraint": constraint}
+    kept = tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text))
+    return Nodes(
+        tuple(seen),
+        count=len(hosts),
+        hosts=tuple(hosts),
+        memory_bytes=float(memory) * 2.0**20 if re.fullmatch(r"[0-9]{1,12}", memory) else None,
+        slurm=kept + ((("cpus", cores),) if re.fullmatch(r"[1-9][0-9]{0,2}", cores) else ()),
+    )
+
+
+def _gpus_of(gres: str) -> list[tuple[str, int]]:
+    """(type, number) of the GPUs in Slurm's text, e.g. ``gpu:a100:8(S:0-1),gpu:2``; the type may be empty."""
+    found = []
+    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+        words = part.strip().split(":")
+        if words[0] == "gpu" and len(words) in (2, 3) and re.fullmatch(r"[0-9]{1,4}", words[-1]) and int(words[-1]):
+            found.append((words[1] if len(words) == 3 else "", int(words[-1])))
+    return found
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """Names from ``n1,n2`` or ``n[01-16,20]``.
+
+    Raises:
+        PlannerError: Not a list of host names.
+    """
+    try:
+        return tuple(dict.fromkeys(expanded_hosts(text)))
+    except ValueError as error:
+        raise PlannerError("command line", "--hosts", text, str(error), "Like n1,n2 or n[01-16]") from None
+
+
+def _main_memory() -> float | None:
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (OSError, ValueError):
+        return None
+
+
+def _network(base: Path = Path("/sys/class")) -> tuple[float, str] | None:
+    """What the network cards of this machine say: all InfiniBand ports together, else the fastest Ethernet card."""
+    ports = sum(_number(file, r"([0-9.]+) Gb/sec") or 0.0 for file in base.glob("infiniband/*/ports/*/rate"))
+    if ports:
+        return ports * 1e9 / 8, "all InfiniBand ports of this machine"
+    cards = [_number(file, r"([0-9]+)$") or 0.0 for file in base.glob("net/*/speed") if file.parent.name != "lo"]
+    if cards and max(cards) > 0:
+        return max(cards) * 1e6 / 8, "the fastest network card of this machine"
+    return None
+
+
+def _number(file: Path, pattern: str) -> float | None:
+    """A number in one of the kernel's small files."""
+    try:
+        found = re.match(pattern, file.read_text(encoding="ascii")[:200].strip())
+    except (OSError, ValueError):
+        return None
+    return float(found.group(1)) if found else None
+
+
+__all__ = ["GIB", "Nodes", "Seen", "ask", "host_names", "slurm_nodes", "this_machine"]
+
+
+UNKNOWN = "FILL-IN"
+
+
+def init(options: argparse.Namespace) -> int:
+    """Ask, write, say what is left to do."""
+    check_target(options.out, "--out", (".yaml", ".yml"))
+    if os.path.lexists(options.out) and not options.force:
+        raise PlannerError(
+            "command line", "--out", options.out, "this file is there already", "Give another name, or --force"
+        )
+    found, source, left_out = _found(options)
+    text = cluster_text(found, source)
+    todo = [gpu.name for nodes in found for gpu in nodes.gpus if gpu.gpu is None]
+    if not todo:  # what is written can be read
+        cluster_from_document(parse_yaml(text, options.out), options.out)
+    write_text(options.out, text)
+    body = {
+        "cluster": options.out,
+        "source": source,
+        "nodes": [
+            {"gpu": g.gpu.name if g.gpu else None, "seen": g.name, "count": nodes.count, "gpus_per_node": g.count}
+            for nodes in found
+            for g in nodes.gpus
+        ],
+        "unknown": todo,
+        "left_out": left_out,
+    }
+    say(body, options, *_lines(found, source, options.out), *_left_out(left_out))
+    return 0
+
+
+def _left_out(nodes: Sequence[str]) -> list[str]:
+    if not nodes:
+        return []
+    more = f" and {len(nodes) - 20} more" if len(nodes) > 20 else ""
+    return [f"Left out, because no job gets them now: {', '.join(nodes[:20])}{more}"]
+
+
+def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
+    """Returns what there is, who says so, and which nodes cannot be used now."""
+    hosts = host_names(options.hosts) if options.hosts else ()
+    if options.gpu:
+        find_gpu(options.gpu, {}, "command line", "--gpu")
+        seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node)
+        return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
+    if options.source in ("auto", "slurm") and not hosts:
+        nodes_of_slurm = _of_slurm(options)
+        if nodes_of_slurm and nodes_of_slurm[0]:
+            return nodes_of_slurm[0], "sinfo", nodes_of_slurm[1]
+        if options.source == "slurm":
+            what = "sinfo is not on PATH" if nodes_of_slurm is None else "sinfo lists no node with GPUs (gres gpu)"
+            if nodes_of_slurm and nodes_of_slurm[1]:
+                what += f" that is up: {', '.join(nodes_of_slurm[1][:5])}"
+            raise PlannerError("command line", "--from", "slurm", what, "Run it where Slurm's commands work")
+    if options.source != "slurm" and (here := this_machine(hosts)):
+        return here, "nvidia-smi", []
+    raise PlannerError(
+        "command line",
+        "--from",
+        options.source,
+        "no GPU was found: neither sinfo nor nvidia-smi lists one",
+        "Run it on a node with GPUs or where Slurm's commands work, or say what there is: "
+        "--gpu A100-40 --gpus-per-node 8 --hosts n[1-4]",
+    )
+
+
+def _of_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:
+    """Nodes that Slurm lists; where nobody insists on Slurm, one that does not answer is no error if there are GPUs."""
+    try:
+        return slurm_nodes()
+    except PlannerError:
+        if options.source == "slurm" or not this_machine():
+            raise
+        return None
+
+
+def cluster_text(found: Sequence[Nodes], source: str) -> str:
+    """The cluster file."""
+    lines = [
+        f"# Cluster file written by '{command()} init' from {source}. Check the lines that say so.",
+        "# Every key is described in docs/planner.md.",
+        "name: cluster",
+        "nodes:",
+    ]
+    for nodes in found:
+        lines += _group(nodes)
+    lines += [
+        "# Zones or regions that are far from each other need a link, for example:",
+        "# links:",
+        "#   - {between: [us-a, eu-b], bytes_per_s: 0.5e9, latency_s: 0.09, usd_per_gb: 0.02}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _group(nodes: Nodes) -> list[str]:
+    several = len(nodes.gpus) > 1
+    lines = [f"  # Found: {nodes.count} x {comment(_seen(nodes))}."]
+    if any(seen.gpu is None for seen in nodes.gpus):
+        which = "a GPU of these" if several else "such GPU"
+        lines.append(f"  # The catalog has no {which}: CHECK. Name the nearest one, or describe it under 'gpus:'.")
+    if several:
+        lines.append("  - gpus:  # CHECK: in the order of nvidia-smi" if nodes.gpus[0].gres else "  - gpus:")
+        for seen in nodes.gpus:
+            gres = f", gres: {_word(seen.gres)}" if seen.gres else ""
+            lines.append(f"      - {{type: {_catalog_word(seen)}, count: {seen.count}{gres}}}{_doubt(seen)}")
+    else:
+        lines.append(f"  - gpu: {_catalog_word(nodes.gpus[0])}{_doubt(nodes.gpus[0])}")
+    lines.append(f"    count: {nodes.count}")
+    if not several:
+        lines.append(f"    gpus_per_node: {nodes.gpus[0].count}")
+    lines += ["    zone: local                  # nodes near each other; us-a-1 is in region us-a"]
+    if nodes.network:
+        rate, known = nodes.network
+        lines.append(f"    network_bytes_per_s: {rate:g}   # of a whole node, one direction: {known}")
+    else:
+        lines.append("    network_bytes_per_s: 12.5e9  # CHECK: of a whole node, one direction; 12.5e9 is 100 Gbit/s")
+    first = nodes.gpus[0]
+    price = catalog()[first.gpu.name].usd_per_hour if first.gpu else None
+    where = ", in the entries of gpus" if several else ""
+    lines.append(f"    # usd_per_gpu_hour: {price if price is not None else 2.0}       # your price, for costs{where}")
+    if nodes.memory_bytes:
+        lines.append(
+            f"    # host_memory_bytes: {0.8 * nodes.memory_bytes:.0f}   # main memory that plans may offload to; "
+            f"a node has {nodes.memory_bytes / GIB:.0f} GiB"
+        )
+    if nodes.hosts:
+        lines.append(f"    hosts: [{', '.join(_word(host) for host in nodes.hosts)}]")
+    slurm = dict(nodes.slurm) | ({"gres": first.gres} if first.gres and not several else {})
+    if slurm:
+        words = (f"{key}: {text if key == 'cpus' else _word(text)}" for key, text in slurm.items())
+        lines.append(f"    slurm: {{{', '.join(words)}}}")
+    return lines
+
+
+def _seen(nodes: Nodes) -> str:
+    return " + ".join(f"{seen.count} {seen.name}" for seen in nodes.gpus)
+
+
+def _catalog_word(seen: Seen) -> str:
+    return UNKNOWN if seen.gpu is None else _word(seen.gpu.name)
+
+
+def _doubt(seen: Seen) -> str:
+    return f"  # CHECK: {seen.gpu.doubt}" if seen.gpu is not None and seen.gpu.doubt else ""
+
+
+def _word(text: str) -> str:
+    """A YAML text; quoted, because names such as ``1e3`` or ``on`` mean something else without quotes."""
+    return json.dumps(text)
+
+
+def _lines(found: Sequence[Nodes], source: str, out: str) -> list[Any]:
+    lines = [
+        f"{nodes.count} x {_seen(nodes)}: "
+        + " + ".join(seen.gpu.name if seen.gpu else "not in the catalog" for seen in nodes.gpus)
+        for nodes in found
+    ]
+    lines.append(f"wrote {out} (from {source})")
+    if any(seen.gpu is None for nodes in found for seen in nodes.gpus):
+        lines.append(f"Replace {UNKNOWN} in it: name the nearest GPU of the catalog, or describe yours under 'gpus:'")
+    lines.append(f"Next: check it, then '{command()} plan --cluster {out} --model MODEL'")
+    return lines

@@ -1,1 +1,0 @@
-"""First contact: asks this machine or Slurm which GPUs there are, and writes a cluster file with comments."""
