@@ -294,14 +294,17 @@ class OperatingPoints:
         Args:
             stage: Of a hybrid model: whose layers they run; None for the mean of all layers.
         """
-        found = self._mean_unit(candidate, group)
-        if stage is None or found is None or not self.model.kinds or candidate.sizes:
-            return found
-        return self._unit_of_layers(candidate, group, found, layers_at(candidate, self.model.pattern)[stage])
+        c = candidate
+        if stage is not None and self.model.kinds and not c.sizes:
+            return self._unit_of_layers(c, group, layers_at(c, self.model.pattern)[stage])
+        if c.sizes:
+            return unit_of_group(self, c, group)
+        if c.cp == c.ep == 1 and group.ep < 2:
+            return self.undivided(c, group)
+        ep, expert_tp = c.cut_of(group)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
 
-    def _unit_of_layers(
-        self, candidate: Candidate, group: Group, mean_unit: Unit, chunks: tuple[str, ...]
-    ) -> Unit | None:
+    def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
         """The mean of the layers of some chunks, by their kinds."""
         c, (ep, expert_tp) = candidate, candidate.cut_of(group)
         at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices
@@ -311,17 +314,8 @@ class OperatingPoints:
             if unit is None:
                 return None
             kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))
-        return unit_of_kinds(mean_unit, tuple(kinds))
-
-    def _mean_unit(self, candidate: Candidate, group: Group) -> Unit | None:
-        """The same for the mean of all layers."""
-        c = candidate
-        if c.sizes:
-            return unit_of_group(self, c, group)
-        if c.cp == c.ep == 1 and group.ep < 2:
-            return self.undivided(c, group)
-        ep, expert_tp = c.cut_of(group)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+        mean_unit = self.unit_of(candidate, group)
+        return None if mean_unit is None else unit_of_kinds(mean_unit, tuple(kinds))
 
     def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
         """The same without CP and EP."""
