@@ -37,7 +37,7 @@ class Size:
     limit_bytes: int
 
 
-LARGE = Size(1024, 16, 2048, 32000, 64, 5 << 30)
+LARGE = Size(1024, 16, 2048, 32000, 64, 8 << 30)
 SMALL = Size(64, 4, 64, 255, 24, 9_000_000)
 
 

@@ -1,4 +1,4 @@
-"""Cases of a part of the check, one after the other: each may fail alone, and the file is written after each."""
+"""Cases of a part of the check: each may fail alone, and the file is written after each."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, scratch
 from benchmarks.runner import REPOSITORY, Device, has_gpu, server_environment
-from megatron_het.safe_io import amount, check_target, write_json
+from megatron_het.safe_io import amount, check_target, count, write_json
 
 _LIMIT_S, _TAIL_LINES = 300.0, 25
 
@@ -43,7 +45,7 @@ class Setting:
     deadline_s: float
 
     def left_s(self, most_s: float) -> float:
-        """Returns a bound on a wait: so long, or until the deadline.
+        """Returns a bound on a wait: so long, or until the deadline; on a CPU, which may be busy, until the deadline.
 
         Raises:
             CaseError: It has passed.
@@ -51,7 +53,7 @@ class Setting:
         left_s = self.deadline_s - time.monotonic()
         if left_s < 1.0:
             raise CaseError("no time was left")
-        return min(most_s, left_s)
+        return min(most_s, left_s) if self.device == "cuda" else left_s
 
     def environment(self) -> dict[str, str]:
         """Returns the variables of a command that computes on the device."""
@@ -73,6 +75,7 @@ def run_part(
     cases: Callable[[Setting, argparse.Namespace], Mapping[str, Case]],
     words: Sequence[str] | None = None,
     more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    at_once: int = 1,
 ) -> int:
     """The command line of a part; returns 0 where no case failed.
 
@@ -82,6 +85,7 @@ def run_part(
         cases: Makes them, by name.
         words: Command line.
         more: Adds arguments of the part.
+        at_once: Cases side by side on a GPU.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
     parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
@@ -89,6 +93,7 @@ def run_part(
         "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: to see that it works (default: %(default)s)"
     )
     parser.add_argument("--only", action="append", metavar="CASE", help="this case only; may be repeated")
+    parser.add_argument("--at-once", type=count(1, 16), help=f"cases side by side (default: {at_once}, on a CPU 1)")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
     parser.add_argument("--keep", type=Path, help="folder for everything that the cases write")
     more(parser)
@@ -98,24 +103,33 @@ def run_part(
     check_target(options.json)
     with scratch("gpu-part-", options.keep) as folder:
         setting = Setting(options.json, options.device, folder.resolve(), time.monotonic() + options.limit_s)
-        return run_cases(setting, cases(setting, options), options.only)
+        made = cases(setting, options)
+        chosen = {name: case for name, case in made.items() if options.only is None or name in options.only}
+        return run_cases(setting, chosen, options.at_once or (at_once if options.device == "cuda" else 1))
 
 
-def run_cases(setting: Setting, cases: Mapping[str, Case], only: Sequence[str] | None = None) -> int:
+def run_cases(setting: Setting, cases: Mapping[str, Case], at_once: int = 1) -> int:
     """Run cases and write what was found after each of them; returns 1 where one failed."""
-    chosen = {name: case for name, case in cases.items() if only is None or name in only}
     found: dict[str, Any] = {}
-    for name, case in chosen.items():
-        _write(setting, chosen, found)
+    lock = threading.Lock()
+
+    def run(name: str) -> None:
         start_s = time.monotonic()
         try:
-            entry: dict[str, Any] = {"passed": True, **case()}
-        except Exception as error:
-            told = [] if isinstance(error, CaseError) else traceback.format_exception(error)[-4:]
+            entry: dict[str, Any] = {"passed": True, **cases[name]()}
+        except Exception as error:  # whatever goes wrong is this case's
+            told = [] if isinstance(error, AssertionError) else traceback.format_exception(error)[-4:]
             entry = {"passed": False, "error": str(error) or type(error).__name__, "traceback": told}
-        found[name] = entry | {"elapsed_s": round(time.monotonic() - start_s, 1)}
-        print(f"{name:24} {found[name]['elapsed_s']:5.1f} s {entry.get('error', 'ok')}", flush=True)
-    return int(_write(setting, chosen, found)["failures"] > 0)
+        entry["elapsed_s"] = round(time.monotonic() - start_s, 1)
+        with lock:
+            found[name] = entry
+            _write(setting, cases, found)
+            print(f"{name:24} {entry['elapsed_s']:5.1f} s {entry.get('error', 'ok')}", flush=True)
+
+    _write(setting, cases, found)
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(run, cases))
+    return int(_write(setting, cases, found)["failures"] > 0)
 
 
 def _write(setting: Setting, chosen: Mapping[str, Case], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,22 +99,23 @@ def _cases(module: str, *words: str) -> tuple[str, ...]:
 _NONE_FAILED = judged_by("failures", most=0)
 
 PARTS = (
+    # Those that train many plans at once are not neighbours: their ranks take turns on the device.
     Part("parity", _cases("trainings"), 200, _NONE_FAILED),
-    Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
-    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
-    Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
+    Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
+    Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
-    Part("doctor", _cases("doctor"), 100, _NONE_FAILED),
-    Part("checkpoint", _cases("checkpoint"), 90, _NONE_FAILED),
-    Part("checkpoint-te", _cases("checkpoint", "--te"), 90, _NONE_FAILED),
-    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
+    Part("checkpoint", _cases("checkpoint"), 80, _NONE_FAILED),
+    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
+    Part("checkpoint-te", _cases("checkpoint", "--te"), 80, _NONE_FAILED),
+    Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
         90,
         all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit/device", "--junitxml", "{json}"), 40, _all_passed),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
     Part(
         "graphs",

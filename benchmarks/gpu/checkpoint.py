@@ -67,26 +67,26 @@ def moves(precision: str) -> dict[str, Move]:
     }
 
 
-def move(lab: Lab, setting: Setting, name: str, chosen: Move) -> dict[str, Any]:
+def move(setting: Setting, name: str, chosen: Move, *, has_te: bool) -> dict[str, Any]:
     """Train, save, load under the other plan, and go on; returns the differences of the losses."""
-    half, precision = _STEPS // 2, chosen.first.training.precision
+    half, precision, own = _STEPS // 2, chosen.first.training.precision, setting.folder / name
     of_weights = Training(name, chosen.first, family=chosen.family)
-    expected = reference_losses(lab.reference(of_weights))["losses"]
-    saved = setting.folder / name / "checkpoint"
-    saving = ("--save", str(saved), "--save-interval", str(half), "--exit-interval", str(half))
-    runs = (
-        ("saved", chosen.first, (*lab.start_flags(of_weights.weights), *saving), expected[:half]),
-        ("loaded", chosen.second, (*lab.data_flags(), "--load", str(saved)), expected[half:]),
-    )
     found: dict[str, Any] = {"bound": BOUNDS[setting.device][precision]["loss"]}
-    for what, plan, more, losses in runs:
-        folder = setting.folder / name / what
-        training = Training(name, plan, family=chosen.family)
-        argv = (*lab.common_flags(training.weights), *more, *training.plan_flags(setting.device))
-        _train(lab.runner, f"{name} {what}", plan, argv, folder, setting.left_s(_CASE_S))
-        found[what] = relative(plan_losses(folder, plan)["losses"], losses, f"losses, {what}")
-    worst = max(found["saved"], found["loaded"])
-    if not worst <= found["bound"]:
+    with Runner(setting.device, has_te=has_te) as runner:
+        lab = Lab(runner, own, steps=_STEPS, shared=setting.folder / "shared")
+        expected = reference_losses(lab.reference(of_weights))["losses"]
+        saved = ("--save", str(own / "checkpoint"), "--save-interval", str(half), "--exit-interval", str(half))
+        loaded = ("--load", str(own / "checkpoint"), *lab.data_flags())
+        runs = (
+            ("saved", chosen.first, (*lab.start_flags(of_weights.weights), *saved), expected[:half]),
+            ("loaded", chosen.second, loaded, expected[half:]),
+        )
+        for what, plan, more, losses in runs:
+            training = Training(name, plan, family=chosen.family)
+            argv = (*lab.common_flags(training.weights), *more, *training.plan_flags(setting.device))
+            _train(runner, f"{name} {what}", plan, argv, own / what, setting.left_s(_CASE_S))
+            found[what] = relative(plan_losses(own / what, plan)["losses"], losses, f"losses, {what}")
+    if not max(found["saved"], found["loaded"]) <= found["bound"]:
         raise CaseError(f"losses differ: {found}")
     return found
 
@@ -98,24 +98,19 @@ def _train(runner: Runner, name: str, plan: Plan, argv: Sequence[str], folder: P
     runner.run(Job(name, plan.world_size, flags, folder, timeout_s=limit_s))
 
 
+def cases(setting: Setting, options: argparse.Namespace) -> Mapping[str, Case]:
+    """Returns the cases."""
+    chosen = moves("bf16" if options.te else "fp32")
+    return {name: partial(move, setting, name, one, has_te=options.te) for name, one in chosen.items()}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Command line."""
-    runners: list[Runner] = []
-
-    def cases(setting: Setting, options: argparse.Namespace) -> Mapping[str, Case]:
-        runners.append(Runner(setting.device, has_te=options.te))
-        lab = Lab(runners[0], setting.folder / "lab", steps=_STEPS)
-        chosen = moves("bf16" if options.te else "fp32")
-        return {name: partial(move, lab, setting, name, one) for name, one in chosen.items()}
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
 
-    try:
-        return run_part("benchmarks.gpu.checkpoint", __doc__, cases, words, add)
-    finally:
-        for runner in runners:
-            runner.close()
+    return run_part("benchmarks.gpu.checkpoint", __doc__, cases, words, add, at_once=len(moves("fp32")))
 
 
 if __name__ == "__main__":

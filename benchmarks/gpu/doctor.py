@@ -22,6 +22,7 @@ from megatron_het.plan import ScheduleSpec, save_plan
 from megatron_het.safe_io import read_json
 
 _RANKS, _WIDE = 2, "100"
+_LIMIT_S, _END_S = 150.0, 6.0
 
 
 def examine(setting: Setting, schedule: ScheduleSpec, precision: str) -> dict[str, Any]:
@@ -30,11 +31,11 @@ def examine(setting: Setting, schedule: ScheduleSpec, precision: str) -> dict[st
     folder.mkdir()
     plan = build_plan([[1]] * _RANKS, [2, 3], random.Random(0), precision=precision)
     save_plan(replace(plan, schedule=schedule), folder / "plan.json")
-    limit_s = setting.left_s(110.0)
+    limit_s = setting.left_s(_LIMIT_S)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), "--master-addr", "127.0.0.1"]
     words += ["--master-port", str(free_port()), "--no-python", sys.executable, "-m", "megatron_het.doctor"]
     words += ["--plan", str(folder / "plan.json"), "--json", str(folder / "doctor.json")]
-    words += ["--checkpoints", str(folder), "--log-dir", str(folder / "logs"), "--limit-s", f"{0.9 * limit_s:.0f}"]
+    words += ["--checkpoints", str(folder), "--log-dir", str(folder / "logs"), "--limit-s", f"{limit_s - _END_S:.0f}"]
     words += ["--slow-ratio", _WIDE, "--link-ratio", _WIDE]
     log = folder / "doctor.log"
     text = command([sys.executable, *words], log, limit_s, setting.environment(), expected=(0, 1))

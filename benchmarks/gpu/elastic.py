@@ -23,7 +23,7 @@ from benchmarks.elastic import ElasticJob, losses_of
 from benchmarks.gpu.cases import Case, CaseError, Setting, run_part
 
 _ITERATIONS, _BEFORE, _WORKERS = 30, 6, 3
-_POLL_S, _TAIL_LINES = 0.1, 15
+_POLL_S, _TAIL_LINES = 0.1, 40
 
 
 def death(setting: Setting) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def death(setting: Setting) -> dict[str, Any]:
     expected, found = (losses_of(setting.folder / name / "report") for name in ("undisturbed", "killed"))
     every = list(range(1, _ITERATIONS + 1))
     if [entry["why"] for entry in history] != ["start", "1 rank was lost"]:
-        raise CaseError(f"other changes than one death: {history}")
+        raise CaseError(f"other changes than one death: {history}\n{_told(setting.folder / 'killed')}")
     if sorted(found) != every or sorted(expected) != every:
         raise CaseError(f"iterations of the two jobs: {sorted(found)}, {sorted(expected)}")
     bound = BOUNDS[setting.device]["fp32"]["loss"]

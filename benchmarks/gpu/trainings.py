@@ -11,12 +11,15 @@ did not run in time; the file is written after every case.  ``--dry`` shows the 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -34,6 +37,7 @@ from benchmarks.runner import Device, has_gpu, words
 from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
+_SERVICE_S = 20.0
 _FEATURES: tuple[tuple[Feature, ...], ...] = (
     *((("schedule", schedule),) for schedule in PARAMETERS["schedule"]),
     (("context_exchange", True),),
@@ -116,9 +120,8 @@ def fp8_cases() -> list[Case]:
 
 def _widened(case: Case, precision: str) -> Case:
     """The case with the sizes of the family for fp8."""
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 512}
-    training = replace(case.plan.training, precision="bf16")
-    plan = replace(case.plan, model=replace(case.plan.model, **sizes), training=training)
+    model = replace(case.plan.model, hidden_size=256, ffn_hidden_size=512, seq_length=512)
+    plan = replace(case.plan, model=model, training=replace(case.plan.training, precision="bf16"))
     return replace(case, plan=plan, family=WIDE, chosen={**case.chosen, "precision": precision})
 
 
@@ -169,13 +172,51 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
     # Cases wait for their reference: those of other references run beside them, with a rank server of their own.
     groups = groupby(sorted(chosen, key=_reference_key), key=_reference_key)
     try:
-        with ThreadPoolExecutor() as pool:
+        with shared_gpu(folder) if device == "cuda" else contextlib.nullcontext(), ThreadPoolExecutor() as pool:
             started = [pool.submit(measure_group, i, list(members)) for i, (_, members) in enumerate(groups)]
         for one in started:
             one.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report()
+
+
+@contextlib.contextmanager
+def shared_gpu(folder: Path) -> Iterator[None]:
+    """CUDA's multi-process service for the processes started meanwhile; nothing where it is not installed.
+
+    Without the service the processes on a GPU take turns, and every transfer between two of them waits for both.
+
+    Args:
+        folder: For its sockets and logs.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    own = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
+    with contextlib.ExitStack() as stack:
+        if control is not None:
+            for path in own.values():
+                Path(path).mkdir(parents=True)
+            outer = {name: os.environ.get(name) for name in own}
+            stack.callback(_set_environment, outer)
+            _set_environment(own)
+            begun = subprocess.run([control, "-d"], timeout=_SERVICE_S, check=False, capture_output=True)
+            if begun.returncode == 0:
+                stack.callback(_end_service, control)
+            else:
+                _set_environment(outer)
+        yield
+
+
+def _end_service(control: str) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run([control], input=b"quit -t 5\n", timeout=_SERVICE_S, check=False, capture_output=True)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _is_unused(entry: dict[str, Any]) -> bool:

@@ -378,7 +378,9 @@ def _backward(
     """Gradients of a call, from the output and log-sum-exp of the whole attention."""
     k, v = call.keys, call.values
     if call.form is not Form.REVERSED:
-        return kernel.backward(grad, q, k, v, out, lse, call.form is Form.CAUSAL, scale, call.window)
+        return kernel.backward(
+            grad, q, k, v=v, out=out, lse=lse, causal=call.form is Form.CAUSAL, scale=scale, window=call.window
+        )
     grad, q, out, k, v = (t.flip(0) for t in (grad, q, out, k, v))
-    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse.flip(-1), True, scale)
+    dq, dk, dv = kernel.backward(grad, q, k, v=v, out=out, lse=lse.flip(-1), causal=True, scale=scale)
     return dq.flip(0), dk.flip(0), dv.flip(0)

@@ -138,7 +138,7 @@ class SliceCoreAttention(torch.nn.Module):
 
     @property
     def cache(self) -> KVCache:
-        """Of the first run, which is the only one of most layers."""
+        """Returns the key-value cache of the first run, which is the only one of most layers."""
         return self.caches[0]
 
     def forward(

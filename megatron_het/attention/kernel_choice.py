@@ -102,7 +102,11 @@ def _failed(kernel: Kernel, setting: Setting) -> str | None:
         for causal, keys in ((True, most), (False, 2 * _TRIAL_TOKENS)):
             q, k, v, grad = _trial(setting, _TRIAL_TOKENS, keys)
             out, lse = kernel.forward(q, k, v, causal, setting.head_dim**-0.5)
-            found = out, lse, *kernel.backward(grad, q, k, v, out, lse, causal, setting.head_dim**-0.5)
+            found = (
+                out,
+                lse,
+                *kernel.backward(grad, q, k, v=v, out=out, lse=lse, causal=causal, scale=setting.head_dim**-0.5),
+            )
             wanted = written_out(q, k, v, grad, causal, setting.head_dim**-0.5)
             for part, reference in zip(found, wanted, strict=True):
                 error = (part.float() - reference).norm() / reference.norm()
@@ -158,7 +162,7 @@ def _took_ms(kernel: Kernel, setting: Setting) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         out, lse = kernel.forward(q, k, v, False, setting.head_dim**-0.5)
-        kernel.backward(grad, q, k, v, out, lse, False, setting.head_dim**-0.5)
+        kernel.backward(grad, q, k, v=v, out=out, lse=lse, causal=False, scale=setting.head_dim**-0.5)
         end.record()
         end.synchronize()
         times_ms.append(float(start.elapsed_time(end)))

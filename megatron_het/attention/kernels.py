@@ -335,7 +335,7 @@ class CudnnFlash(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal, scale=scale
         )
         return out.permute(2, 0, 1, 3), lse.reshape(q.shape[:3])
 

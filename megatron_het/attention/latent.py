@@ -189,7 +189,7 @@ class LatentCache(KVCache):
 
 
 def widths_of(attention: Any) -> Widths:
-    """Of a ``MultiLatentAttention`` of Megatron."""
+    """Reads the widths of Megatron's ``MultiLatentAttention``."""
     config = attention.config
     return Widths(
         attention.num_attention_heads_per_partition,

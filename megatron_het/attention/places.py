@@ -102,7 +102,7 @@ class Rotations:
 
     @classmethod
     def of(cls, model: Any) -> Rotations | None:
-        """Those of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
+        """Positions of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
         config, layers = model.config, family_of_model(model).attention_layers(model)
         if config.apply_rope_fusion or config.multi_latent_attention or not layers:
             return None

@@ -139,7 +139,11 @@ class LimitedPlace:
                     run = cache.in_order(context.microbatch, start, self.first)
                     k, v = torch.cat((run.keys[:, sequences], k)), torch.cat((run.values[:, sequences], v))
                 rows = slice(lo - self.first, hi - self.first)
-                found.append(Call(Form.CAUSAL, k, v, rows, sequences, run, held, window, opens=True))
+                found.append(
+                    Call(
+                        Form.CAUSAL, k, v, rows=rows, sequences=sequences, run=run, own=held, window=window, opens=True
+                    )
+                )
         return found
 
     def _joined(self, blocks: Sequence[Any]) -> list[tuple[Span, Form, int, int]]:

@@ -179,7 +179,7 @@ class MemoryLimit:
 
 
 def memory_limit() -> MemoryLimit:
-    """Of this rank.
+    """Finds the memory that this rank may use.
 
     Raises:
         ValueError: The variable is malformed.
@@ -250,7 +250,15 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
     exchange: Exchange | None = None
     try:
         exchange = Exchange(rank, world_size, _TIMEOUT_S)
-        made = _Maker(base, rest, folder / "auto_batch", rank, world_size, exchange, least_zero)
+        made = _Maker(
+            base=base,
+            words=rest,
+            folder=folder / "auto_batch",
+            rank=rank,
+            world_size=world_size,
+            exchange=exchange,
+            least_zero=least_zero,
+        )
         return made.plan()
     except (ExchangeError, FileError, MeasuringError, OSError, StoreError, ValueError, _Problem) as error:
         end_all(exchange, "--het-auto-batch", rank, error)
@@ -333,7 +341,16 @@ class _Maker:
             allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
             plan = allocated(self._base, zero, allocation, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
-            self._write(key, devices, zero, rows, allocation, tried, plan, time.monotonic() - started_s)
+            self._write(
+                key,
+                devices,
+                zero,
+                curves=rows,
+                allocation=allocation,
+                tried=tried,
+                plan=plan,
+                elapsed_s=time.monotonic() - started_s,
+            )
             result = {"plan": plan.to_json(), "summary": summary}
         return self._exchange.decided("result", result)
 

@@ -155,7 +155,7 @@ def _work(plan: Plan, replica: Replica, device: torch.device) -> Callable[[], No
             (hidden @ into)[:, : out.shape[0]].matmul(out).sum().backward()
         if kernel is not None:
             found, lse = kernel.forward(q, k, v, False, scale)
-            kernel.backward(grad, q, k, v, found, lse, False, scale)
+            kernel.backward(grad, q, k, v=v, out=found, lse=lse, causal=False, scale=scale)
 
     return work
 

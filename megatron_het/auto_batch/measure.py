@@ -121,7 +121,7 @@ class MeasuringSession(HetSession):
         self._pass_s = 0.0
 
     def know_links(self, seconds: dict[str, list[float]]) -> None:
-        """What collectives take, for the first answer."""
+        """Sets what collectives take, for the first answer."""
         self._links = seconds
 
     def forward_backward(self, **keywords: Any) -> list[Any]:

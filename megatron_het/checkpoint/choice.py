@@ -479,7 +479,7 @@ def _is_legacy(folder: Path) -> bool:
 
 
 def check_tracked_form(args: Any) -> None:
-    """As :func:`check_optimizer_state` for what the tracker names, before process groups exist.
+    """Calls :func:`check_optimizer_state` for what the tracker names, before process groups exist.
 
     A checkpoint that cannot be read passes: which one is loaded instead is found out later, by all ranks.
 

@@ -1,4 +1,4 @@
-"""What a plan changes in Megatron's ``torch_dist`` state dict.
+"""Changes that a plan makes to Megatron's ``torch_dist`` state dict.
 
 - Layers are keyed one by one (``non_homogeneous_layers``), because a stacked key needs one local
   shape for all layers and stages may have different TP.  The flag is stored in the checkpoint, so

@@ -1,4 +1,4 @@
-"""What differs between CUDA and CPU, in one place.
+"""Differences between CUDA and CPU, in one place.
 
 :func:`activate` is called before ``megatron.training`` is imported.  On a machine with a usable
 CUDA device it changes nothing at all.  Without one it installs the CPU device support of
@@ -85,7 +85,7 @@ class Platform:
         return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
 
     def default_flags(self) -> tuple[str, ...]:
-        """The same flags as words of a command line; empty with CUDA, TE and Apex in place."""
+        """Returns these flags as words of a command line; empty with CUDA, TE and Apex in place."""
         return tuple(word for flag in self.flags() for word in flag.words)
 
     def unmet_flags(self, args: object) -> tuple[Flag, ...]:

@@ -72,7 +72,7 @@ class MemoryMeter(ABC):
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """What is allocated inside never counts, however long it lives.  Not on CUDA.
+        """Leaves out of the count what is allocated inside, however long it lives.  Not on CUDA.
 
         Raises:
             NotImplementedError: The meter cannot tell one allocation from another.
@@ -195,7 +195,7 @@ class Storages:
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """What is allocated inside stays foreign."""
+        """Leaves out of the count what is allocated inside."""
         before, self.ignores_new = self.ignores_new, True
         try:
             yield

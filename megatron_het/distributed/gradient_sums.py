@@ -118,7 +118,7 @@ class GradientFinalizer:
             copy.main_grad.copy_(copies[0].main_grad)
 
     def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
-        """The same sums once upstream has reduced inside every class, and over TP ranks.
+        """Adds what is missing once upstream has reduced inside every class, and over TP ranks.
 
         Args:
             model: DDP-wrapped chunks of this rank.

@@ -74,7 +74,7 @@ class ShardedParameter:
 
     @property
     def full_bytes(self) -> int:
-        """Of the whole parameter."""
+        """Returns the bytes of the whole parameter."""
         size = self.row_elements * self.full if self.dim >= 0 else self.tensor.numel()
         return size * self.tensor.element_size()
 

@@ -96,15 +96,15 @@ class _Rank:
 
             def seat(index: int) -> Seat:
                 return Seat(
-                    self._rank,
-                    int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))),
-                    hosts,
-                    inputs.plan,
-                    self._options.flags,
-                    inputs.expectations,
-                    store.under(f"check/{index}"),
-                    folder,
-                    inputs.transport,
+                    rank=self._rank,
+                    local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))),
+                    hosts=hosts,
+                    plan=inputs.plan,
+                    flags=self._options.flags,
+                    expectations=inputs.expectations,
+                    store=store.under(f"check/{index}"),
+                    folder=folder,
+                    transport=inputs.transport,
                 )
 
             return Participant(store, seat, checks, self._rank).run(self._options.limit_s)

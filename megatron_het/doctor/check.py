@@ -1,4 +1,4 @@
-"""What a check of the doctor is: a measurement on every rank, and a judgement of all answers on rank 0."""
+"""Checks of the doctor: a measurement on every rank, and a judgement of all answers on rank 0."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Pulse:
         self._seen: dict[int, tuple[int | None, float]] = {}
 
     def silent(self, ranks: Sequence[int], seconds: float) -> list[int]:
-        """Those whose heart has not beaten for so long; the first call only listens."""
+        """Returns ranks whose heart has not beaten for so long; the first call only listens."""
         now, found = self._clock(), []
         beats = self._store.read(*map(Keys.beat, ranks))
         for rank, beat in zip(ranks, beats, strict=True):
@@ -136,7 +136,7 @@ class Coordinator:
         return found
 
     def _there(self, ranks: Iterable[int], key: Callable[[int], str]) -> dict[int, Any]:
-        """What some ranks have said, as far as they have."""
+        """Returns what some ranks have said, as far as they have."""
         asked = sorted(ranks)
         said = self._store.read(*map(key, asked))
         return {rank: document for rank, document in zip(asked, said, strict=True) if document is not None}

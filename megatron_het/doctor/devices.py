@@ -311,13 +311,13 @@ def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[Laye
         ffn = shape.ffn_hidden_size or 4 * shape.hidden_size
         tokens = min(shape.seq_length, _MOST_TOKENS)
         model = LayerModel(
-            shape.hidden_size,
-            ffn,
-            shape.num_attention_heads,
-            shape.num_query_groups,
-            128,
-            tokens,
-            plan.training.precision,
+            hidden_size=shape.hidden_size,
+            ffn_hidden_size=ffn,
+            num_attention_heads=shape.num_attention_heads,
+            num_query_groups=shape.num_query_groups,
+            vocab_size=128,
+            seq_length=tokens,
+            precision=plan.training.precision,
         )
         point: dict[str, Any] = {
             "batch": plan.training.micro_batch_size,

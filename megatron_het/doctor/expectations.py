@@ -1,4 +1,4 @@
-"""What cluster file and profile promise for the ranks of a plan: the measure of the doctor.
+"""Figures that cluster file and profile promise for the ranks of a plan: the measure of the doctor.
 
 The planner writes them (``emit --doctor``), or makes them when the doctor is given the files themselves, because
 reading a cluster file needs more than ranks have.

@@ -211,9 +211,15 @@ class Numerics(Check):
         plan = tiny_plan(seat.plan)
         # Processes end in time to be named by what they wrote, not by this rank's silence.
         deadline_s = time.monotonic() + self.limit_s - 8.0
-        runs = {"plan": _start("plan", plan, machine, seat, _port(seat), seat.rank, len(seat.hosts))}
+        runs = {
+            "plan": _start(
+                "plan", plan, machine, seat=seat, port=_port(seat), rank=seat.rank, world_size=len(seat.hosts)
+            )
+        }
         if _is_first_of_its_kind(seat):
-            runs["alone"] = _start("alone", one_process(plan), machine, seat, _free_port(), 0, 1)
+            runs["alone"] = _start(
+                "alone", one_process(plan), machine, seat=seat, port=_free_port(), rank=0, world_size=1
+            )
         codes = _wait(runs, deadline_s)
         if codes["plan"] != 0:
             raise RuntimeError(_failure("plan", codes["plan"], seat.folder))

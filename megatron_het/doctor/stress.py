@@ -126,7 +126,7 @@ class _Copying(Executor):
         self._pass(op, Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, call, state)
 
     def _pass(self, op: RankOp, arrives: Kind, sends: Kind, call: Call, state: Iteration) -> None:
-        """What came is checked; what goes says which microbatch and slice it is of."""
+        """Checks what came; what goes says which microbatch and slice it is of."""
         mark, found = mark_of(op, sends), self._arrived(arrives, op.key, state)
         if found is not None and not bool((found == mark).all()):
             received = (o for o in self._programs[False].ops if (o.kind, o.key) == (arrives, op.key))

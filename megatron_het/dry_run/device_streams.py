@@ -182,7 +182,7 @@ def _moves() -> None:
 
 
 def _loaders() -> None:
-    """What a data loader gives is pinned when the loader was told so."""
+    """Pins what a data loader gives, when the loader was told so."""
     loader: Any = torch.utils.data.DataLoader
     original = loader.__iter__
 
@@ -356,7 +356,7 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """As late as it can be."""
+        """Says that nothing has ended: an operation ends as late as it can."""
         return False
 
 

@@ -135,7 +135,7 @@ def _like_second(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The same with a weight per token, as experts have it."""
+    """Gates with a weight per token, as experts do."""
     return _gated(both)
 
 

@@ -76,7 +76,7 @@ class Remembered:
         self._excluded: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """What the result depends on, and the tensors among the arguments; a key of None is never remembered."""
+        """Finds what the result depends on, and the tensors among the arguments; a key of None is never remembered."""
         excluded = self._excluded.get(func)
         if excluded is None:
             excluded = self._excluded[func] = _is_excluded(func)

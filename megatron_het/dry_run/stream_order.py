@@ -55,7 +55,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Access:
-    """Of the bytes ``lo`` to ``hi`` of a storage."""
+    """Records an access to the bytes ``lo`` to ``hi`` of a storage."""
 
     stream: int
     count: int
@@ -67,7 +67,7 @@ class _Access:
 
 @dataclass(slots=True)
 class _History:
-    """Of a storage: the accesses after which others may have to come, and who allocates its memory."""
+    """Holds a storage's accesses after which others may have to come, and who allocates its memory."""
 
     accesses: list[_Access] = field(default_factory=list)
     home: int = 0
@@ -139,7 +139,7 @@ class StreamOrder:
             self.order_quietly(stream, clock)
 
     def order_quietly(self, stream: int | None, clock: Clock) -> None:
-        """As :meth:`order`, for what the libraries do by themselves."""
+        """Orders what the libraries do by themselves; else like :meth:`order`."""
         _join(self._host if stream is None else self._clocks[stream], clock)
 
     def access(self, tensor: torch.Tensor, label: str, *, writes: bool) -> None:

@@ -155,7 +155,7 @@ class Traffic:
 
 
 def answer(func: Any, args: tuple[Any, ...]) -> Any:
-    """What an operation of ``torch.ops.c10d`` returns when nobody is there: its tensors as they are, and work done."""
+    """Returns what an operation of ``torch.ops.c10d`` gives when nobody is there: its own tensors, work done."""
     from torch._C._distributed_c10d import FakeWork
 
     work = FakeWork().boxed()

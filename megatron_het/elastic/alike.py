@@ -1,4 +1,4 @@
-"""What all nodes of a job must have in common, and whether the flags that they have in common go with a plan."""
+"""Checks of what all nodes of a job must have in common, and whether their common flags go with a plan."""
 
 from __future__ import annotations
 

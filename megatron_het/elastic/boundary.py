@@ -1,4 +1,4 @@
-"""What an elastic run does between iterations: leave together, and take over the state of an earlier generation."""
+"""Boundaries of an elastic run's iterations: leave together, and take over the state of an earlier generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.links import Links, abort_communicators
+from megatron_het.elastic.links import Links, abort, communicators
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.runtime.training import Boundary
@@ -120,8 +120,8 @@ class ElasticBoundary(Boundary):
         """Wall-clock times of what a change waits for."""
         self.leaving: Callable[[], None] = lambda: None
         """Called once this rank's state is taken and it is about to leave."""
-        self.is_cut: Callable[[], bool] = lambda: False
-        """Whether a process of this generation is lost, so that results of the device may be wrong."""
+        self.has_aborted: Callable[[], bool] = lambda: False
+        """Whether communicators of this generation were aborted, so that results of the device may be wrong."""
         self.drift: dict[str, Any] | None = None
         """What the watch has measured, on the rank that compares, once after something has begun to drift."""
 
@@ -164,7 +164,7 @@ class ElasticBoundary(Boundary):
         return None
 
     def saves(self) -> None:
-        """What fails from here to the next boundary is this checkpoint."""
+        """Notes that what fails from here to the next boundary is this checkpoint."""
         self.saving = (self.iteration or 0) + 1
 
     def reached(self, session: Any, iteration: int) -> None:
@@ -198,13 +198,13 @@ class ElasticBoundary(Boundary):
         Raises:
             RuntimeError: One is.
         """
-        if self.is_cut():
+        if self.has_aborted():
             raise RuntimeError("a process of this generation is lost")
 
     def failed(self, session: Any) -> None:
         """Nothing waits on the device any more, and an iteration that was not ended is not reported."""
-        abort_communicators([])
-        if session.report is not None and self.is_cut():
+        abort(communicators())
+        if session.report is not None and self.has_aborted():
             session.report.forget_after(self.iteration or 0)
 
     def _choose_folder(self, args: Any, iteration: int) -> None:
@@ -216,7 +216,7 @@ class ElasticBoundary(Boundary):
 
     @property
     def iterations_left(self) -> int:
-        """Of the training, after those that are done."""
+        """Returns the iterations of the training that are left."""
         assert self.trainee is not None
         args, done = self.trainee.args, self.iteration or 0
         if args.train_iters:

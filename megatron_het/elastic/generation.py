@@ -49,7 +49,7 @@ class Generation:
         return self.ranks.index(process) if process in self.ranks else None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return {
             "number": self.number,
             "plan": self.plan.to_json(),

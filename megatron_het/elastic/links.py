@@ -29,39 +29,44 @@ import torch.distributed as dist
 # connection that its own process shuts down ends every wait on it, at both ends that are left.
 #
 # NCCL waits on the device, in kernels that look at nothing but a flag of their communicator: it is aborted.  What such
-# a kernel leaves behind is no result, and raises no error.  So whoever goes on with a result asks ``is_cut`` after the
-# device is done with it.
+# a kernel leaves behind is no result, and raises no error.  So whoever goes on with a result asks ``has_aborted`` after
+# the device is done with it.
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_ABORT_S = 10.0
+_ABORT_S, _BEFORE_CUT_S = 10.0, 3.0
 
 
-def abort_communicators(already: list[Any], wait_s: float = _ABORT_S) -> None:
-    """Abort the NCCL communicators of all groups of this process, all of them at the same time.
+def communicators() -> list[Any]:
+    """Returns NCCL's part of every group of this process."""
+    found = []
+    with contextlib.suppress(RuntimeError):  # another thread makes or destroys groups; who asks again sees them
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # it has nothing for CUDA
+                found.append(group._get_backend(torch.device("cuda")))
+    return [backend for backend in found if backend.name() == "nccl"]
+
+
+def abort(backends: Sequence[Any], wait_s: float = _ABORT_S) -> None:
+    """Abort communicators, all of them at the same time.
 
     One that is aborted waits until its kernels are gone, which may wait for those of another one.
 
     Args:
-        already: Groups that were aborted before; those that are aborted now are added.
+        backends: What :func:`communicators` returned.
         wait_s: Bound on the wait for all of them.
     """
-    with contextlib.suppress(RuntimeError):  # another thread makes or destroys groups; the next call sees them
-        groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group not in already]
-        already += groups
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
-        for thread in threads:
-            thread.start()
-        deadline_s = time.monotonic() + wait_s
-        for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
 
-
-def _abort(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it has no communicators, or has been destroyed meanwhile
-        backend = group._get_backend(torch.device("cuda"))
-        if backend.name() == "nccl":
+    def end(backend: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been destroyed meanwhile
             backend.abort()
+
+    threads = [threading.Thread(target=end, args=(backend,), daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + wait_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class Severing:
@@ -81,27 +86,27 @@ class Severing:
         self._key: str | None = None
         self._older: set[int] = set()
         self._aborted: list[Any] = []
-        self._is_cut = False
+        self._has_aborted = False
 
-    def is_cut(self) -> bool:
-        """Whether a process of what is under way is lost: what the device computes from now on may be wrong."""
-        return self._is_cut
+    def has_aborted(self) -> bool:
+        """Whether communicators of what is under way were aborted: what the device computes since then may be wrong."""
+        return self._has_aborted
 
     @property
     def key(self) -> str | None:
-        """Of what is under way; None in between."""
+        """Returns the key of what is under way; None in between."""
         return self._key
 
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
-        """What connects in here belongs to one session.
+        """Counts what connects in here to one session.
 
         Args:
             key: Its key, for :meth:`cut`.
         """
         with self._lock:
             self._key, self._older = key, {_inode(one) for one in sockets()}
-            self._is_cut = False
+            self._has_aborted = False
         try:
             yield
         finally:
@@ -118,7 +123,10 @@ class Severing:
         with self._lock:  # the next session's connections are not this one's
             if self._key != key:
                 return 0
-            self._is_cut = True  # before anything is aborted
+            waiting = [one for one in communicators() if one not in self._aborted]
+            self._aborted += waiting
+            self._has_aborted = bool(self._aborted)  # before it happens
+            abort(waiting, _BEFORE_CUT_S)  # while NCCL has its connections; one that is being made needs the cut
             spared = self._older | {_inode_of(number) for number in _of_python()}
             controller = {(address, self._port) for address in _addresses(self._host)}
             for one in sockets():
@@ -127,7 +135,6 @@ class Severing:
                 with contextlib.suppress(OSError):  # it is not connected, or not any more
                     one.shutdown(socket.SHUT_RDWR)
                     number += 1
-            abort_communicators(self._aborted)
         return number
 
 
@@ -170,7 +177,7 @@ def _peer(one: socket.socket) -> tuple[str, int] | None:
 
 
 def _addresses(host: str) -> set[str]:
-    """Of the controller."""
+    """Returns the addresses of the controller."""
     with contextlib.suppress(OSError):
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return {host}

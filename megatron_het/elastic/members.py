@@ -1,4 +1,4 @@
-"""What the controller knows of a running job: its workers, its troubles, and what it measured for a better plan."""
+"""State of a running job at the controller: workers, troubles, and what was measured for a better plan."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Saves:
         )
 
     def recall(self, generation: Generation) -> None:
-        """What the generation that runs knows of it."""
+        """Takes over what the generation that runs knows."""
         self._unsaved |= set(generation.unsaved)
         self._elsewhere |= set(generation.elsewhere)
 
@@ -287,7 +287,7 @@ class Lessons:
         return gain
 
     def recall(self, document: dict[str, Any] | None) -> None:
-        """What :attr:`corrected` was before the controller was started again."""
+        """Restores :attr:`corrected` from before the controller was started again."""
         self.corrected = document
         if document is not None:
             self._planner.recall(document)

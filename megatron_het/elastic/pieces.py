@@ -62,7 +62,7 @@ class Piece:
         return self.stop - self.start
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return asdict(self)
 
     @staticmethod

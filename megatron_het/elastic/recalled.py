@@ -1,4 +1,4 @@
-"""What a controller keeps in its folder: the job's state, for one that starts anew, and whose folder it is."""
+"""Files in a controller's folder: the job's state, for one that starts anew, and whose folder it is."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Search:
         return read_better(folder, done.stdout)
 
     def with_profile(self, profile: Path | None) -> Search:
-        """The same with another profile."""
+        """Returns a copy with another profile."""
         return replace(self, profile=profile)
 
     def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +133,7 @@ class Searcher(Protocol):
         """See :class:`Search`."""
 
     def with_profile(self, profile: Path | None) -> Searcher:
-        """The same with another profile."""
+        """Returns a copy with another profile."""
 
 
 class SearchedPlans:

@@ -147,6 +147,9 @@ def end_session() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+        if dist.is_initialized():  # a communicator that has failed is in the way
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
     # Groups are numbered, and members of one must have the same number.  A world that could not be made, because a
     # member died meanwhile, has used one up; processes that came later have not.
     if not dist.is_initialized():

@@ -425,7 +425,7 @@ def _pieces(documents: Sequence[dict[str, Any]]) -> list[Piece]:
 
 
 def _everybody_elses(links: Links, chosen: Sequence[Snapshot]) -> list[dict[str, Any]]:
-    """Of every snapshot of the chosen iteration what is not tensors."""
+    """Collects what is not tensors of every snapshot of the chosen iteration."""
     own = [{"rank": s.rank, "topology": s.topology, "numbers": s.numbers, "random": s.random} for s in chosen]
     for document, snapshot in zip(own[:1], chosen, strict=False):
         document["common"] = snapshot.common  # once per member

@@ -301,7 +301,7 @@ class Worker:
         )
         news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)
-        boundary.is_cut = self._severing.is_cut
+        boundary.has_aborted = self._severing.has_aborted
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
         finally:
@@ -361,7 +361,7 @@ class Worker:
 
 
 class News:
-    """What the controller wants of a generation, heard on a thread, so that training never waits to hear of nothing.
+    """Hears on a thread what the controller wants of a generation, so that training never waits to hear of nothing.
 
     Every rank that has heard that a change is wanted says so.  Once all have, the first rank writes at a boundary that
     everybody leaves at the next one.  No rank gets there without the first rank's part in the iteration between, and
@@ -410,7 +410,7 @@ class News:
         return found
 
     def leaves_at(self, iteration: int) -> bool:
-        """The same answer on all ranks; False while the controller is away."""
+        """Gives one answer on all ranks; False while the controller is away."""
         self.opened()
         if not self._knows or time.monotonic() < self._away_until_s:
             return False
@@ -435,8 +435,10 @@ def main() -> None:
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
     setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
-    # By itself torch ends a process whose communicator has failed.  Here it is aborted, and the process goes on.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # By itself torch ends a process whose communicator has failed, or lets its watchdog sleep for a minute until all
+    # ranks have written what was under way.  Here communicators are aborted, and the process goes on.
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(name, "0")
     from megatron_het import device as platform
     from megatron_het.pretrain_gpt import main as train
 

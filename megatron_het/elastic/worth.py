@@ -58,7 +58,7 @@ def standing(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -
 
 
 def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> list[_Part]:
-    """Of the generations that have trained."""
+    """Describes the generations that have trained."""
     ends = [(entry["reached"], entry["stopped"]) for entry in history[1:]]
     found = []
     for entry, (last, stopped_s) in zip(history, [*ends, (reached, now_s)], strict=False):
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def last_iteration(history: Sequence[Mapping[str, Any]]) -> int | None:
-    """Of the training, as its ranks have said; None before the first iteration."""
+    """Returns the training's last iteration, as its ranks have said; None before the first iteration."""
     found = [told["last"] for entry in history for told in entry.get("opened", {}).values() if "last" in told]
     return max(found, default=None)
 

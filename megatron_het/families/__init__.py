@@ -1,4 +1,4 @@
-"""What a plan and its features ask of the model's class: Megatron's ``GPTModel`` or ``HybridModel``.
+"""Answers to what a plan and its features ask of the model's class: Megatron's ``GPTModel`` or ``HybridModel``.
 
 Everything that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
 """

@@ -105,4 +105,4 @@ class ModelFamily(abc.ABC):
 
     @abc.abstractmethod
     def _attending(self, layers: Sequence[Any]) -> list[Any]:
-        """Those of some layers that have keys and values."""
+        """Returns the attention modules of layers that have keys and values."""

@@ -92,7 +92,7 @@ class HybridFamily(ModelFamily):
         return found
 
     def attention_numbers(self, args: Any) -> tuple[int, ...]:
-        """Those of the symbols of attention."""
+        """Returns the numbers of layers with a symbol of attention."""
         return tuple(
             number for number, kind in enumerate(layers_of(args.hybrid_layer_pattern), 1) if kind in WITH_ATTENTION
         )

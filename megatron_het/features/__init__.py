@@ -1,4 +1,4 @@
-"""What a plan can ask for beyond a schedule: one description per feature.  No torch.
+"""Features that a plan can ask for beyond a schedule: one description each.  No torch.
 
 A new feature is a module of this folder, its place in ``FEATURES``, and, where it does something on a rank, a folder
 of its own that ``Feature.runtime`` names.

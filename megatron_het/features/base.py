@@ -1,4 +1,4 @@
-"""What a feature is: options, checks, refusals, passes and the upstream code that it leans on.
+"""Interface of a feature: options, checks, refusals, passes and the upstream code that it leans on.
 
 A feature is something that a plan can ask for beyond its schedule.  This half of a feature needs no torch: the
 planner, the command line and the start of a run read it.  The half that runs on a rank is in the module that

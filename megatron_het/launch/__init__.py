@@ -1,1 +1,1 @@
-"""What happens between the command line and Megatron's training: flags, checks, application of a plan."""
+"""Steps between the command line and Megatron's training: flags, checks, application of a plan."""

@@ -262,7 +262,7 @@ def _check_wandb(args: Any) -> None:
 
 
 def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
-    """What is wrong with Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
+    """Problems of Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
 
     What this machine lacks is not among it; see ``Platform.unmet_flags``.
 
@@ -295,7 +295,7 @@ def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
 
 
 def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """Likewise the programs of a plan whose session is not this one."""
+    """Checks the programs of a plan whose session is not this one."""
     from megatron_het.runtime.session import check_programs
 
     with errors_of(_turn_of(plan), turns):

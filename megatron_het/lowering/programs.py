@@ -83,7 +83,7 @@ def _rounded(row: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _short(value: float) -> float:
-    """As many digits as a prediction is worth, so that devices that are alike share a row."""
+    """Rounds to the digits that a prediction is worth, so that devices that are alike share a row."""
     return float(f"{value:.{_DIGITS}g}")
 
 

@@ -230,7 +230,7 @@ class ExpertName(NamedTuple):
     after: str
 
     def of(self, expert: int) -> str:
-        """The same parameter of another expert."""
+        """Returns the name of this parameter of another expert."""
         return f"{self.before}{expert}{self.after}"
 
 
@@ -483,12 +483,14 @@ def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int) -> list[R
             op.microbatch,
             op.slice,
             op.chunk,
-            _label(op),
-            piece.dst if sending else piece.src,
-            *piece.rows(sending=sending),
-            i == len(mine) - 1,
+            label=_label(op),
+            peer=piece.dst if sending else piece.src,
+            lo=lo,
+            hi=hi,
+            is_final_piece=i == len(mine) - 1,
         )
         for i, piece in enumerate(mine)
+        for lo, hi in [piece.rows(sending=sending)]
     ]
 
 

@@ -32,7 +32,7 @@ class _Guarded:
             return view.nbytes
 
     def flush(self) -> None:
-        """What the stream holds back."""
+        """Writes out what the stream holds back."""
         self._unless_failed(self._stream.flush)
 
     def close(self) -> None:

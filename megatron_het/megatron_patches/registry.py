@@ -1,4 +1,4 @@
-"""What a runtime patch to Megatron is, and how patches are installed and taken out again.
+"""Runtime patches to Megatron: what one is, how patches are installed and taken out again.
 
 A patch rebinds one name of an upstream module or class.  It states why no public hook does, which
 upstream version it was written against, and the hash of every piece of upstream source that it

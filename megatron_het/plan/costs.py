@@ -1,4 +1,4 @@
-"""What a plan's prediction was made from: seconds per device and chunk, links.  A run compares itself with them.
+"""Inputs of a plan's prediction: seconds per device and chunk, links.  A run compares itself with them.
 
 The names are those of ``schedule.cost.Costs``, which ``lowering.costs`` makes of them.  A *device* is a replica of a
 stage; devices are counted through the stages, as in programs.

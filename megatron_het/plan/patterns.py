@@ -56,7 +56,7 @@ def with_chunks(pattern: str, layers: Iterable[int]) -> str:
 
 
 def problem_of(pattern: str) -> str:
-    """What is wrong with a pattern, for a message; empty if nothing is."""
+    """Says what is wrong with a pattern, for a message; empty if nothing is."""
     main, later = layers_of(pattern), later_layers(pattern)
     for symbol in main + "".join(later):
         if symbol not in KINDS:

@@ -85,7 +85,7 @@ class TrainingShape:
 
     @property
     def batches_of_microbatches(self) -> tuple[int, ...]:
-        """Of what is read at once, how many each microbatch is."""
+        """Returns how many units of what is read at once each microbatch is."""
         return self.micro_batch_sizes or (1,) * self.num_microbatches
 
 

@@ -1,1 +1,1 @@
-"""What a run measured: times, losses, memory, traces."""
+"""Measurements of a run: times, losses, memory, traces."""

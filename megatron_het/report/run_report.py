@@ -1,4 +1,4 @@
-"""What a run measured: times, losses, memory.  Printed beside the plan's prediction, written as JSON."""
+"""Report of a run: times, losses, memory.  Printed beside the plan's prediction, written as JSON."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class RunReport:
             )
 
     def add_figures(self, figures: Mapping[str, Mapping[str, int]]) -> None:
-        """What features counted in the latest iteration, by title, e.g. bytes and collectives of the window."""
+        """Takes what features counted in the latest iteration, by title, e.g. bytes and collectives of the window."""
         self._figures.update(figures)
 
     def prediction(self) -> RankPrediction | None:

@@ -1,1 +1,1 @@
-"""What happens on a rank: session, executor, transfers, gradients, data, report."""
+"""Parts of a rank's process: session, executor, transfers, gradients, data, report."""

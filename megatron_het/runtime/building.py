@@ -133,10 +133,9 @@ def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
     """
     count = 0
     for model in models:
-        if getattr(model.config, "fp8", None):
-            continue  # what runs again must be quantised again, and the down projection keeps no input as it was
         for layer in model.decoder.layers:  # type: ignore[union-attr]
-            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP:
+            # In fp8 what runs again is quantised again, and the down projection keeps another input.
+            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP and not layer.mlp.config.fp8:
                 layer.recompute_mlp = False
                 layer.mlp.__class__ = RecomputingMLP
                 count += 1
@@ -212,7 +211,7 @@ class ChunkedBuilder:
         model_type: ModelType = ModelType.encoder_or_decoder,
         **options: Any,
     ) -> list[Any]:
-        """As upstream's; the chunks that upstream cannot build are built one after the other.
+        """Builds chunks as upstream does; those that upstream cannot build come one after the other.
 
         Its other options, of which every release has its own, are for what comes after building.
         """
@@ -300,7 +299,7 @@ class ChunkedBuilder:
 
 
 class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
-    """The same of a GPTModel."""
+    """Builds a GPTModel that way."""
 
 
 class PlacedHybridModelBuilder(HybridModelBuilder):
@@ -319,4 +318,4 @@ class PlacedHybridModelBuilder(HybridModelBuilder):
 
 
 class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
-    """The same of a HybridModel."""
+    """Builds a HybridModel that way."""

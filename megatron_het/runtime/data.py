@@ -133,7 +133,7 @@ class Batches:
         return ()
 
     def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
-        """What every slice of a microbatch is of it, with so many exchange units per slice; none without slices."""
+        """Returns each slice's part of a microbatch, with so many exchange units per slice; none without slices."""
         return ()
 
     def finish(self) -> None:
@@ -179,7 +179,7 @@ class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
 def routed_loader(
     loader: torch.utils.data.DataLoader, microbatches: Sequence[int], batches_of: Sequence[int]
 ) -> torch.utils.data.DataLoader:
-    """The same loader over the routed microbatches only."""
+    """Returns the loader over the routed microbatches only."""
     batches: Any = loader.batch_sampler  # Megatron's samplers yield lists of sample numbers
     return torch.utils.data.DataLoader(
         loader.dataset,

@@ -1,4 +1,4 @@
-"""What a feature does on a rank, and when: the one protocol of all of them.
+"""Protocol of a feature on a rank: what each does there, and when.
 
 The session opens the features of a plan once, in the order of their list, and closes them in the reverse order.
 Session and executor call the methods of :class:`RuntimeFeature` on all of them and know none by name.  The

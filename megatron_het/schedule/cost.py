@@ -1,4 +1,4 @@
-"""What operations cost: durations, message sizes, links and memory.  One model for simulator and planner.
+"""Costs of operations: durations, message sizes, links and memory.  One model for simulator and planner.
 
 Times are per device and chunk and for one whole microbatch; a slice takes its share.  The share of
 causal attention grows with the slice: slice ``i`` of ``n`` attends to ``i + diagonal`` slices of keys
@@ -193,7 +193,7 @@ class Costs:
         return (op.stop - op.start) * whole / (units * self.attention_total(slices))
 
     def of_unit_tokens(self, whole: float, op: Op, slices: int, units: int) -> float:
-        """What the exchange units of an operation have of a figure of a microbatch that is the same for all tokens."""
+        """Returns the share of an operation's exchange units in a microbatch's figure that is equal for all tokens."""
         if not self.parts:
             return whole * (op.stop - op.start) / (units * slices)
         row = self.parts[op.microbatch]

@@ -96,7 +96,7 @@ class Cutting:
         return whole + self.window_share * (_pairs(starts, end, self.window_tokens) - whole)
 
     def parts(self, starts: Sequence[Starts] | None = None, units: int = 0) -> tuple[SlicePart, ...]:
-        """What every slice of a microbatch has of it, as simulator and context exchange count work (``Costs.parts``).
+        """Returns each slice's part of a microbatch, as simulator and context exchange count work (``Costs.parts``).
 
         Args:
             starts: Where the documents of each of its sequences begin; None if a sequence is one document.
@@ -175,7 +175,7 @@ def _of_equal_work(cutting: Cutting, starts: tuple[Starts, ...]) -> Bounds:
 
 
 def _nearest(cutting: Cutting, starts: tuple[Starts, ...], wanted: float, low: int, unit: int) -> int:
-    """Of a unit and the one before it, the end that is nearer to the work that is wanted."""
+    """Chooses, of a unit and the one before it, the end that is nearer to the work that is wanted."""
     if unit == low:
         return unit
     before, after = (cutting.work(starts, end * cutting.unit) for end in (unit - 1, unit))

@@ -1,4 +1,4 @@
-"""What an operation needs before it can run: the one dependency function.
+"""Dependencies of operations: what each needs before it can run, in one function.
 
 An operation *produces* values and *requires* values; a value sits on a device.  Generators, passes,
 validator, simulator and the executor's checks all ask :class:`Dependencies`, so a dependency that is
@@ -105,7 +105,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, program: Program) -> "Dependencies":
-        """Those of a program."""
+        """Returns the dependencies of a program."""
         return cls(program.shape, program.splits_output, program.attention_units, program.embedding)
 
     def runner(self, stage: int, microbatch: int) -> int:

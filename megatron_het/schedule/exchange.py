@@ -78,7 +78,7 @@ class PassCosts:
         units: int,
         work: Mapping[int, tuple[float, float, float]] | None = None,
     ) -> dict[int, tuple[float, float]]:
-        """Of every device: what it takes without attention that can be given away, and one unit of that.
+        """Returns by device what it takes without attention that can be given away, and one unit of that.
 
         Args:
             shape: Of the program.

@@ -88,7 +88,14 @@ class Op(NamedTuple):
         other_end = self.kind.other_end
         assert other_end is not None  # of a transfer
         return self.peer, Op(
-            other_end, self.microbatch, self.slice, self.peer_chunk, device, self.chunk, self.start, self.stop
+            kind=other_end,
+            microbatch=self.microbatch,
+            slice=self.slice,
+            chunk=self.peer_chunk,
+            peer=device,
+            peer_chunk=self.chunk,
+            start=self.start,
+            stop=self.stop,
         )
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class Role(Enum):
 
 
 class Direction(Enum):
-    """Of which pass an operation is part."""
+    """Names the pass that an operation is part of."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -228,7 +228,7 @@ _GREY: Colour = (0.55, 0.0, 0.0)
 
 
 class Columns:
-    """The columns of the table, in the order of the rows.
+    """The columns of the table.
 
     Attributes:
         mnemonic: its text form.
@@ -275,164 +275,212 @@ _KINDS = ("fed_by", "sent_by", "other_end")
 """Columns that name other rows, which are not there yet when a row is read."""
 
 
+def _row(mnemonic: str, **entries: object) -> dict[str, object]:
+    """Returns one row of the table.
+
+    Raises:
+        TypeError: An entry is missing; no column has a default.
+    """
+    row = {"mnemonic": mnemonic, **entries}
+    if differing := row.keys() ^ set(_COLUMNS):
+        raise TypeError(f"row {mnemonic!r} and the columns differ in {', '.join(sorted(differing))}")
+    return row
+
+
 class Kind(Columns, IntEnum):
     """Holds what an operation does: one literal per kind, with an entry for each of :class:`Columns`."""
 
-    def __new__(cls, *row: object) -> "Kind":
-        """One row."""
-        if len(row) != len(_COLUMNS):
-            raise TypeError(f"row {row[0]!r} has {len(row)} entries for the {len(_COLUMNS)} columns")
+    def __new__(cls, row: Mapping[str, object]) -> "Kind":
+        """Makes the member of one row."""
         kind = int.__new__(cls, len(cls.__members__))
         kind._value_ = len(cls.__members__)
-        for column, entry in zip(_COLUMNS, row):
+        for column, entry in row.items():
             setattr(kind, column, entry)
         return kind
 
-    # mnemonic, executor, stream, role, direction, work, fields
-    # needs, makes, making, fed by, sent by, other end
-    # effect, price, plain duration, colour
     # fmt: off
-    FORWARD = (
-        "F", "compute", Stream.COMPUTE, Role.PASS, Direction.FORWARD, Work.FORWARD, Fields.PASS,
-        Needs.INPUT, Value.OUTPUT, Making.ONCE, "RECV_FORWARD", "SEND_FORWARD", None,
-        Effect.KEEP, Price.FORWARD, 1.0, _LIGHT)
-    BACKWARD = (
-        "B", "compute", Stream.COMPUTE, Role.PASS, Direction.BACKWARD, Work.INPUT | Work.WEIGHTS, Fields.PASS,
-        Needs.OUTPUT_GRADIENT, Value.GRADIENT, Making.ONCE, "RECV_BACKWARD", "SEND_BACKWARD", None,
-        Effect.USE_UP, Price.BACKWARD, 2.0, _DARK)
+    FORWARD = _row(
+        mnemonic="F", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.FORWARD,
+        work=Work.FORWARD, fields=Fields.PASS,
+        needs=Needs.INPUT, makes=Value.OUTPUT, making=Making.ONCE, fed_by="RECV_FORWARD", sent_by="SEND_FORWARD",
+        other_end=None,
+        effect=Effect.KEEP, price=Price.FORWARD, plain_s=1.0, colour=_LIGHT)
+    BACKWARD = _row(
+        mnemonic="B", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
+        work=Work.INPUT | Work.WEIGHTS, fields=Fields.PASS,
+        needs=Needs.OUTPUT_GRADIENT, makes=Value.GRADIENT, making=Making.ONCE, fed_by="RECV_BACKWARD",
+        sent_by="SEND_BACKWARD", other_end=None,
+        effect=Effect.USE_UP, price=Price.BACKWARD, plain_s=2.0, colour=_DARK)
     """Gradients of inputs and weights together."""
-    BACKWARD_INPUT = (
-        "I", "compute", Stream.COMPUTE, Role.PASS, Direction.BACKWARD, Work.INPUT, Fields.PASS,
-        Needs.OUTPUT_GRADIENT, Value.GRADIENT, Making.ONCE, "RECV_BACKWARD", "SEND_BACKWARD", None,
-        Effect.USE, Price.INPUT_GRADIENT, 1.0, _DARK)
+    BACKWARD_INPUT = _row(
+        mnemonic="I", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
+        work=Work.INPUT, fields=Fields.PASS,
+        needs=Needs.OUTPUT_GRADIENT, makes=Value.GRADIENT, making=Making.ONCE, fed_by="RECV_BACKWARD",
+        sent_by="SEND_BACKWARD", other_end=None,
+        effect=Effect.USE, price=Price.INPUT_GRADIENT, plain_s=1.0, colour=_DARK)
     """Gradient of the chunk's input only (zero-bubble schedules)."""
-    BACKWARD_WEIGHT = (
-        "W", "zero_bubble", Stream.COMPUTE, Role.PASS, Direction.BACKWARD, Work.WEIGHTS, Fields.PASS,
-        Needs.OWN_GRADIENT, Value.WEIGHT_GRADIENT, Making.ONCE, None, None, None,
-        Effect.USE_UP_WITHOUT_PARAMETERS, Price.WEIGHT_GRADIENT, 1.0, _GREYISH)
+    BACKWARD_WEIGHT = _row(
+        mnemonic="W", executor="zero_bubble", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
+        work=Work.WEIGHTS, fields=Fields.PASS,
+        needs=Needs.OWN_GRADIENT, makes=Value.WEIGHT_GRADIENT, making=Making.ONCE, fed_by=None, sent_by=None,
+        other_end=None,
+        effect=Effect.USE_UP_WITHOUT_PARAMETERS, price=Price.WEIGHT_GRADIENT, plain_s=1.0, colour=_GREYISH)
     """Gradients of the chunk's weights only."""
-    SEND_FORWARD = (
-        "SF", "transfer", Stream.SEND, Role.TRANSFER, Direction.FORWARD, Work.NONE, Fields.TRANSFER,
-        Needs.OWN_OUTPUT, None, Making.ONCE, None, None, "RECV_FORWARD",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    SEND_FORWARD = _row(
+        mnemonic="SF", executor="transfer", stream=Stream.SEND, role=Role.TRANSFER, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.TRANSFER,
+        needs=Needs.OWN_OUTPUT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="RECV_FORWARD",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """Activations of ``chunk`` leave for ``peer_chunk`` on ``peer``."""
-    RECV_FORWARD = (
-        "RF", "transfer", Stream.RECEIVE, Role.TRANSFER, Direction.FORWARD, Work.NONE, Fields.TRANSFER,
-        Needs.OTHER_END, None, Making.ONCE, None, None, "SEND_FORWARD",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    RECV_FORWARD = _row(
+        mnemonic="RF", executor="transfer", stream=Stream.RECEIVE, role=Role.TRANSFER, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.TRANSFER,
+        needs=Needs.OTHER_END, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="SEND_FORWARD",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """Activations for ``chunk`` arrive from ``peer_chunk`` on ``peer``."""
-    SEND_BACKWARD = (
-        "SB", "transfer", Stream.SEND, Role.TRANSFER, Direction.BACKWARD, Work.NONE, Fields.TRANSFER,
-        Needs.OWN_GRADIENT, None, Making.ONCE, None, None, "RECV_BACKWARD",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    SEND_BACKWARD = _row(
+        mnemonic="SB", executor="transfer", stream=Stream.SEND, role=Role.TRANSFER, direction=Direction.BACKWARD,
+        work=Work.NONE, fields=Fields.TRANSFER,
+        needs=Needs.OWN_GRADIENT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="RECV_BACKWARD",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """The gradient of the input of ``chunk`` leaves for ``peer_chunk`` on ``peer``."""
-    RECV_BACKWARD = (
-        "RB", "transfer", Stream.RECEIVE, Role.TRANSFER, Direction.BACKWARD, Work.NONE, Fields.TRANSFER,
-        Needs.OTHER_END, None, Making.ONCE, None, None, "SEND_BACKWARD",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    RECV_BACKWARD = _row(
+        mnemonic="RB", executor="transfer", stream=Stream.RECEIVE, role=Role.TRANSFER, direction=Direction.BACKWARD,
+        work=Work.NONE, fields=Fields.TRANSFER,
+        needs=Needs.OTHER_END, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="SEND_BACKWARD",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """The gradient of the output of ``chunk`` arrives from ``peer_chunk`` on ``peer``."""
-    KV_SEND = (
-        "KS", "context_exchange", Stream.SEND, Role.KEYS, Direction.FORWARD, Work.NONE, Fields.UNITS,
-        Needs.KEYS, None, Making.ONCE, "RECV_FORWARD", None, "KV_RECV",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    KV_SEND = _row(
+        mnemonic="KS", executor="context_exchange", stream=Stream.SEND, role=Role.KEYS, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.KEYS, makes=None, making=Making.ONCE, fed_by="RECV_FORWARD", sent_by=None, other_end="KV_RECV",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """Keys and values ``[start, stop)`` (exchange units) leave for ``peer``, ahead of their use."""
-    KV_RECV = (
-        "KR", "context_exchange", Stream.RECEIVE, Role.KEYS, Direction.FORWARD, Work.NONE, Fields.UNITS_OF_PEER,
-        Needs.OTHER_END, Value.KV, Making.REPEATED, None, None, "KV_SEND",
-        Effect.KEYS_ARRIVE, Price.LINK, 0.0, _GREY)
-    ATTEND_GIVE = (
-        "AG", "context_exchange", Stream.COMPUTE, Role.GIVE, Direction.FORWARD, Work.NONE, Fields.UNITS,
-        Needs.INPUT, Value.QUERY, Making.REPEATED, "RECV_FORWARD", None, None,
-        Effect.NOTHING, Price.GIVEN, 0.0, _LIGHT)
+    KV_RECV = _row(
+        mnemonic="KR", executor="context_exchange", stream=Stream.RECEIVE, role=Role.KEYS, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.UNITS_OF_PEER,
+        needs=Needs.OTHER_END, makes=Value.KV, making=Making.REPEATED, fed_by=None, sent_by=None, other_end="KV_SEND",
+        effect=Effect.KEYS_ARRIVE, price=Price.LINK, plain_s=0.0, colour=_GREY)
+    ATTEND_GIVE = _row(
+        mnemonic="AG", executor="context_exchange", stream=Stream.COMPUTE, role=Role.GIVE, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.INPUT, makes=Value.QUERY, making=Making.REPEATED, fed_by="RECV_FORWARD", sent_by=None,
+        other_end=None,
+        effect=Effect.NOTHING, price=Price.GIVEN, plain_s=0.0, colour=_LIGHT)
     """The query of the following FORWARD is handed to ``peer``, to attend to units ``[start, stop)``."""
-    ATTEND_HELP = (
-        "AH", "context_exchange", Stream.COMPUTE, Role.HELP, Direction.FORWARD, Work.NONE, Fields.UNITS_OF_PEER,
-        Needs.QUERY, Value.PARTIAL, Making.ONCE, "KV_RECV", None, None,
-        Effect.USE_KEYS, Price.HELPED, 0.0, _PALE)
+    ATTEND_HELP = _row(
+        mnemonic="AH", executor="context_exchange", stream=Stream.COMPUTE, role=Role.HELP, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.UNITS_OF_PEER,
+        needs=Needs.QUERY, makes=Value.PARTIAL, making=Making.ONCE, fed_by="KV_RECV", sent_by=None, other_end=None,
+        effect=Effect.USE_KEYS, price=Price.HELPED, plain_s=0.0, colour=_PALE)
     """Attention of ``peer``'s query over the units ``[start, stop)`` of ``peer``'s keys and values."""
-    ATTEND_MERGE = (
-        "AM", "context_exchange", Stream.COMPUTE, Role.MERGE, Direction.FORWARD, Work.NONE, Fields.UNITS,
-        Needs.PARTIAL, Value.OUTPUT, Making.COMPLETED, None, "SEND_FORWARD", None,
-        Effect.NOTHING, Price.MERGED, 0.0, _LIGHT)
+    ATTEND_MERGE = _row(
+        mnemonic="AM", executor="context_exchange", stream=Stream.COMPUTE, role=Role.MERGE,
+        direction=Direction.FORWARD, work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.PARTIAL, makes=Value.OUTPUT, making=Making.COMPLETED, fed_by=None, sent_by="SEND_FORWARD",
+        other_end=None,
+        effect=Effect.NOTHING, price=Price.MERGED, plain_s=0.0, colour=_LIGHT)
     """The partial outputs given away are merged; the FORWARD before it is complete only now."""
-    ATTEND_GIVE_BACKWARD = (
-        "AGB", "context_exchange", Stream.COMPUTE, Role.GIVE, Direction.BACKWARD, Work.NONE, Fields.UNITS,
-        Needs.OUTPUT_GRADIENT, Value.QUERY_BACKWARD, Making.REPEATED, "RECV_BACKWARD", None, None,
-        Effect.NOTHING, Price.GIVEN, 0.0, _LIGHT)
-    ATTEND_HELP_BACKWARD = (
-        "AHB", "context_exchange", Stream.COMPUTE, Role.HELP, Direction.BACKWARD, Work.NONE, Fields.UNITS_OF_PEER,
-        Needs.QUERY_BACKWARD, Value.PARTIAL_BACKWARD, Making.ONCE, "KV_RECV_BACKWARD", None, None,
-        Effect.USE_KEYS, Price.HELPED, 0.0, _PALE)
-    ATTEND_MERGE_BACKWARD = (
-        "AMB", "context_exchange", Stream.COMPUTE, Role.MERGE, Direction.BACKWARD, Work.NONE, Fields.UNITS,
-        Needs.PARTIAL_BACKWARD, Value.GRADIENT, Making.COMPLETED, None, "SEND_BACKWARD", None,
-        Effect.NOTHING, Price.MERGED, 0.0, _LIGHT)
-    VOCAB_FORWARD = (
-        "VF", "vocabulary", Stream.COMPUTE, Role.PART, Direction.FORWARD, Work.NONE, Fields.PASS,
-        Needs.LAST_OUTPUT, Value.LOGITS, Making.ONCE, None, None, None,
-        Effect.KEEP_LOGITS, Price.OUTPUT_PART, 0.0, _DEEP)
+    ATTEND_GIVE_BACKWARD = _row(
+        mnemonic="AGB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.GIVE,
+        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.OUTPUT_GRADIENT, makes=Value.QUERY_BACKWARD, making=Making.REPEATED, fed_by="RECV_BACKWARD",
+        sent_by=None, other_end=None,
+        effect=Effect.NOTHING, price=Price.GIVEN, plain_s=0.0, colour=_LIGHT)
+    ATTEND_HELP_BACKWARD = _row(
+        mnemonic="AHB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.HELP,
+        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS_OF_PEER,
+        needs=Needs.QUERY_BACKWARD, makes=Value.PARTIAL_BACKWARD, making=Making.ONCE, fed_by="KV_RECV_BACKWARD",
+        sent_by=None, other_end=None,
+        effect=Effect.USE_KEYS, price=Price.HELPED, plain_s=0.0, colour=_PALE)
+    ATTEND_MERGE_BACKWARD = _row(
+        mnemonic="AMB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.MERGE,
+        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.PARTIAL_BACKWARD, makes=Value.GRADIENT, making=Making.COMPLETED, fed_by=None,
+        sent_by="SEND_BACKWARD", other_end=None,
+        effect=Effect.NOTHING, price=Price.MERGED, plain_s=0.0, colour=_LIGHT)
+    VOCAB_FORWARD = _row(
+        mnemonic="VF", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.LAST_OUTPUT, makes=Value.LOGITS, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.KEEP_LOGITS, price=Price.OUTPUT_PART, plain_s=0.0, colour=_DEEP)
     """This device's part of the output layer and of the cross entropy."""
-    VOCAB_BACKWARD = (
-        "VB", "vocabulary", Stream.COMPUTE, Role.PART, Direction.BACKWARD, Work.NONE, Fields.PASS,
-        Needs.ALL_LOGITS, Value.LOGITS_GRADIENT, Making.ONCE, None, None, None,
-        Effect.USE_UP_LOGITS, Price.OUTPUT_PART_BACKWARD, 0.0, _DEEP)
-    PARAM_PREFETCH = (
-        "PP", "window", Stream.HOST_TO_DEVICE, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.SHARD_FROM_HOST, Price.PREFETCH, 0.0, _GREY)
+    VOCAB_BACKWARD = _row(
+        mnemonic="VB", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.BACKWARD,
+        work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.ALL_LOGITS, makes=Value.LOGITS_GRADIENT, making=Making.ONCE, fed_by=None, sent_by=None,
+        other_end=None,
+        effect=Effect.USE_UP_LOGITS, price=Price.OUTPUT_PART_BACKWARD, plain_s=0.0, colour=_DEEP)
+    PARAM_PREFETCH = _row(
+        mnemonic="PP", executor="window", stream=Stream.HOST_TO_DEVICE, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.SHARD_FROM_HOST, price=Price.PREFETCH, plain_s=0.0, colour=_GREY)
     """Parameter shards of ``chunk`` come from the host."""
-    PARAM_GATHER = (
-        "PG", "window", Stream.COLLECTIVE, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.GATHER, Price.GATHER, 0.0, _GREY)
+    PARAM_GATHER = _row(
+        mnemonic="PG", executor="window", stream=Stream.COLLECTIVE, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.GATHER, price=Price.GATHER, plain_s=0.0, colour=_GREY)
     """All-gather of the parameters of layers ``[start, stop)`` of ``chunk``."""
-    PARAM_RELEASE = (
-        "PR", "window", Stream.COMPUTE, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.RELEASE, Price.FREE, 0.0, _GREY)
+    PARAM_RELEASE = _row(
+        mnemonic="PR", executor="window", stream=Stream.COMPUTE, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.RELEASE, price=Price.FREE, plain_s=0.0, colour=_GREY)
     """The gathered parameters are dropped; the shards stay."""
-    PARAM_OFFLOAD = (
-        "PO", "window", Stream.DEVICE_TO_HOST, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.SHARD_TO_HOST, Price.OFFLOAD, 0.0, _GREY)
+    PARAM_OFFLOAD = _row(
+        mnemonic="PO", executor="window", stream=Stream.DEVICE_TO_HOST, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.SHARD_TO_HOST, price=Price.OFFLOAD, plain_s=0.0, colour=_GREY)
     """Parameter shards go to the host."""
-    GRAD_REDUCE = (
-        "GR", "window", Stream.COLLECTIVE, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.REDUCE, Price.REDUCE, 0.0, _GREY)
+    GRAD_REDUCE = _row(
+        mnemonic="GR", executor="window", stream=Stream.COLLECTIVE, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.REDUCE, price=Price.REDUCE, plain_s=0.0, colour=_GREY)
     """Reduce-scatter of the gradients of layers ``[start, stop)`` of ``chunk``."""
-    OPTIMIZER_STEP = (
-        "OS", "window", Stream.COMPUTE, Role.STATE, Direction.NEITHER, Work.NONE, Fields.LAYERS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.STEP, Price.STEP, 0.0, _GREY)
-    ACT_OFFLOAD = (
-        "AO", "activation_offload", Stream.DEVICE_TO_HOST, Role.ACTIVATIONS, Direction.FORWARD, Work.NONE, Fields.PASS,
-        Needs.OWN_OUTPUT, None, Making.ONCE, None, None, None,
-        Effect.TO_HOST, Price.ACT_OFFLOAD, 0.0, _LIGHT)
+    OPTIMIZER_STEP = _row(
+        mnemonic="OS", executor="window", stream=Stream.COMPUTE, role=Role.STATE, direction=Direction.NEITHER,
+        work=Work.NONE, fields=Fields.LAYERS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.STEP, price=Price.STEP, plain_s=0.0, colour=_GREY)
+    ACT_OFFLOAD = _row(
+        mnemonic="AO", executor="activation_offload", stream=Stream.DEVICE_TO_HOST, role=Role.ACTIVATIONS,
+        direction=Direction.FORWARD, work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.OWN_OUTPUT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.TO_HOST, price=Price.ACT_OFFLOAD, plain_s=0.0, colour=_LIGHT)
     """Activations of a FORWARD go to the host."""
-    ACT_FETCH = (
-        "AF", "activation_offload", Stream.HOST_TO_DEVICE, Role.ACTIVATIONS, Direction.BACKWARD, Work.NONE, Fields.PASS,
-        Needs.NOTHING, None, Making.ONCE, None, None, None,
-        Effect.FROM_HOST, Price.ACT_FETCH, 0.0, _LIGHT)
+    ACT_FETCH = _row(
+        mnemonic="AF", executor="activation_offload", stream=Stream.HOST_TO_DEVICE, role=Role.ACTIVATIONS,
+        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.FROM_HOST, price=Price.ACT_FETCH, plain_s=0.0, colour=_LIGHT)
     """They come back ahead of the BACKWARD."""
-    KV_SEND_BACKWARD = (
-        "KSB", "context_exchange", Stream.SEND, Role.KEYS, Direction.BACKWARD, Work.NONE, Fields.UNITS,
-        Needs.KEYS_MADE, None, Making.ONCE, None, None, "KV_RECV_BACKWARD",
-        Effect.NOTHING, Price.LINK, 0.0, _GREY)
+    KV_SEND_BACKWARD = _row(
+        mnemonic="KSB", executor="context_exchange", stream=Stream.SEND, role=Role.KEYS, direction=Direction.BACKWARD,
+        work=Work.NONE, fields=Fields.UNITS,
+        needs=Needs.KEYS_MADE, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="KV_RECV_BACKWARD",
+        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
     """As KV_SEND, for the attention's backward pass (when the peer did not keep them)."""
-    KV_RECV_BACKWARD = (
-        "KRB", "context_exchange", Stream.RECEIVE, Role.KEYS, Direction.BACKWARD, Work.NONE, Fields.UNITS_OF_PEER,
-        Needs.OTHER_END, Value.KV_BACKWARD, Making.REPEATED, None, None, "KV_SEND_BACKWARD",
-        Effect.KEYS_ARRIVE, Price.LINK, 0.0, _GREY)
-    EMBED_FORWARD = (
-        "EF", "vocabulary", Stream.COMPUTE, Role.PART, Direction.FORWARD, Work.NONE, Fields.PASS,
-        Needs.TOKENS, Value.EMBEDDING, Making.ONCE, None, None, None,
-        Effect.NOTHING, Price.WORD_PART, 0.0, _DEEP)
+    KV_RECV_BACKWARD = _row(
+        mnemonic="KRB", executor="context_exchange", stream=Stream.RECEIVE, role=Role.KEYS,
+        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS_OF_PEER,
+        needs=Needs.OTHER_END, makes=Value.KV_BACKWARD, making=Making.REPEATED, fed_by=None, sent_by=None,
+        other_end="KV_SEND_BACKWARD",
+        effect=Effect.KEYS_ARRIVE, price=Price.LINK, plain_s=0.0, colour=_GREY)
+    EMBED_FORWARD = _row(
+        mnemonic="EF", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.FORWARD,
+        work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.TOKENS, makes=Value.EMBEDDING, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.NOTHING, price=Price.WORD_PART, plain_s=0.0, colour=_DEEP)
     """This device's part of the word embeddings of a slice; on the first stage: the tokens leave."""
-    EMBED_BACKWARD = (
-        "EB", "vocabulary", Stream.COMPUTE, Role.PART, Direction.BACKWARD, Work.NONE, Fields.PASS,
-        Needs.FIRST_GRADIENT, None, Making.ONCE, None, None, None,
-        Effect.NOTHING, Price.WORD_PART_BACKWARD, 0.0, _DEEP)
+    EMBED_BACKWARD = _row(
+        mnemonic="EB", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.BACKWARD,
+        work=Work.NONE, fields=Fields.PASS,
+        needs=Needs.FIRST_GRADIENT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
+        effect=Effect.NOTHING, price=Price.WORD_PART_BACKWARD, plain_s=0.0, colour=_DEEP)
     """Gradient of this device's part; on the first stage: the gradient of the embeddings leaves."""
     # fmt: on
 

@@ -151,7 +151,15 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
     engine = _Engine(graph, costs)
     engine.run()
     compute = engine.queues[: len(program.ops)]
-    return Result(graph, costs, (engine.start, engine.end), engine.cause, engine.posting, compute, engine.duration)
+    return Result(
+        graph,
+        costs,
+        times=(engine.start, engine.end),
+        cause=engine.cause,
+        posting_s=engine.posting,
+        compute_queues=compute,
+        duration=engine.duration,
+    )
 
 
 class _Engine:

@@ -140,7 +140,7 @@ def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
 def _place_global(
     program: Program, graph: Graph, order: Sequence[int], duration: Sequence[float], end: Sequence[float]
 ) -> Program:
-    """Of what ends at one moment, computations come first: their buffers are free for what is received then.
+    """Puts computations first among what ends at one moment: their buffers are free for what is received then.
 
     Operations without duration keep their place among the messages, which they may depend on.
     """

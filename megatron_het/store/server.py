@@ -51,7 +51,7 @@ class Strangers:
     last: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return asdict(self)
 
 
@@ -296,7 +296,7 @@ class StoreServer(Documents):
                         del self._waiting[key]
 
     def _wake(self, key: str) -> None:
-        """Those who wait for a key look again."""
+        """Wakes those who wait for a key."""
         if threading.current_thread() is self._thread:
             self._resume(key)
         elif self._thread.is_alive():

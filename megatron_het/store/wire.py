@@ -1,4 +1,4 @@
-"""What goes over a connection: a handshake in which both ends prove that they know the token, then signed frames.
+"""Frames of a connection: a handshake in which both ends prove that they know the token, then signed frames.
 
 The server sends a number that it has never sent before, the client answers with one of its own and a digest over both
 with the token, and the server answers likewise.  Each frame then carries a digest with a key of this connection and

@@ -1,4 +1,4 @@
-"""What drifted: measured against predicted seconds of devices and links, iteration by iteration.
+"""Drift: measured against predicted seconds of devices and links, iteration by iteration.
 
 Devices of one kind, and links between the same kinds, form a *group*.  Every figure is the median over a small window,
 so that one slow iteration says nothing.  When the first window is full, each subject gets its *reference*: what it
@@ -72,7 +72,7 @@ class Finding:
         return f"the plan's figures of {self.name} are wrong{since}: {what} takes {times} the planned time"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return asdict(self)
 
 
@@ -266,7 +266,9 @@ class DriftWatch:
             yield Finding("profile", group, _mean(off), 0, iteration, group)
             return
         for operation, factor in off.items():
-            yield Finding("profile", group, factor, 0, iteration, group, operation)
+            yield Finding(
+                what="profile", name=group, factor=factor, since=0, found=iteration, kind=group, operation=operation
+            )
 
     def _of_subject(self, subject: Subject, common: Mapping[str, float], iteration: int) -> Finding | None:
         """A subject that has left its reference by more than its group has."""
@@ -284,7 +286,16 @@ class DriftWatch:
         if (now[worst] - should[worst]) * subject.weight < least_s or each[worst] < self._bar(subject, worst):
             return None
         since = self._since(subject, should, [worst])
-        return Finding("operation", subject.name, each[worst], since, iteration, subject.group, worst, subject.place)
+        return Finding(
+            what="operation",
+            name=subject.name,
+            factor=each[worst],
+            since=since,
+            found=iteration,
+            kind=subject.group,
+            operation=worst,
+            place=subject.place,
+        )
 
     def _bar(self, subject: Subject, operation: str) -> float:
         """Factor from which a drift is named; lower for one that has been, so that names do not flicker."""

@@ -1,4 +1,4 @@
-"""What a rank says about itself once, and what about every iteration: small texts that travel over the store."""
+"""Samples: what a rank says about itself once and about every iteration, in small texts that travel over the store."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Hello:
     predicted_s: Mapping[str, float]
 
     def encode(self) -> str:
-        """As JSON."""
+        """Returns JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -132,7 +132,7 @@ class Sample:
     counts: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """As JSON with whole microseconds."""
+        """Returns JSON with whole microseconds."""
         return json.dumps(
             {
                 "i": self.iteration,

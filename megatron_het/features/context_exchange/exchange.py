@@ -479,7 +479,7 @@ class _Layer:
         self._done()
 
     def _results(self, expected: Callable[[RankOp], Any]) -> Iterator[list[tuple[RankOp, list[torch.Tensor]]]]:
-        """What comes back, the parts of one device together: its ranks have different heads of the same units."""
+        """Yields what comes back, parts of one device together: its ranks have different heads of the same units."""
         for _, results in groupby(self._exchange.results(), key=lambda result: (result[0].start, result[0].stop)):
             yield [(op, unpack(buffer, expected(op))) for op, buffer in results]
 

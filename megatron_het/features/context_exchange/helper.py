@@ -99,7 +99,7 @@ def heads_of(tensors: Sequence[torch.Tensor], first: int, count: int) -> list[to
 
 
 def joined_heads(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The same tensors with some heads each, as tensors with all of them."""
+    """Joins tensors with some heads each to tensors with all of them."""
     if len(parts) == 1:
         return list(parts[0])
     return [torch.cat(tensors, dim=_head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
@@ -212,7 +212,7 @@ def _joined(parts: Sequence[Part]) -> Part:
 
 
 class Limits:
-    """Of one iteration.
+    """Holds what the slices of one iteration see.
 
     Args:
         placement: The plan's lookup tables.

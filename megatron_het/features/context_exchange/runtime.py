@@ -172,14 +172,14 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         limited = LimitedPrograms(context, units)
         pairs, keys_channels = limited.pairs, limited.channels
     exchange = ContextExchange(
-        context.lowered,
-        units,
-        context.rank,
-        exchanged_layers(plan.attention_layers),
-        keys_channels,
-        context.new_channels("queries and results", pairs, _PENDING_SENDS),
-        context.timeline,
-        context.platform.device,
-        options.keep,
+        programs=context.lowered,
+        units=units,
+        rank=context.rank,
+        layers=exchanged_layers(plan.attention_layers),
+        keys_channels=keys_channels,
+        channels=context.new_channels("queries and results", pairs, _PENDING_SENDS),
+        timeline=context.timeline,
+        device=context.platform.device,
+        keep=options.keep,
     )
     return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

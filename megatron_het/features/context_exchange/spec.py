@@ -69,13 +69,34 @@ def add_exchange(program: Program, plan: ExchangePlan | None = None, **options: 
 
 
 def _op(kind: Kind, move: Move, peer: int) -> Op:
-    return Op(kind, move.microbatch, move.slice, move.chunk, peer, move.chunk, move.start, move.stop)
+    return Op(
+        kind=kind,
+        microbatch=move.microbatch,
+        slice=move.slice,
+        chunk=move.chunk,
+        peer=peer,
+        peer_chunk=move.chunk,
+        start=move.start,
+        stop=move.stop,
+    )
 
 
 def _sends(move: Move, backward: bool) -> list[tuple[int, Op]]:
     kind = _KINDS[backward][3]
     return [
-        (move.owner, Op(kind, move.microbatch, move.slice, move.chunk, move.helper, move.chunk, start, stop))
+        (
+            move.owner,
+            Op(
+                kind=kind,
+                microbatch=move.microbatch,
+                slice=move.slice,
+                chunk=move.chunk,
+                peer=move.helper,
+                peer_chunk=move.chunk,
+                start=start,
+                stop=stop,
+            ),
+        )
         for start, stop in move.sent
     ]
 
@@ -244,7 +265,7 @@ class ContextExchange(Feature):
         return found
 
     def attention_units(self, options: ExchangeOptions) -> int:
-        """Of a slice."""
+        """Returns the exchange units of a slice."""
         return options.units
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:

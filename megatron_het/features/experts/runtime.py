@@ -72,7 +72,7 @@ class Experts(RuntimeFeature):
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
-        """Likewise in a recomputation."""
+        """Tells routers the pass of a recomputation."""
         return self._running(backward.op, call)
 
     @contextlib.contextmanager

@@ -227,7 +227,7 @@ class InitialWeightsByName(RuntimeFeature):
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two objects have in common that are the same values; also of tensors without memory, as in a dry run."""
+    """Identifies values that two objects share; also of tensors without memory, as in a dry run."""
     return StorageWeakRef(tensor.untyped_storage()).cdata, tensor.storage_offset(), tensor.shape
 
 

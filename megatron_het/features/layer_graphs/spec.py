@@ -76,7 +76,7 @@ def captured(args: Any) -> frozenset[str]:
 
 
 def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
-    """What is wrong, each as flag, value, problem and what to do."""
+    """Yields problems, each as flag, value, problem and what to do."""
     if kind not in (LOCAL, BY_TE) or "full_iteration" in parts:
         problem = "the host posts transfers and waits for them all through an iteration of a plan"
         yield _FLAG, kind, problem, f"Capture layers: {BY_TE} or {LOCAL}"
@@ -112,7 +112,7 @@ def _problems_of_te(args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any
 
 
 def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> Iterator[tuple[str, Any, str, str]]:
-    """What keeps attention out of graphs."""
+    """Yields what keeps attention out of graphs."""
     if not inside:
         return
     outside = f"Leave attention outside: {_FLAG} {BY_TE} {_PARTS_FLAG} mlp (of experts: moe_router)"

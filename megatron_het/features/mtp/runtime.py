@@ -52,7 +52,7 @@ class LaterTokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], layers: int, *, are_packed: bool) -> LaterTokens:
-        """Those of whole sequences.
+        """Takes the tokens of whole sequences.
 
         Args:
             batch: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, all ``[b, s]``.
@@ -73,7 +73,7 @@ class LaterTokens:
         return cls(tokens, positions, labels, torch.stack(masks[1:]), torch.stack([mask.sum() for mask in masks]))
 
     def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> LaterTokens:
-        """Those of a part of the sequences.
+        """Takes the tokens of a part of the sequences.
 
         Args:
             take: Gives the part's tokens of a tensor whose last dimension is that of whole sequences.
@@ -199,7 +199,7 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
 
 
 def _record(model: Any, loss: torch.Tensor, logits: torch.Tensor, later: LaterTokens, depth: int) -> None:
-    """What Megatron logs: the part's share of a microbatch's loss, and how many predictions were right."""
+    """Gives Megatron's log the part's share of a microbatch's loss, and how many predictions were right."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, _compute_mtp_acceptance_counts
 
     right, total = _compute_mtp_acceptance_counts(
@@ -265,7 +265,7 @@ class MultiTokenPrediction(RuntimeFeature):
 
 
 class LaterTokensOfParts(MultiTokenPrediction):
-    """The same where passes run parts of sequences, or know documents by where they begin.
+    """Predicts later tokens where passes run parts of sequences, or know documents by where they begin.
 
     Args:
         layers: Tokens after the next one that are predicted.
@@ -297,7 +297,7 @@ class LaterTokensOfParts(MultiTokenPrediction):
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
-        """What the layers read and predict is known to all TP ranks."""
+        """Tells all TP ranks what the layers read and predict."""
         op = forward.op
         if op.chunk != self._chunk:
             yield
@@ -311,7 +311,7 @@ class LaterTokensOfParts(MultiTokenPrediction):
             self._passes.later = None
 
     def _read(self, op: RankOp, data_iterator: Any) -> LaterTokens:
-        """Of the operation's pass; the whole sequences are kept until their last part."""
+        """Returns the tokens of the operation's pass; the whole sequences are kept until their last part."""
         whole = self._whole.get(op.microbatch)
         if whole is None:
             batch = self._sequences.whole(op, data_iterator)

@@ -43,7 +43,7 @@ class LionBesideAdam(RuntimeFeature):
 
 
 def matrices(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Of a distributed optimizer the main parameters that Lion updates: this rank's parts of matrices."""
+    """Yields main parameters of a distributed optimizer that Lion updates: this rank's parts of matrices."""
     from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
     for models, mains in (

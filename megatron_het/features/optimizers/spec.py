@@ -1,4 +1,4 @@
-"""What Megatron's optimizers ask of a plan, and Lion in the distributed optimizer.
+"""Demands of Megatron's optimizers on a plan, and Lion in the distributed optimizer.
 
 Adam, SGD and Lion work element by element: it does not matter to them how a plan cuts weights.  Muon
 orthogonalizes whole matrices, and each replica of a stage makes that update by itself.

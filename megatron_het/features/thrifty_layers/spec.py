@@ -1,4 +1,8 @@
-"""Layers that keep less from forward to backward (SlimPipe, section 5)."""
+"""Layers that keep less from forward to backward (SlimPipe, section 5).
+
+Norms and activation functions need no more than their input (and a number or two per token) in the backward.
+PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, keep no more by themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class ThriftyLayers(Feature):
     switch = Option(
         "thrifty_layers",
         flag="--het-thrifty-layers",
-        help="RMSNorm and SwiGLU keep only their input from forward to backward",
+        help="RMSNorm and SwiGLU keep only their input from forward to backward, as LayerNorm and GELU do without it",
         problem="must be true or false",
     )
 

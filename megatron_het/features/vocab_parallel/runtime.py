@@ -396,12 +396,12 @@ class SplitVocabulary:
                 call.models[-1],
                 losses,
                 work.loss_func,
-                call.config,
-                None,
-                call.collect_non_loss_data,
-                call.num_microbatches,
-                state.reports,
-                1,
+                config=call.config,
+                vp_stage=None,
+                collect_non_loss_data=call.collect_non_loss_data,
+                num_microbatches=call.num_microbatches,
+                forward_data_store=state.reports,
+                cp_group_size=1,
                 is_last_stage=True,
             )
         state.num_tokens += num_tokens
@@ -424,7 +424,7 @@ class SplitVocabulary:
         return weight.dtype
 
     def _shapes(self, op: RankOp, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of hidden states and labels on a rank."""
+        """Returns the shapes of hidden states and labels on a rank."""
         length, batch, _ = shape = call.shape(op)
         assert self._layer is not None
         tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length

@@ -62,7 +62,7 @@ def _embeddings_by_slot(program: Program) -> Inserts:
 
 
 def _first_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> Iterator[Moment]:
-    """Of the model's first chunk: when the compute operation before a forward begins, and when a backward ends."""
+    """Times of the model's first chunk: when the operation before a forward begins, and when a backward ends."""
     stage, chunk = graph.program.shape.path[0]
     for d, device in enumerate(graph.program.devices):
         before = 0.0  # when the compute operation before began

@@ -129,8 +129,8 @@ class WindowBuilder(ChunkedBuilder):
 
 
 class WindowGPTModelBuilder(WindowBuilder, GPTModelBuilder):
-    """The same of a GPTModel."""
+    """Builds a GPTModel that way."""
 
 
 class WindowHybridModelBuilder(WindowBuilder, PlacedHybridModelBuilder):
-    """The same of a HybridModel."""
+    """Builds a HybridModel that way."""

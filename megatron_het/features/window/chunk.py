@@ -166,7 +166,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """What runs inside is queued on the side stream."""
+        """Queues what runs inside on the side stream."""
         if self._stream is None:
             yield
             return

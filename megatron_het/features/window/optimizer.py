@@ -177,7 +177,7 @@ class ChunkedOptimizer:
         return found
 
     def _take(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        """What a checkpoint has of a main parameter and its state."""
+        """Sets a main parameter and its state from a checkpoint."""
         self._bring(self._owner[parameter])
         type(self._optimizer)._set_main_param_and_optimizer_states(self._optimizer, parameter, tensors)
 

@@ -238,7 +238,7 @@ class ParameterWindow:
                 self._step_at_once(op.chunk)
 
     def before_part(self, op: RankOp) -> None:
-        """As :meth:`before_backward`, of the chunk that has the rows; a forward needs the parameters alone."""
+        """Makes the chunk that has the rows ready; a forward needs the parameters alone."""
         if self._optimizer is None:
             return
         chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
@@ -320,7 +320,7 @@ class ParameterWindow:
         chunk.reduce(start, stop)
 
     def _before_reduction(self, chunk: ChunkWindow) -> None:
-        """What upstream does to whole gradients: sums over the TP group, checks."""
+        """Does to whole gradients what upstream does: sums over the TP group, checks."""
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
         _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self._tp_group)

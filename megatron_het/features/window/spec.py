@@ -322,7 +322,7 @@ def _check_zero(plan: Plan, options: WindowOptions) -> None:
 
 
 def _check_early(plan: Plan, args: Any, update: str) -> None:
-    """What needs all gradients cannot go with updates that are never taken back."""
+    """Refuses what needs all gradients beside updates that are never taken back."""
     where, advice = "schedule.parameters.update", 'Use "exact" or "undo", or switch the option off'
     if args.clip_grad > 0 and update == "at-once":
         raise PlanError(where, update, f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)

@@ -1,4 +1,4 @@
-"""What the optimizer keeps of a ministage: in host memory between updates, and backed up before one.
+"""Optimizer state of a ministage: in host memory between updates, and backed up before one.
 
 Both are for the tensors of the inner optimizer: main parameters and the state that belongs to them
 (Adam's two moments, and the count of steps, which is a number and stays where it is).

@@ -95,7 +95,7 @@ class ZeroBubble(Feature):
 
 
 def _parameters(args: Any) -> int:
-    """Of a chunk at most: all layers whole, and the vocabulary twice."""
+    """Returns the most parameters of a chunk: all layers whole, and the vocabulary twice."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     attention = 4 * hidden * max(hidden, heads * (getattr(args, "kv_channels", None) or 0))
     experts = getattr(args, "num_experts", None) or 1

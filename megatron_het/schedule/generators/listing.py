@@ -1,4 +1,4 @@
-"""What the generators share: checks of a shape, and merging a forward and a backward order."""
+"""Shared parts of the generators: checks of a shape, and merging a forward and a backward order."""
 
 import heapq
 from collections.abc import Callable, Sequence

@@ -173,7 +173,7 @@ class _Merge:
         return max(came, free)
 
     def _backward_at(self, d: int) -> float:
-        """Of the next microbatch, whose forward this device has run."""
+        """Returns when the backward of the next microbatch can begin, whose forward this device has run."""
         if self.at_b[d] == self.at_f[d]:
             return _UNKNOWN
         stage, free = self.stage_of[d], self.free[d]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
 
@@ -35,6 +36,7 @@ def _mlp() -> MLP:
         activation_func=torch.nn.functional.silu,
         activation_func_clamp_value=None,
         glu_linear_offset=0.0,
+        fp8=None,
     )
     mlp.linear_fc1 = _Linear(HIDDEN, 2 * FFN, bias=False)
     mlp.linear_fc2 = _Linear(FFN, HIDDEN, bias=False)
@@ -85,8 +87,13 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert mlp.linear_fc1.calls == 1
 
 
-def test_other_layers_stay() -> None:
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_other_layers_stay(in_fp8: bool) -> None:
+    """In fp8 Megatron's own recomputation enters the recipe again, which a second run in a backward has left."""
     model = _model()
-    model.decoder.layers[0].recompute_mlp = False
+    layer = model.decoder.layers[0]
+    if in_fp8:
+        layer.mlp.config.fp8 = "hybrid"
+    layer.recompute_mlp = in_fp8
     assert recompute_up_projections([model]) == 0
     assert type(model.decoder.layers[0].mlp) is MLP

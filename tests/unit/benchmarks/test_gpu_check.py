@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import common_flags
-from benchmarks.gpu import check, offload, trainings
+from benchmarks.gpu import check, checkpoint, offload, trainings
+from benchmarks.gpu.cases import CaseError, Setting, run_cases
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
 from benchmarks.lab import Lab
@@ -86,6 +88,36 @@ def test_a_part_knows_its_limit(tmp_path):
     one = Part("told", ("-c", code, "{json}", "{limit_s}"), 60.0, judged_by("x", least=55.0, most=None))
     report = run_all([one], tmp_path / "out.json", {})
     assert report["parts"]["told"]["figures"] == {"x": 55.0}
+
+
+def test_cases_of_a_part_fail_alone(tmp_path, capsys):
+    """Each has a row as soon as it has ended, and what has not ended counts as a failure meanwhile."""
+    seen = []
+
+    def fails():
+        seen.append(json.loads((tmp_path / "out.json").read_text()))
+        raise CaseError("wrong")
+
+    def breaks():
+        raise KeyError("missing")
+
+    setting = Setting(tmp_path / "out.json", "cpu", tmp_path, 1e9)
+    assert run_cases(setting, {"good": lambda: {"x": 1}, "bad": fails, "broken": breaks}) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["failures"], found["failed"], found["not_run"]) == (2, ["bad", "broken"], [])
+    assert found["cases"]["good"]["x"] == 1 and found["cases"]["bad"]["error"] == "wrong"
+    assert seen[0]["failures"] == 2 and seen[0]["not_run"] == ["bad", "broken"]
+    assert run_cases(setting, {"good": dict}, at_once=2) == 0 and "broken" in capsys.readouterr().out
+
+
+def test_checkpoints_move_between_plans_that_can_run():
+    for precision in ("fp32", "bf16"):
+        for one in checkpoint.moves(precision).values():
+            for plan in (one.first, one.second):
+                check_plan(plan)
+                check_plan_alone(plan)
+                assert plan.world_size == 2 and plan.training.precision == precision
+            assert one.first.model == one.second.model and build(one.first) != build(one.second)
 
 
 def test_offload_has_figures_before_its_last_run():
@@ -190,3 +222,21 @@ class FakeRunner:
 
     def run_all(self, jobs, *, at_once):
         return iter(list(jobs))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_trainings_share_the_gpu_by_a_service_of_their_own(tmp_path, monkeypatch, works: bool):
+    control, said = tmp_path / "bin" / "nvidia-cuda-mps-control", tmp_path / "said"
+    control.parent.mkdir()
+    control.write_text(
+        f'#!/bin/sh\necho "$@ $CUDA_MPS_PIPE_DIRECTORY" >> {said}\ncat >> {said}\nexit {int(not works)}\n'
+    )
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{control.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with trainings.shared_gpu(tmp_path):
+        assert os.environ.get("CUDA_MPS_PIPE_DIRECTORY") == (str(tmp_path / "mps") if works else None)
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    first, *more = said.read_text().splitlines()
+    assert first == f"-d {tmp_path / 'mps'}"
+    assert ("quit -t 5" in more) is works

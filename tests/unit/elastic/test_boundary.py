@@ -62,23 +62,23 @@ def test_a_checkpoint_that_could_not_be_written_goes_elsewhere() -> None:
 
 def test_what_a_lost_rank_leaves_on_the_device_is_neither_kept_nor_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that is aborted ends its kernels with wrong values, and without an error."""
-    is_cut, forgotten = [False], list[int]()
+    has_aborted, forgotten = [False], list[int]()
 
     def packed(_pieces: Any) -> tuple[None, list[Any]]:
-        is_cut[0] = True  # while the state is on its way to host memory
+        has_aborted[0] = True  # while the state is on its way to host memory
         return None, []
 
     copies = Copies(1)
     boundary = ElasticBoundary(
         Generation(1, plan([[1]]), (1,), (), ("n1",), True), 1, MemoryStore(), 5.0, copies, lambda _: False, None, {}
     )
-    copies._links, boundary.is_cut = Connections(None, 0, 1, 5.0), lambda: is_cut[0]  # type: ignore[assignment]
+    copies._links, boundary.has_aborted = Connections(None, 0, 1, 5.0), lambda: has_aborted[0]  # type: ignore[assignment]
     boundary.trainee = SimpleNamespace(models=(), optimizer=None, args=SimpleNamespace(save=None))  # type: ignore[assignment]
     monkeypatch.setattr(copying, "blocks_of", lambda *_: ())
     monkeypatch.setattr(copying, "collect", lambda *_, **__: SimpleNamespace(pieces=()))
     monkeypatch.setattr(copying, "_packed", packed)
     monkeypatch.setattr(Copies, "_agree", lambda *_: None)
-    monkeypatch.setattr(boundaries, "abort_communicators", lambda already: None)
+    monkeypatch.setattr(boundaries, "communicators", list)
     report = SimpleNamespace(forget_after=forgotten.append)
     session = SimpleNamespace(feature=lambda _: None, materialise_parameters=lambda: None, report=report)
     with pytest.raises(RuntimeError, match="is lost"):

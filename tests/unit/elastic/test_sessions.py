@@ -91,6 +91,16 @@ def test_a_world_that_could_not_be_made_uses_up_no_number(monkeypatch: pytest.Mo
         shared.close()
 
 
+def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("communicator was aborted")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "destroy_process_group", fails)
+    sessions.end_session()
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize(("loads", "began", "stays"), [(True, None, True), (True, 4, False), (False, None, False)])
 def test_a_plan_that_the_flags_refuse_does_not_end_a_worker_that_holds_state(
     loads: bool, began: int | None, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

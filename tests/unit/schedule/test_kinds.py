@@ -17,12 +17,12 @@ from megatron_het.schedule.validate import validate
     ("old", "new", "message"),
     [
         (
-            "Effect.STEP, Price.STEP, 0.0, _GREY)",
-            "Effect.STEP, Price.STEP, 0.0)",
-            "row 'OS' has 16 entries for the 17 columns",
+            "effect=Effect.STEP, price=Price.STEP, plain_s=0.0, colour=_GREY)",
+            "effect=Effect.STEP, price=Price.STEP, plain_s=0.0)",
+            "row 'OS' and the columns differ in colour",
         ),
-        ('None, None, "RECV_FORWARD"', "None, None, None", "SEND_FORWARD"),
-        ('"OS", "window"', '"GR", "window"', "two kinds have one mnemonic"),
+        ('other_end="RECV_FORWARD"', "other_end=None", "SEND_FORWARD"),
+        ('mnemonic="OS"', 'mnemonic="GR"', "two kinds have one mnemonic"),
     ],
 )
 def test_a_row_that_lacks_something_fails_at_import(old: str, new: str, message: str) -> None:

@@ -271,7 +271,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def refuse_unrunnable(made: Any, file: str) -> None:
-    """What the runtime refuses has no iteration time."""
+    """Refuses what the runtime refuses: such a plan has no iteration time."""
     from megatron_het.features.plan_checks import check_plan_alone
     from megatron_het.plan import PlanError
 

@@ -431,14 +431,14 @@ class Verifier:
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
                 if not worst.is_too_large:
                     return Verified(
-                        found,
-                        plan,
-                        checks,
-                        self._left,
-                        searches,
-                        estimator.memory_margin,
-                        round(self._spent_s, 1),
-                        self._limit_s,
+                        found=found,
+                        plan=plan,
+                        ranks=checks,
+                        left=self._left,
+                        searches=searches,
+                        memory_margin=estimator.memory_margin,
+                        seconds=round(self._spent_s, 1),
+                        limit_s=self._limit_s,
                     )
                 self._left.append(_why(found, worst))
                 closest = max(closest, worst.predicted_bytes / worst.needed_bytes)
@@ -479,14 +479,14 @@ def _check(plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[
     said = max(mine, key=lambda m: m.total_bytes / m.capacity_bytes)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
-        rank,
-        len(kind.ranks),
-        s,
-        replica.device,
-        peak,
-        said.total_bytes,
-        said.capacity_bytes,
-        str(result.get("error", "")),
+        rank=rank,
+        stands_for=len(kind.ranks),
+        stage=s,
+        gpu=replica.device,
+        needed_bytes=peak,
+        predicted_bytes=said.total_bytes,
+        capacity_bytes=said.capacity_bytes,
+        error=str(result.get("error", "")),
     )
 
 

@@ -268,7 +268,7 @@ def _main_memory() -> float | None:
 
 
 def _network(base: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """What the network cards of this machine say: all InfiniBand ports together, else the fastest Ethernet card."""
+    """Reads the rate of this machine's network cards: all InfiniBand ports together, else the fastest Ethernet card."""
     ports = sum(_number(file, r"([0-9.]+) Gb/sec") or 0.0 for file in base.glob("infiniband/*/ports/*/rate"))
     if ports:
         return ports * 1e9 / 8, "all InfiniBand ports of this machine"

@@ -1,4 +1,4 @@
-"""What ``emit`` refuses before it writes anything: names that Slurm or a shell would read as something else."""
+"""Refusals of ``emit`` before it writes anything: names that Slurm or a shell would read as something else."""
 
 from __future__ import annotations
 

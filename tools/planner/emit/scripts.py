@@ -43,7 +43,7 @@ class Container:
 
     @property
     def command(self) -> str:
-        """What comes before a command that runs in the container, where the command starts the container."""
+        """Words before a command that runs in the container, where the command starts the container."""
         if self.runtime != "apptainer":
             return ""
         mounts = "".join(f" --bind {quote(mount)}" for mount in self.mounts)

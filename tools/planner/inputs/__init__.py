@@ -1,1 +1,1 @@
-"""What users give: cluster, model, network, prices, profiles, names."""
+"""Inputs that users give: cluster, model, network, prices, profiles, names."""

@@ -83,7 +83,7 @@ def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_l
 
 
 def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
-    """The same of every sequence that is drawn.
+    """Computes the share that is left for every sequence that is drawn.
 
     Args:
         lengths: Of the documents.

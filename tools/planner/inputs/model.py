@@ -433,14 +433,14 @@ class Model(BaseModel):
         if latent is not None:
             attention = ProfiledLatent(**latent.model_dump())
         return ProfiledModel(
-            self.hidden_size,
-            self.ffn_hidden_size,
-            self.num_attention_heads,
-            self.groups,
-            self.vocab_size,
-            self.seq_length,
-            self.precision,
-            self.name,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.groups,
+            vocab_size=self.vocab_size,
+            seq_length=self.seq_length,
+            precision=self.precision,
+            name=self.name,
             head_size=self.head_size or 0,
             experts=experts,
             latent=attention,

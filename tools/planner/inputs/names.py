@@ -1,4 +1,4 @@
-"""What may become part of a generated script: names as Slurm and DNS allow them, and quoting of the rest."""
+"""Names in generated scripts: as Slurm and DNS allow them, and quoting of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``profile`` measures and the planner reads: plain dataclasses with units in their names.
+"""Records that ``profile`` measures and the planner reads: plain dataclasses with units in their names.
 
 Writing needs the standard library only (it happens on compute nodes); reading is strict and
 uses pydantic: unknown keys, missing keys, wrong types and negative numbers are errors that name

@@ -1,4 +1,4 @@
-"""What is on the page of a plan, from the cost model and the simulator."""
+"""Contents of a plan's page, from the cost model and the simulator."""
 
 from __future__ import annotations
 
@@ -277,15 +277,15 @@ def timeline_of(
     size_of = _sizes(result, parameter_bytes)
     events = [
         Event(
-            lane_of[d],
-            op.kind,
-            result.start_s[i],
-            result.end_s[i],
-            op.microbatch,
-            op.slice,
-            op.chunk,
-            lane_of.get(op.peer, -1),
-            size_of(d, op),
+            lane=lane_of[d],
+            kind=op.kind,
+            start_s=result.start_s[i],
+            end_s=result.end_s[i],
+            microbatch=op.microbatch,
+            slice=op.slice,
+            chunk=op.chunk,
+            peer=lane_of.get(op.peer, -1),
+            size=size_of(d, op),
         )
         for i, (d, op) in enumerate(zip(graph.device, graph.ops))
         if d in lane_of and op.kind not in SENDS and result.end_s[i] > result.start_s[i]

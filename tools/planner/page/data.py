@@ -1,4 +1,4 @@
-"""What is on a page: plain values, as they are embedded in the page as JSON."""
+"""Contents of a page: plain values, as they are embedded in the page as JSON."""
 
 from __future__ import annotations
 

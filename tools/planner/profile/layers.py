@@ -283,7 +283,7 @@ class Part:
         self.data["hidden"].grad = None
 
     def update(self) -> None:
-        """What follows the gradient reduction in one iteration: norm, clipping, Adam, zeroing."""
+        """Runs what follows the gradient reduction in one iteration: norm, clipping, Adam, zeroing."""
         self.optimizer.step()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()

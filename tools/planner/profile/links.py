@@ -97,7 +97,14 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
         return None
     latency_s, bytes_per_s = fit_line(samples)
     return LinkProfile(
-        link.scope, link.first_kind, link.second_kind, link.operation, len(link.ranks), latency_s, bytes_per_s, samples
+        scope=link.scope,
+        first_kind=link.first_kind,
+        second_kind=link.second_kind,
+        operation=link.operation,
+        participants=len(link.ranks),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        samples=samples,
     )
 
 

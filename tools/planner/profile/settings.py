@@ -1,4 +1,4 @@
-"""What to measure: settings of a profiling run, the operating points, and what is already there."""
+"""Settings of a profiling run: what to measure, at which operating points, and what is already there."""
 
 from __future__ import annotations
 
@@ -112,7 +112,17 @@ class ProfileSettings:
         ):
             kept = "none" if layer in ENDS else recompute
             for ep, windowed in self._variants(layer, tp):
-                found[Point(layer, batch, tp, tokens, kept, ep, windowed)] = None  # type: ignore[arg-type]
+                found[
+                    Point(
+                        layer=layer,
+                        micro_batch_size=batch,
+                        tp=tp,
+                        slice_tokens=tokens,
+                        recompute=kept,  # type: ignore[arg-type]
+                        ep=ep,
+                        windowed=windowed,
+                    )
+                ] = None
         return list(found)
 
     def _variants(self, layer: LayerKind, tp: int) -> Iterator[tuple[int, bool]]:

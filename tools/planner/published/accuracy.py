@@ -55,30 +55,30 @@ def reference_profile(name: str) -> Profile:
     for gpu, rows in data["timings"][name].items():
         timings = [
             LayerTiming(
-                kind,
-                batch,
-                tp,
-                model.seq_length,
-                forward,
-                backward,
-                update,
-                sizes[kind, tp][0],
-                sizes[kind, tp][1] * batch,
-                sizes[kind, tp][2] * batch,
+                layer=kind,
+                micro_batch_size=batch,
+                tp=tp,
+                slice_tokens=model.seq_length,
+                forward_s=forward,
+                backward_s=backward,
+                update_s=update,
+                parameters=sizes[kind, tp][0],
+                activation_bytes=sizes[kind, tp][1] * batch,
+                output_bytes=sizes[kind, tp][2] * batch,
             )
             for kind, batch, tp, forward, backward, update in rows
         ]
         node = data["nodes"][gpu]
         devices.append(DeviceProfile(gpu, node["mem_per_gpu"], node["gpus_per_node"], timings))
     profiled = ProfiledModel(
-        model.hidden_size,
-        model.ffn_hidden_size,
-        model.num_attention_heads,
-        model.groups,
-        model.vocab_size,
-        model.seq_length,
-        model.precision,
-        name,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        vocab_size=model.vocab_size,
+        seq_length=model.seq_length,
+        precision=model.precision,
+        name=name,
     )
     return Profile(profiled, devices, notes=data["source"])
 
@@ -159,15 +159,15 @@ def measured_runs() -> list[MeasuredRun]:
             stages.append(tuple(replicas))
         out.append(
             MeasuredRun(
-                row["run"],
-                row["model"],
-                row["tp"],
-                row["micro_batch_size"],
-                row["global_batch_size"],
-                tuple(layers),
-                tuple(stages),
-                row["iteration_s"],
-                row["memory_bytes"],
+                name=row["run"],
+                model=row["model"],
+                tp=row["tp"],
+                micro_batch_size=row["micro_batch_size"],
+                global_batch_size=row["global_batch_size"],
+                layers=tuple(layers),
+                stages=tuple(stages),
+                iteration_s=row["iteration_s"],
+                memory_bytes=row["memory_bytes"],
             )
         )
     return out

@@ -1,4 +1,4 @@
-"""What a run measured: the ``watch.json`` that its last rank writes (``megatron_het/watch``)."""
+"""Measurements of a run: the ``watch.json`` that its last rank writes (``megatron_het/watch``)."""
 
 from __future__ import annotations
 

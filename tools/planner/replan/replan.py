@@ -376,7 +376,15 @@ def replan(
     if best is not None and best.runnable and best.iteration_s < before_s:
         better = complete(estimator, best, "made by replan from measured figures")
     after_s = before_s if better is None or best is None else best.iteration_s
-    return Replanned(corrected, better, watched.iteration_s, before_s, after_s, outcome, restart_s)
+    return Replanned(
+        corrected=corrected,
+        plan=better,
+        measured_s=watched.iteration_s,
+        before_s=before_s,
+        after_s=after_s,
+        outcome=outcome,
+        restart_s=restart_s,
+    )
 
 
 def predicted_s(estimator: Estimator, plan: Plan) -> float:
@@ -397,7 +405,7 @@ def _search(estimator: Estimator, goal: Goal) -> Outcome:
 
 
 def _runtime(plan: Plan, cluster: Cluster) -> Runtime:
-    """As the plan's prediction was made: on the CPU the host computes and posts."""
+    """Returns the runtime that the plan's prediction was made for: on the CPU the host computes and posts."""
     costs = plan.predicted.costs if plan.predicted is not None else None
     is_cpu = costs is not None and costs.host_blocks
     return CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)

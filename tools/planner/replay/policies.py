@@ -1,4 +1,4 @@
-"""What a job gets done under a trace: elastic, by restarts, or with the full pool only.
+"""Progress of a job under a trace: elastic, by restarts, or with the full pool only.
 
 A job does one iteration after the other.  A pause begins at an event, and no iteration counts before its end.  What is
 lost is done again, at the speed of the plan that follows.

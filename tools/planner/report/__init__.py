@@ -1,1 +1,1 @@
-"""What is said of a plan: tables, JSON, explanations, other plans."""
+"""Reports of a plan: tables, JSON, explanations, other plans."""

@@ -45,7 +45,7 @@ def even_splits(estimator: Estimator, zero: int | None = None) -> list[Candidate
 
 
 def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
-    """What stock Megatron can run: one TP size, equal stages, as many equal replicas of each, equal batches (1F1B).
+    """Plans that stock Megatron can run: one TP size, equal stages with equal replicas, equal batches (1F1B).
 
     To it all GPUs look alike.  Tried are parts of the cluster (see ``MOST_GROUPS``) with the node groups in both
     orders, every TP size that all of them have, every number of stages that divides the layers, and as many

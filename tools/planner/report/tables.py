@@ -205,7 +205,7 @@ def summary(
 
 
 def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
-    """What nodes hold in main memory for the plan, and what they have for it (None: the cluster file does not say)."""
+    """Lists what nodes hold in main memory for the plan, and what they have for it (None: unknown)."""
     return [
         {
             "gpu": estimator.cluster.nodes[pool].gpu,

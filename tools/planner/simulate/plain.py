@@ -125,7 +125,7 @@ Prices = tuple[tuple[tuple[float, ...], ...], ...]
 
 
 def _prices(shape: Shape, costs: Costs) -> list[Prices]:
-    """Of every device; equal devices share them."""
+    """Prices every device; equal devices share their prices."""
     known: dict[object, Prices] = {}
     shares = [(piece + costs.diagonal) / costs.attention_total(shape.slices) for piece in range(shape.slices)]
     tables = (costs.forward_s, costs.attention_forward_s), (costs.backward_s, costs.attention_backward_s)
@@ -225,7 +225,7 @@ class Pipelines:
         ]
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
-        """Of the iteration.
+        """Returns the seconds of the iteration.
 
         Args:
             parameters: Of the generator.

@@ -119,7 +119,7 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
-    """The same, in operations of programs that only compute, by the time that a simulation takes."""
+    """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
     return operations_of(estimator, candidate) * (WHOLE_PROGRAM if candidate.rows or candidate.exchange else 1)
 
 
@@ -204,7 +204,15 @@ class _Block:
         self._pipelines: Pipelines | None = None
         inputs = programs.generator_inputs(self._plan) if candidate.schedule == PLAIN.name else None
         if inputs is not None:
-            costs = _priced(estimator, candidate, candidate.block(), estimate, self._plan, self._seats, None)
+            costs = _priced(
+                estimator,
+                candidate,
+                candidate.block(),
+                estimate=estimate,
+                plan=self._plan,
+                seated=self._seats,
+                program=None,
+            )
             self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
 
     def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
@@ -291,11 +299,11 @@ def _quick_s(
             estimator,
             whole,
             candidate,
-            estimate,
-            plan,
-            seated,
-            None,
-            schedule_of(candidate).slice_parts(estimator.model, plan),
+            estimate=estimate,
+            plan=plan,
+            seated=seated,
+            program=None,
+            parts=schedule_of(candidate).slice_parts(estimator.model, plan),
         )
         shape, speeds, parameters = inputs
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
@@ -320,7 +328,7 @@ def with_costs(
     program = program_of(plan)
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
-    costs = _priced(estimator, candidate, candidate, estimate, plan, seated, program)
+    costs = _priced(estimator, candidate, candidate, estimate=estimate, plan=plan, seated=seated, program=program)
     return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
 
 
@@ -333,7 +341,9 @@ def _simulate(
         program = post_receives_early(program)  # as the runtime does over gloo
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
-    costs = _priced(estimator, whole, candidate, estimate, plan, seated, program, parts)
+    costs = _priced(
+        estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, program=program, parts=parts
+    )
     result = simulate_beside(program, costs, _alone(estimator, plan, seated))
     return Simulation(result.makespan_s, result)
 
@@ -359,7 +369,7 @@ def _priced(
     parts: Parts = (),
 ) -> Costs:
     """The costs of a plan and of its features; without a program, of those that need none."""
-    costs = costs_of(estimator, whole, candidate, estimate, plan, seated, parts)
+    costs = costs_of(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)
     if program is not None:
         figures = figures_of(estimator, whole, devices_of(estimator, candidate, plan, seated))
         for feature, options in features_of(plan):

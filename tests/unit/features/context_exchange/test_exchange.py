@@ -110,9 +110,9 @@ class WaitingKernel:
         self._wait()
         return KERNEL.forward(*tensors)
 
-    def backward(self, *tensors: Any) -> Any:
+    def backward(self, *tensors: Any, **more: Any) -> Any:
         self._wait()
-        return KERNEL.backward(*tensors)
+        return KERNEL.backward(*tensors, **more)
 
     def _wait(self) -> None:
         for ends in self.ends:
