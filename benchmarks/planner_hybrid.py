@@ -108,7 +108,7 @@ def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
     # Plans of whole layers are plans of the twin too.
     twins = [in_whole_layers(whole.best.candidate), parts.best.candidate]
     inside_s, best = min((_simulated_s(estimator, twin), i) for i, twin in enumerate(twins))
-    found = {
+    found: dict[str, Any] = {
         "case": name,
         "whole_layers_s": whole.best.iteration_s,
         "inside_layers_s": inside_s,
@@ -133,7 +133,7 @@ def two_cores(rounds: int = ROUNDS) -> dict[str, Any]:
         row | {"whole": all(stage.layers % 2 == 0 for stage in plan.stages)}
         for plan, row in zip(case.plans, found["runs"], strict=True)
     ]
-    gains = {}
+    gains: dict[str, Any] = {}
     for name in ("predicted_s", "measured_s"):
         whole, inside = (min(row[name] for row in rows if row["whole"] is is_whole) for is_whole in (True, False))
         gains[f"gain_{name.removesuffix('_s')}"] = whole / inside - 1

@@ -1,6 +1,7 @@
 """Hybrid models: prices of each kind of layer, stages cut between them, and what is written of them."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 from tools.planner.simulate.simulation import simulate_candidate
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 4096,
     "ffn_hidden_size": 14336,
     "num_attention_heads": 32,
@@ -31,9 +32,9 @@ SIZES = {
     "micro_batch_sizes": (1,),
     "recompute": ("none",),
 }
-EXPERTS = {"count": 8, "top_k": 2, "ffn_hidden_size": 4096}
+EXPERTS: dict[str, Any] = {"count": 8, "top_k": 2, "ffn_hidden_size": 4096}
 MAMBA = {"heads": 128}
-NEMOTRON_H_8B = {
+NEMOTRON_H_8B: dict[str, Any] = {
     "pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
     "ffn_hidden_size": 21504,
     "vocab_size": 131072,
@@ -42,7 +43,7 @@ NEMOTRON_H_8B = {
 }
 
 
-def hybrid_of(pattern: str, **more: object) -> Model:
+def hybrid_of(pattern: str, **more: Any) -> Model:
     return Model(
         pattern=pattern,
         num_layers=len(layers_of(pattern)),
@@ -56,7 +57,7 @@ def priced(model: Model, *nodes: tuple[str, int]) -> Estimator:
     return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]))
 
 
-def two_stages(*layers: int, **more: object) -> Candidate:
+def two_stages(*layers: int, **more: Any) -> Candidate:
     return Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1, **more)
 
 

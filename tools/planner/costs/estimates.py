@@ -101,31 +101,29 @@ class Unit:
         return out
 
 
-_OF_A_LAYER = (
-    "layer_f",
-    "layer_b",
-    "layer_bytes",
-    "layer_parameters",
-    "attention_f",
-    "attention_b",
-    "pass_f",
-    "pass_b",
-)
-
-
 def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -> Unit:
     """The unit of a stage whose layers are of these kinds, each with its layers in every chunk."""
-    counts = [sum(chunks) for _, chunks in kinds]
-    total = sum(counts)
+    counted = [(of, sum(chunks)) for of, chunks in kinds]
+    total = sum(count for _, count in counted)
     if not total:
         return unit
-    means = {name: sum(n * getattr(of, name) for (of, _), n in zip(kinds, counts)) / total for name in _OF_A_LAYER}
-    kept = sum(n * of.layer_bytes for (of, _), n in zip(kinds, counts))
-    sliced = sum(n * of.layer_bytes * of.sliced_share for (of, _), n in zip(kinds, counts))
+
+    def mean(name: str) -> float:
+        return sum(count * getattr(of, name) for of, count in counted) / total
+
+    kept = mean("layer_bytes")
+    sliced = sum(count * of.layer_bytes * of.sliced_share for of, count in counted) / total
     return replace(
         unit,
-        **means,
-        workspace_bytes=max(of.workspace_bytes for (of, _), n in zip(kinds, counts) if n),
+        layer_f=mean("layer_f"),
+        layer_b=mean("layer_b"),
+        layer_bytes=kept,
+        layer_parameters=mean("layer_parameters"),
+        attention_f=mean("attention_f"),
+        attention_b=mean("attention_b"),
+        pass_f=mean("pass_f"),
+        pass_b=mean("pass_b"),
+        workspace_bytes=max(of.workspace_bytes for of, count in counted if count),
         sliced_share=sliced / kept if kept else 1.0,
         kinds=kinds,
     )
