@@ -42,7 +42,7 @@ from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import Store, StoreError, server, wire
 from megatron_het.store.job import TOKEN as TOKEN_VARIABLE
 from megatron_het.store.job import job_store, job_token, places
-from megatron_het.watch import samples as watch
+from megatron_het.watch import monitor as watch
 
 TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
 OPERATIONS = ("get", "has", "set", "add", "push", "swap", "drop", "wait")

@@ -118,7 +118,7 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "package_circles": 8,
+    "package_circles": 6,
     "docstring_openings": 55,
     "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES)
     | {
@@ -142,7 +142,7 @@ PRESENT: dict[str, Target] = {
         "multi-token prediction": 23,
     },
     "positional_records": 40,
-    "product_files": 336,
+    "product_files": 331,
     "product_lines": 76_800,
     "all_lines": 141_500,
     "package_lines": BUDGET

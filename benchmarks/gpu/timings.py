@@ -321,6 +321,22 @@ def turns(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
             yield from ([one] for one in some)
 
 
+def trained(waiting: Sequence[Waiting], deadline_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and figures of the trainings, one after the other, until the deadline of ``time.monotonic()``."""
+    for together in turns(waiting):
+        has_time = time.monotonic() < deadline_s - _LEAST_S
+        if has_time:
+            for one in together:
+                one.go_on(_IS_LOADED, _READY_S)
+            for one in together:
+                one.wait_for(_IS_SET_UP, _CASE_S)
+        for one in together:
+            found = one.run() if has_time else {"error": "not run: no time was left"}
+            said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
+            print(f"{one.training.name:20} {said}", flush=True)
+            yield one.training.name, found
+
+
 def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Returns ratios and errors of what has run so far; None where a training is missing.
 
@@ -404,28 +420,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
     try:
         for training in chosen:
-            more = arguments(training, width, is_cuda)
+            words = arguments(training, width, is_cuda)
             if training.schedule is not None:
                 (folder / training.name).mkdir()
                 save_plan(plan_of(training, width, device, precision), folder / training.name / "plan.json")
-                more += ["--het-plan", str(folder / training.name / "plan.json")]
-            waiting.append(Waiting(training, more, folder / training.name))
+                words += ["--het-plan", str(folder / training.name / "plan.json")]
+            waiting.append(Waiting(training, words, folder / training.name))
         predict("catalog", None)  # while libraries are loaded
-        for together in turns(waiting):
-            has_time = time.monotonic() < deadline_s - _LEAST_S
-            for one in together:
-                if has_time:
-                    one.go_on(_IS_LOADED, _READY_S)
-            for one in together:
-                if has_time:
-                    one.wait_for(_IS_SET_UP, _CASE_S)
-            for one in together:
-                if not has_time:
-                    one.end()
-                runs[one.training.name] = found = one.run() if has_time else {"error": "not run: no time was left"}
-                said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
-                print(f"{one.training.name:20} {said}", flush=True)
-                keep()
+        for name, found in trained(waiting, deadline_s):
+            runs[name] = found
+            keep()
         if options.profile:
             try:
                 measured = profile(files[chosen[0].name], folder / "profile", device, options.small)

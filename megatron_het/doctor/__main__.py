@@ -15,10 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.doctor.check import Names, Seat, kind_of
-from megatron_het.doctor.coordinator import Coordinator, exit_code, table, to_json
 from megatron_het.doctor.expectations import from_json
 from megatron_het.doctor.options import Inputs, checks_of, parse, patience, read_inputs
-from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, connect, hear, is_ending
+from megatron_het.doctor.participant import (
+    Coordinator,
+    Heart,
+    Keys,
+    MeetingError,
+    Participant,
+    connect,
+    exit_code,
+    hear,
+    is_ending,
+    table,
+    to_json,
+)
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import ends_with_its_reader, shown, write_json

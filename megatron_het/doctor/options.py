@@ -149,11 +149,10 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
 def checks_of(options: argparse.Namespace, plan: Plan, expectations: Expectations) -> list[Check]:
     """The checks in their order: what a rank can do alone comes first, so that most is known when one is lost."""
     from megatron_het.doctor.devices import Devices
-    from megatron_het.doctor.disk import Disk
     from megatron_het.doctor.flags import Flags
     from megatron_het.doctor.links import Links
     from megatron_het.doctor.numerics import Numerics
-    from megatron_het.doctor.software import Software
+    from megatron_het.doctor.software import Disk, Software
     from megatron_het.doctor.stress import Stress
 
     checks: list[Check] = [

@@ -19,8 +19,7 @@ from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
 from megatron_het.schedule.view.visualize import STREAM_IDS
 from megatron_het.watch.drift import Finding
-from megatron_het.watch.monitor import Monitor, Settings
-from megatron_het.watch.samples import PLACES, Board, Hello, Sample
+from megatron_het.watch.monitor import PLACES, Board, Hello, Monitor, Sample, Settings
 
 # One trace (Chrome, Perfetto) in which the predicted and the measured iteration lie one above the other.
 

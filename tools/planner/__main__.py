@@ -230,7 +230,7 @@ def _quickstart_options(parser: argparse.ArgumentParser) -> None:
         "--limit-s", type=amount(1.0, 1e6), default=120.0, metavar="S", help="CPU seconds to plan (default 120)"
     )
     parser.add_argument("--force", action="store_true", help="write into a folder that is there")
-    parser.set_defaults(json=False, run=_call("cli.quickstart", "quickstart"))
+    parser.set_defaults(json=False, main=main, run=_call("cli.quickstart", "quickstart"))
 
 
 def _init_options(parser: argparse.ArgumentParser) -> None:
@@ -371,12 +371,12 @@ def _support_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders and files of the job")
     parser.add_argument("--out", type=Path, default=Path("support.zip"), help="the archive (default %(default)s)")
-    parser.set_defaults(run=_call("cli.support", "support"))
+    parser.set_defaults(run=_call("cli.commands", "support"))
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script")
-    parser.set_defaults(run=_call("cli.completion", "completion"))
+    parser.set_defaults(parser=lambda: parser_of_all(COMMANDS), run=_call("cli.completion", "completion"))
 
 
 def _call(module: str, name: str) -> Any:

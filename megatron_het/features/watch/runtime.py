@@ -23,9 +23,8 @@ from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
 from megatron_het.store import StoreError
 from megatron_het.store.job import job_store
-from megatron_het.watch.monitor import Settings
+from megatron_het.watch.monitor import PLACES, Board, Hello, Settings, events_of, sample_of
 from megatron_het.watch.reader import Reader
-from megatron_het.watch.samples import PLACES, Board, Hello, events_of, sample_of
 
 _MEETING_S = 30.0
 TIMELINE_EVERY = 10

@@ -95,3 +95,19 @@ def test_replicas_of_one_tp_on_different_devices_get_the_weights_of_the_first(
     monkeypatch.setattr(GradientFinalizer, "_exchanges", lambda *_: iter(()))
     GradientFinalizer(groups, False).copy_initial_weights([model])
     assert sent == [7, 7] * is_copied
+
+
+@pytest.mark.parametrize(("rank", "counts"), [(0, True), (1, False), (2, True), (3, False)])
+def test_tokens_count_on_the_first_tp_rank_of_each_replica_of_the_last_stage(
+    rank: int, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of a replica know the same tokens, which the division by the whole number counts once."""
+    given: list[int] = []
+    monkeypatch.setattr("megatron.core.distributed.finalize_model_grads", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda total: given.append(int(total)))
+    alone = replace(plan(False), stages=(Stage((4,), (Replica((0, 1), (0, 1)), Replica((2, 3), (2, 3)))),))
+    roles = {role: Group() for role in ("tp", "class", "stage")}
+    groups = PlanGroups(Placement(alone), rank, "gloo", Group(), PairGroups(rank, 1.0), roles)  # type: ignore[arg-type]
+    monkeypatch.setattr(GradientFinalizer, "_sum_across_classes", lambda *_: None)
+    GradientFinalizer(groups, False)([], torch.tensor(12))
+    assert given == [12 * counts]

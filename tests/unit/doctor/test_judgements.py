@@ -10,7 +10,6 @@ from megatron_het.doctor import devices as checked_devices
 from megatron_het.doctor import software as checked_software
 from megatron_het.doctor.check import Names, Seat, Status
 from megatron_het.doctor.devices import Devices, operating_point, parse, reasons_in
-from megatron_het.doctor.disk import Disk
 from megatron_het.doctor.expectations import (
     Expectations,
     LayerExpectation,
@@ -22,7 +21,7 @@ from megatron_het.doctor.expectations import (
 )
 from megatron_het.doctor.flags import Flags
 from megatron_het.doctor.links import Links, pairs_of, rounds_of
-from megatron_het.doctor.software import Software, _has_kernels
+from megatron_het.doctor.software import Disk, Software, _has_kernels
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
 from megatron_het.planner_package import planner
 

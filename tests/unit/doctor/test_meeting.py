@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 
-from megatron_het.doctor import coordinator as coordinating
+from megatron_het.doctor import participant as coordinating
 from megatron_het.doctor.__main__ import _Rank
 from megatron_het.doctor.check import Check, Names, Status
-from megatron_het.doctor.coordinator import Coordinator, exit_code, table, verdict
-from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, hear
+from megatron_het.doctor.participant import (
+    Coordinator,
+    Heart,
+    Keys,
+    MeetingError,
+    Participant,
+    exit_code,
+    hear,
+    table,
+    verdict,
+)
 from megatron_het.store import StoreServer
 
 WORLD = 3

@@ -40,7 +40,8 @@ def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.C
     shown = [line for line in said.splitlines() if line.startswith("$ ")]
     assert [line.split(" tools.planner ")[-1].split()[0] for line in shown] == ["init", "plan", "check", "emit"]
     assert "--precision fp16" in shown[1]
-    assert said.endswith("Start the job with:\nbash run/job/torchrun-node-0.sh\n")
+    assert "(--tokenizer-type and --tokenizer-model)\n\nWhen that is filled in, start the job with:\n" in said
+    assert said.endswith("\nbash run/job/torchrun-node-0.sh\n")
     assert "--mock-data" in Path("run/job/args.sh").read_text()
     assert main(["quickstart", "--model", "model.yaml"]) == 2
     assert "--force" in capsys.readouterr().err

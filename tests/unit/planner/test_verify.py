@@ -116,7 +116,18 @@ def test_ranks_without_figures_are_named(
     found = answer(words, capsys)["verify"]
     assert not found["complete"] and {check["error"] for check in found["ranks"]} == {"too slow"}
     assert main([w for w in words if w != "--json"]) == 0
-    assert "not verified: rank 0: too slow" in capsys.readouterr().out
+    ranks = ", ".join(str(check["rank"]) for check in found["ranks"])
+    assert f"\nnot verified: rank{'s' * (len(found['ranks']) > 1)} {ranks}: too slow\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(words: Sequence[str], stdout: Any, **more: Any) -> None:
+        stdout.write("a library warns\n[Rank 0] memory\n")
+        raise dry_run.subprocess.TimeoutExpired(list(words), more["timeout"])
+
+    monkeypatch.setattr(dry_run.subprocess, "run", too_slow)
+    found = dry_run._run_in_turn([0, 4], [], 1.0, "gpu", 120.2, False)
+    assert found == {rank: {"error": "not done after 120 s"} for rank in (0, 4)}
 
 
 def test_a_model_that_cannot_run_is_refused_before_the_search(

@@ -11,8 +11,7 @@ from megatron_het.plan import Plan
 from megatron_het.report.timeline import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
-from megatron_het.watch.monitor import Monitor, Settings
-from megatron_het.watch.samples import Hello, Sample
+from megatron_het.watch.monitor import Hello, Monitor, Sample, Settings
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import MeasuredCosts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_het.watch.monitor import moved
-from megatron_het.watch.samples import MOST_TRANSFERS, PLACES, Board, Hello, Sample, spread
+from megatron_het.watch.monitor import MOST_TRANSFERS, PLACES, Board, Hello, Sample, moved, spread
 from tests.unit.store.memory import MemoryStore
 
 _LINK_S, _BACK_S = 0.004, 0.004

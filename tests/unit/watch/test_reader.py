@@ -17,9 +17,8 @@ from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.report.timeline import Timeline, TransferLog
 from megatron_het.schedule.kinds import Kind
 from megatron_het.store import StoreError
-from megatron_het.watch.monitor import Settings
+from megatron_het.watch.monitor import PLACES, Board, Sample, Settings
 from megatron_het.watch.reader import Reader
-from megatron_het.watch.samples import PLACES, Board, Sample
 from tests.unit.planner import watched_runs as runs
 from tests.unit.store.memory import MemoryStore
 
@@ -158,7 +157,7 @@ def test_a_watch_that_fails_says_so_once_and_training_goes_on(capsys: pytest.Cap
 
 def test_samples_are_dropped_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     store, now_s = MemoryStore(), [0.0]
-    monkeypatch.setattr("megatron_het.watch.samples.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("megatron_het.watch.monitor.time.monotonic", lambda: now_s[0])
     board = Board(store)
     asked: list[object] = []
 

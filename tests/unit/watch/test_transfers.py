@@ -19,8 +19,7 @@ from megatron_het.distributed import Link
 from megatron_het.report.timeline import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
-from megatron_het.watch.monitor import moved
-from megatron_het.watch.samples import Sample
+from megatron_het.watch.monitor import Sample, moved
 
 _LATE_S, _WIRE_S = 0.4, 0.3
 

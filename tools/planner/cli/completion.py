@@ -19,6 +19,9 @@ _FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
 def completion(options: argparse.Namespace) -> int:
     """Print the script of ``options.shell``, made from the parsers themselves.
 
+    Args:
+        options: The shell, and ``parser``, which makes the planner's own.
+
     Raises:
         PlannerError: The library that writes the script is not installed.
     """
@@ -27,7 +30,7 @@ def completion(options: argparse.Namespace) -> int:
     except ImportError:
         problem, hint = "needs the package shtab, which is not installed", "pip install 'megatron-het[planner]'"
         raise PlannerError("command line", "completion", options.shell, problem, hint) from None
-    for name, parser in _parsers().items():
+    for name, parser in _parsers(options.parser()).items():
         parser.prog = name
         for action in _actions(parser):
             if str(action.metavar).endswith(_FILES) or action.type is Path:
@@ -38,15 +41,13 @@ def completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parsers() -> dict[str, argparse.ArgumentParser]:
+def _parsers(planner: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """By program."""
-    from ..__main__ import COMMANDS, parser_of_all
-
     run = elastic.parser_of()
     commands = run.add_subparsers()
     for name, text in elastic.COMMANDS.items():
         commands.add_parser(name, help=text, parents=[elastic.parser_of(name)], add_help=False)
-    return {"het-plan": parser_of_all(COMMANDS), "het-run": run, "het-doctor": doctor.parser_of()}
+    return {"het-plan": planner, "het-run": run, "het-doctor": doctor.parser_of()}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -198,13 +198,14 @@ def _run_in_turn(
             words += ["--rank", str(rank)]
         longest_s = START_S + (limit_s + 1) * len(ranks)
         bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
+        ended = ""
         with (out / "log").open("w+", encoding="utf-8", errors="replace") as log:
             try:
                 subprocess.run(
                     [*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False
                 )
             except subprocess.TimeoutExpired:
-                log.write(f"\nended after {bound_s:g} s\n")
+                ended = f"not done after {bound_s:.0f} s"
             log.seek(0)
             lines = log.read().splitlines()
         for rank in ranks:
@@ -212,16 +213,16 @@ def _run_in_turn(
             if path.exists():
                 found[rank] = json.loads(path.read_text(encoding="utf-8"))
             else:
-                found[rank] = {"error": _reason(lines)}
+                found[rank] = {"error": _reason(lines, ended)}
     return found
 
 
-def _reason(lines: Sequence[str]) -> str:
-    """The one line of a log that says why there are no figures, or its end."""
+def _reason(lines: Sequence[str], ended: str) -> str:
+    """The one line of a log that says why there are no figures, else that its process was ended, else the log's end."""
     for line in reversed(lines):
         if line.startswith(("megatron_het", "error:")) or "Error: " in line:
             return line.strip()
-    return "\n".join(lines[-_LAST_LINES:]) or "it ended without a word"
+    return ended or "\n".join(lines[-_LAST_LINES:]) or "it ended without a word"
 
 
 def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, Any]:
@@ -509,6 +510,8 @@ def lines(verified: Verified) -> list[Any]:
     out += [f"left: {why}" for why in verified.left]
     if verified.searches > 1:
         out.append(f"searched {verified.searches} times; the last with --memory-margin {verified.memory_margin:.3f}")
-    out += [f"not verified: rank {check.rank}: {check.error}" for check in verified.ranks if check.error]
+    for error in dict.fromkeys(check.error for check in verified.ranks if check.error):
+        ranks = [str(check.rank) for check in verified.ranks if check.error == error]
+        out.append(f"not verified: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {error}")
     out.append(f"dry runs took {verified.seconds:.0f} s of {verified.limit_s:g} s")
     return out

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..emit.checks import to_fill_in
 from ..errors import PlannerError, command
 from ..inputs import __name__ as inputs_package
 from ..inputs.files import write_text
@@ -25,11 +26,12 @@ _OF_MODEL = ("seq_length", "global_batch_size", "precision", "document_lengths")
 def quickstart(options: argparse.Namespace) -> int:
     """Run ``init``, ``plan``, ``check`` and ``emit`` in turn, each shown as it could be typed.
 
+    Args:
+        options: Its own, and ``main``, which runs a command.
+
     Returns:
         The exit code of the first command that fails, else 0.
     """
-    from ..__main__ import main
-
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise PlannerError(
@@ -45,9 +47,10 @@ def quickstart(options: argparse.Namespace) -> int:
     for words in _commands(options):
         sys.stdout.write(f"\n$ {command()} {shlex.join(words)}\n")
         sys.stdout.flush()
-        if code := main(words):
+        if code := options.main(words):
             return code
-    sys.stdout.write(f"\nStart the job with:\n{_start(out / 'job')}\n")
+    start = "When that is filled in, start" if to_fill_in(shlex.split(options.extra or "")) else "Start"
+    sys.stdout.write(f"\n{start} the job with:\n{_start(out / 'job')}\n")
     return 0
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import PlannerError
@@ -324,8 +323,3 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
         )
         latency = 0.0
     return latency, 1.0 / slope
-
-
-def default_out() -> Path:
-    """Where a profile goes unless told otherwise."""
-    return Path("profile.json")

@@ -17,7 +17,7 @@ from ..costs.estimate import Estimate, Estimator
 from ..costs.layercost import MeasuredCosts
 from ..costs.runtime import Runtime
 from ..inputs.catalog import catalog
-from ..inputs.cluster import Cluster, NodeGroup, ZoneLink
+from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model
 from ..inputs.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
 
@@ -99,21 +99,6 @@ def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes
         "intra_node_bytes_per_s": data["bandwidths"]["intra"][gpu][str(per_node)] / (per_node / 2),
     }
     return NodeGroup(**{**fields, **changes})
-
-
-def reference_links(zones: tuple[str, ...]) -> tuple[ZoneLink, ...]:
-    """Measured bandwidth and price between zones."""
-    data = reference()
-    return tuple(
-        ZoneLink(
-            between=(first, second),
-            bytes_per_s=rate,
-            latency_s=30e-3 if first[:-2] != second[:-2] else 1e-3,
-            usd_per_gb=data["egress_usd_per_gb"][first][second],
-        )
-        for first, second, rate in data["zone_rates"]
-        if first in zones and second in zones and first < second
-    )
 
 
 @dataclass(frozen=True, slots=True)
