@@ -30,16 +30,28 @@ class Release:
         version: The newest version of it that was read.
         origin: Where it comes from.
         changed: Hashes of names whose source differs from that of the first release.
+        earlier: Hashes of names whose source was written otherwise in an earlier version of this release, and does the
+            same.
     """
 
     name: str
     version: str
     origin: str
     changed: Mapping[str, str] = field(default_factory=dict)
+    earlier: Mapping[str, str] = field(default_factory=dict)
 
 
 RELEASES = (
-    Release("0.19", "0.19.2", "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2"),
+    Release(
+        "0.19",
+        "0.19.2",
+        "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2",
+        earlier={
+            f"{_MTP}.MultiTokenPredictionBlock.forward": (
+                "4d5ae68542ef05d7584b580ff052b73e80c3e8cd8862616406909ee6ce186617"
+            )
+        },
+    ),
     Release(
         "0.20",
         "0.20.0",
