@@ -64,8 +64,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.structure_features import FEATURES, MAX_FILES, MAX_OUTSIDE, files_for_a_feature
-from benchmarks.structure_sources import PRODUCT, Finding, Module, Target, dotted, imports_of, read_tree
+from benchmarks.structure_features import (
+    FEATURES,
+    MAX_FILES,
+    MAX_OUTSIDE,
+    PRODUCT,
+    Finding,
+    Module,
+    Target,
+    dotted,
+    files_for_a_feature,
+    imports_of,
+    read_tree,
+)
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 600

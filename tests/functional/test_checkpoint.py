@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
-from benchmarks.expert_cases import divided
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
-from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
+from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
+from testing.feature_cases import with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Finished, Job
+from testing.zorse_cases import with_shares
 from tests.functional.selected import tiers
 
 STEPS, SAVED_AT = 6, 3
@@ -110,10 +110,10 @@ KINDS = {
     # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.  Experts are halves
     # or quarters of a replica's ranks, or on every rank.
     "experts": Kind(
-        divided(
+        with_expert_parallel(
             plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[1], [2, 1]]
         ),
-        divided(
+        with_expert_parallel(
             plan("second", [[4], [1, 1]], [3, 2], distributed_optimizer=True, sequence_parallel=True), [[4], [1, 1]]
         ),
         family="deepseek",
@@ -187,7 +187,7 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
                 under.world_size if under else 1,
                 tuple(flags),
                 folder,
-                setup=("benchmarks.probe:observe", {"out": str(folder)}),
+                setup=("testing.probe:observe", {"out": str(folder)}),
                 timeout_s=300.0,
             )
         )
@@ -211,7 +211,7 @@ def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
     """Compare two checkpoints in a rank process."""
     options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
     lab.runner.run(
-        Job("compare", 1, (), folder, "benchmarks.probe:nothing", ("benchmarks.probe:compare_checkpoints", options))
+        Job("compare", 1, (), folder, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options))
     )
     return json.loads((folder / "found.json").read_text())
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
 from benchmarks.combinations import markdown, refusals
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
+from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
+from testing.lab import Lab
+from testing.runner import Finished
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
-from benchmarks.hybrid_cases import as_hybrid
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from megatron_het.plan import save_plan
+from testing.cases import Case, Weights, build_plan, common_flags, with_schedule
+from testing.feature_cases import as_hybrid
+from testing.lab import Lab
+from testing.runner import Finished, Job
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import compared, tiers
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import LAYERS, Case, build_plan, common_flags, with_schedule
-from benchmarks.compare import compare
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import LAYERS, Case, build_plan, common_flags, with_schedule
+from testing.compare import compare
+from testing.lab import Lab
+from testing.runner import Job
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
 
 BAR = 1e-5
@@ -121,7 +121,7 @@ def test_one_call_per_slice(lab: Lab) -> None:
     case = replace(CASES["slices-plain"], name="slices-in-one-call")
     job = replace(lab.job(case), timeout_s=240.0)
     assert job.setup is not None
-    job = replace(job, setup=("benchmarks.attention_stand_ins:observe", job.setup[1]))
+    job = replace(job, setup=("testing.attention_stand_ins:observe", job.setup[1]))
     done = lab.runner.run(job)
     assert all((done.job.log_dir / f"joined-{rank}").exists() for rank in range(case.plan.world_size))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
@@ -147,7 +147,7 @@ def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
     like = _even_case()
     flags = (*common_flags(*like.reference, steps=lab.steps), *lab.start_flags(like.weights), *layout.split())
-    observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+    observe = ("testing.probe:observe", {"out": str(folder), "gradients": True})
     return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.probe import observe
+from testing.probe import observe
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)")
 _OF_ATTENTION = ("input_layernorm.", "self_attention.")

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from benchmarks import parity, runner
-from benchmarks.cases import common_flags
-from benchmarks.compare import BOUNDS, failures
+from benchmarks import parity
 from benchmarks.parity import all_cases, with_precision
-from benchmarks.runner import server_environment
+from testing import runner
+from testing.cases import common_flags
+from testing.compare import BOUNDS, failures
+from testing.runner import server_environment
 
 UNTOUCHED = """
 import os, torch
@@ -23,7 +24,7 @@ def touched(*_, **__):
 
 torch.cuda.is_available = lambda: True  # which NVML says
 torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = torch._C._cuda_getDeviceCount = touched
-from benchmarks import rank_server
+from testing import rank_server
 rank_server.import_everything("cuda")
 from megatron_het import device
 assert device.activate().is_cuda

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import build_plan
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
 from megatron_het.elastic.searched import limited
 from megatron_het.plan import Plan, save_plan
+from testing.cases import build_plan
 
 
 def plan(sizes: list[list[int]], **more: Any) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model

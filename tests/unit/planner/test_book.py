@@ -4,8 +4,8 @@ from math import inf
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of
 from megatron_het.schedule.ir import Kind
+from testing.planner_cases import estimator_of
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import _random_groups, random_pool
+from testing.planner_cases import _random_groups, random_pool, with_catalog
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import _random_groups
 from megatron_het.plan import Plan
+from testing.planner_cases import _random_groups, with_catalog
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator

@@ -8,8 +8,7 @@ from math import inf
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_quality import all_plans
+from testing.planner_cases import all_plans, with_catalog
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES, schedule_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from megatron_het.plan import Plan, save_plan
+from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from tools.planner.__main__ import main
 from tools.planner.cli import dry_run
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.expert_cases import divided
 from megatron_het.plan import Plan, ScheduleSpec, load_plan
+from testing.feature_cases import with_expert_parallel
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, make_plan, uneven_plan
 from tools.planner.emit.command import device_arguments, emit
 from tools.planner.emit.flags import (
@@ -68,7 +68,7 @@ def test_parameters_that_stock_megatron_does_not_miss() -> None:
         (make_plan(((8,), [((1,), (0, 1), "big"), ((0,), (2, 3), "big")])), "not numbered in Megatron's order"),
         (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
         (context_parallel_plan(), "context-parallel size 2"),
-        (divided(even_plan(), [[1, 1], [2, 2]]), "expert-parallel sizes [1, 2] differ"),
+        (with_expert_parallel(even_plan(), [[1, 1], [2, 2]]), "expert-parallel sizes [1, 2] differ"),
         (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "schedule parameter vocabulary"),
         (
             replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})),
@@ -83,7 +83,7 @@ def test_plans_that_need_the_extension_say_why(plan: Plan, reason: str) -> None:
 
 
 def test_stock_megatron_divides_experts_over_the_same_ranks() -> None:
-    words = " ".join(stock_arguments(divided(even_plan(), [[2, 2], [2, 2]])))
+    words = " ".join(stock_arguments(with_expert_parallel(even_plan(), [[2, 2], [2, 2]])))
     assert "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1" in words
     assert "expert" not in " ".join(stock_arguments(even_plan()))
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.planner_cases import search_cases
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts

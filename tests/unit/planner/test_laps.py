@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.schedules.ministage import laps_s
 from tools.planner.inputs.cluster import Cluster, NodeGroup

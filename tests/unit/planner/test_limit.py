@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import random_pool
+from testing.planner_cases import random_pool, with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli import commands
 from tools.planner.errors import PlannerError

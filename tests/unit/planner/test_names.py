@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bad_input_cases import INJECTIONS
-from benchmarks.bad_input_files import CLUSTER, PLAN
+from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, PLAN
 from megatron_het.plan import Plan
 from tools.planner.emit.checks import extra_flags
 from tools.planner.emit.command import emit

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner_pools import nodes
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of, nodes
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto

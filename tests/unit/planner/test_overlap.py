@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.runtime import MEGATRON_HET
 from tools.planner.inputs.cluster import Cluster, NodeGroup

@@ -5,9 +5,7 @@ from math import inf
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import random_pool
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of, random_pool, with_catalog
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
+from testing.planner_cases import with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan

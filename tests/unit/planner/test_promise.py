@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of, random_case
 from megatron_het.features.plan_checks import check_plan_alone
+from testing.planner_cases import estimator_of, random_case
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of, random_case
 from megatron_het.schedule.generators.listing import ORDERS
+from testing.planner_cases import estimator_of, random_case
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_cases import measured
 from benchmarks.planner_gap import best_regular, regular_plans
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of, measured
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.extras import rows_of

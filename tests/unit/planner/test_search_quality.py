@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner_quality import compare_case, estimator_of, random_case
+from testing.planner_cases import compare_case, estimator_of, random_case
 from tools.planner.costs.build import build_plan, candidate_of, seats
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model

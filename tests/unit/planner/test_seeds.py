@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import estimator_of
 from tools.planner.costs.candidate import Candidate, Group
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
 from megatron_het.features import feature, options_of
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.lowering.programs import build
@@ -22,6 +21,7 @@ from megatron_het.schedule.ir import Kind, Program, Shape
 from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.transfers import add_transfers
 from megatron_het.schedule.validate import validate
+from testing.cases import Case, build_plan, with_schedule
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 
 FLAGS = flags(TWO_BY_TWO)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.slow_link import SlowLink
+from benchmarks.slow_links import SlowLink
 from megatron_het.distributed import Link
 from megatron_het.report.timeline import TransferLog
 from megatron_het.runtime import channels as channels_module

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import Device
 from megatron_het.features import options_of
 from megatron_het.plan import Plan
+from testing.runner import Device
 
 _VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
 Arrays = dict[str, np.ndarray]

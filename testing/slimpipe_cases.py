@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, STEPS, Case, build_plan, split_layers, with_schedule
-from benchmarks.lab import Lab
-from benchmarks.runner import Device, Runner
 from megatron_het.plan import Stage
+from testing.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, STEPS, Case, build_plan, split_layers, with_schedule
+from testing.lab import Lab
+from testing.runner import Device, Runner
 
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
 _MICROBATCHES = (1, 2, 3, 4)

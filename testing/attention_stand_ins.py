@@ -1,7 +1,7 @@
 """Attention libraries that need a GPU, stood in for by exact arithmetic with the same signatures.
 
 :func:`stand_ins` are the modules that ``megatron_het.attention.kernels`` looks for.  :func:`observe` is the ``setup``
-of a job (``benchmarks.runner``) whose slices go through Transformer Engine's calls.  The stand-ins insist on layouts
+of a job (``testing.runner``) whose slices go through Transformer Engine's calls.  The stand-ins insist on layouts
 and types as the libraries do.
 """
 
@@ -241,14 +241,14 @@ def stand_ins() -> dict[str, ModuleType]:
 
 
 def observe(*, rank: int, out: str, **options: Any) -> None:
-    """As ``benchmarks.probe.observe``, with slices that go through Transformer Engine's calls (a ``Job.setup``).
+    """As ``testing.probe.observe``, with slices that go through Transformer Engine's calls (a ``Job.setup``).
 
     ``joined-<rank>`` in the folder says that a slice and those before it were one call.
     """
-    from benchmarks import probe
     from megatron_het.attention import core
     from megatron_het.attention.kernels import KERNELS, Kernel, Setting, TransformerEngineFused
     from megatron_het.features.context_exchange import exchange
+    from testing import probe
 
     def chosen(setting: Setting, names: object = ()) -> Kernel:
         return next(kernel for kernel in KERNELS if isinstance(kernel, TransformerEngineFused))

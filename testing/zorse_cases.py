@@ -17,11 +17,174 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import STEPS, Case, build_plan
-from benchmarks.lab import Lab, made_once, reference_name
-from benchmarks.runner import Job, Runner
-from benchmarks.zorse_rows import CLIPS, MORE, NO_WINDOW, ROWS, Row
 from megatron_het.plan import Plan, ScheduleSpec
+from testing.cases import STEPS, Case, build_plan
+from testing.lab import Lab, made_once, reference_name
+from testing.runner import Job, Runner
+
+Row = dict[str, Any]
+
+# Every row: stages x ranks per stage, TP, ministages, options of the window.
+ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
+    ((1,), 1, 2, {}),
+    ((2,), 1, 4, {}),
+    ((3,), 1, 3, {"prefetch": 0}),
+    ((4,), 1, 2, {"keep_at_turn": False}),
+    ((2, 1), 1, 1, {}),
+    ((2, 1), 1, 2, {"offload": True}),
+    ((1, 3), 1, 4, {"per_layer": False}),
+    ((2, 2), 1, 2, {"prefetch": 2}),
+    ((1, 2), 2, 2, {}),
+    ((2, 2), 1, 4, {"per_microbatch": True, "keep_at_turn": False}),
+    ((1, 2, 1), 1, 2, {"offload": True, "per_layer": False}),
+    ((2, 1, 1), 1, 2, {"keep_at_turn": False}),
+    ((1, 1, 2, 1), 1, 2, {}),
+    ((2, 2, 2, 2), 1, 1, {"offload": True, "keep_at_turn": False}),
+    ((2, 2), 1, 2, {"update": "at-once"}),
+    ((3,), 1, 4, {"update": "at-once", "offload": True}),
+    ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
+)
+CLIP_SOME = 1.0
+CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
+NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
+MORE: tuple[Row, ...] = (
+    {"replicas": (2, 2), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05},
+    {"replicas": (3,), "ministages": 4, "window": {"update": "undo", "offload": True}, "clip": 1.0},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+    },
+    # One ministage in one stage: its norm is the global one.
+    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05},
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": 100.0},
+    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0},
+    {"replicas": (3,), "ministages": 2, "window": {"update": "at-once", "offload_optimizer": True}, "clip": 0.0},
+    # Two microbatches in four stages.
+    {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
+    {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+        "precision": "bf16",
+    },
+    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"offload_activations": 0.5},
+        "clip": 1.0,
+        "recompute": "none",
+    },
+    {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
+    # Unequal shares of a stage's state.
+    {"replicas": (2, 1), "ministages": 2, "window": {}, "clip": 0.05, "shares": ((3, 1), (1,))},
+    {
+        "replicas": (3,),
+        "ministages": 4,
+        "window": {"offload": True, "offload_optimizer": True},
+        "clip": 1.0,
+        "shares": ((0, 2, 1),),
+    },
+    {"replicas": (4,), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05, "shares": ((4, 2, 0, 1),)},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"keep_at_turn": False},
+        "clip": 0.05,
+        "shares": ((1,), (1, 2.5)),
+    },
+    {
+        "replicas": (2, 2),
+        "ministages": 4,
+        "window": {"update": "at-once", "offload": True},
+        "clip": 0.0,
+        "shares": ((1, 0), (1, 5)),
+    },
+    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05, "shares": ((1, 2, 3, 4),)},
+    {
+        "replicas": (2, 2),
+        "ministages": 2,
+        "window": {"per_microbatch": True, "per_layer": False},
+        "clip": 1.0,
+        "shares": ((2, 1), (1, 0)),
+    },
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+        "precision": "bf16",
+        "shares": ((0, 1), (1,)),
+    },
+    {
+        "replicas": (1, 3),
+        "ministages": 2,
+        "window": {"offload": True},
+        "clip": 1.0,
+        "precision": "bf16",
+        "shares": ((1,), (1, 3, 2)),
+    },
+    # Several: against one process that clips group by group; this bound is below some of the norms only.
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": CLIP_SOME},
+    {"replicas": (3,), "ministages": 3, "window": {"update": "per-ministage", "offload": True}, "clip": 0.05},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"update": "per-ministage", "offload_optimizer": True},
+        "clip": CLIP_SOME,
+    },
+    # A split vocabulary: every stage has rows in its first and its last ministage.
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"vocabulary": True, "update": "undo", "offload": True},
+        "clip": 0.05,
+    },
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 3,
+        "window": {"vocabulary": True, "prefetch": 0},
+        "clip": 1.0,
+        "shares": ((1,), (2, 1)),
+    },
+    {
+        "replicas": (1, 2, 1),
+        "ministages": 2,
+        "window": {"vocabulary": True, "vocabulary_shares": [1, 4, 2], "update": "at-once", "prefetch": 2},
+        "clip": 0.0,
+        "recompute": "none",
+    },
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True},
+        "clip": CLIP_SOME,
+    },
+    # Tied embeddings: copies in the first and the last ministage, updated last; or every row once.
+    {"replicas": (2, 1), "tied": True, "ministages": 2, "window": {"update": "undo", "offload": True}, "clip": 0.05},
+    {"replicas": (1, 2), "tp": 2, "tied": True, "ministages": 2, "window": {"update": "at-once"}, "clip": 0.0},
+    {
+        "replicas": (2, 1),
+        "tied": True,
+        "ministages": 1,
+        "window": {"vocabulary": True, "update": "per-ministage"},
+        "clip": 0.05,
+    },
+    # Both copies on the ranks of the first stage, or of the only one.
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
+    {"replicas": (2,), "tied": True, "ministages": 3, "window": {"update": "undo"}, "clip": 0.05, "shares": ((3, 1),)},
+)
+
 
 _LONELY = 1000
 """One element in so many of a parameter may have had a first gradient of zero up to rounding."""
@@ -72,7 +235,7 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
 
 def _case(row: Row, name: str, rng: random.Random) -> Case:
     """Layers of a stage are divided over its ministages, some of them unevenly, some to none."""
-    from benchmarks.cases import LAYERS, split_layers
+    from testing.cases import LAYERS, split_layers
 
     stages = len(row["replicas"])
     plan = build_plan(
@@ -152,10 +315,10 @@ class MinistageLab(Lab):
             if is_missing:
                 flags = self.common_flags(weights, clip, extra)
                 argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
-                setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+                setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
                 if plan is not None:
                     options = {"out": str(folder), "plan": plan}
-                    setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
+                    setup = ("testing.probe:observe_clipping_groups", options)
                 self.runner.run(Job(folder.name, 1, argv, folder, timeout_s=600, setup=setup))
         return folder
 
@@ -171,7 +334,7 @@ class MinistageLab(Lab):
         job = super().job(case, *size, *more)
         assert job.setup is not None
         self._folders[case.name] = job.log_dir
-        setup = ("benchmarks.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
+        setup = ("testing.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
         return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600, setup=setup)
 
     def parameter_difference(self, case: Case) -> float:
@@ -186,8 +349,8 @@ class MinistageLab(Lab):
                 1,
                 (),
                 out.parent / "comparison",
-                "benchmarks.probe:nothing",
-                ("benchmarks.zorse_cases:compare_parameters", options),
+                "testing.probe:nothing",
+                ("testing.zorse_cases:compare_parameters", options),
             )
         )
         return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
@@ -218,7 +381,7 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     Raises:
         ValueError: A tensor is missing, or the optimizer's are not those of the same training.
     """
-    from benchmarks.probe import _plain_tensors
+    from testing.probe import _plain_tensors
 
     a, b = (_plain_tensors(Path(folder)) for folder in (first, second))
     worst = {False: (-1.0, ""), True: (-1.0, "")}
@@ -253,7 +416,7 @@ def die_in_update(*, rank: int, which: int, update: int, out: str | None = None)
 
     The optimizer has stepped by then, and a part of its state has gone to the host.
     """
-    from benchmarks.probe import observe
+    from testing.probe import observe
 
     observe(rank=rank, out=out)
     if rank != which:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
-from benchmarks.poplar_cases import with_sizes
-from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, Stage
 from megatron_het.plan.validate import check_plan
+from testing.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
+from testing.feature_cases import with_sizes
+from testing.slimpipe_cases import with_context_parallel_sizes
 
 _LAYERS, _MAX_RANKS, _SLICES = 4, 8, 4
 _SIZES = (2, 1, 1, 2)

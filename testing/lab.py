@@ -8,9 +8,9 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cases import STEPS, VOCABULARY, Case, Weights, common_flags
-from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
+from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags
+from testing.runner import Job, Runner
 
 _DOCUMENTS, _DATA_SEED = 3000, 7
 _PACKED = ("--reset-attention-mask", "--reset-position-ids")
@@ -68,8 +68,8 @@ class Lab:
         with made_once(folder) as is_missing:
             if is_missing:
                 options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
-                setup = ("benchmarks.probe:write_dataset", {**options, "long_tailed": long_tailed})
-                self.runner.run(Job("dataset", 1, (), folder, "benchmarks.probe:nothing", setup))
+                setup = ("testing.probe:write_dataset", {**options, "long_tailed": long_tailed})
+                self.runner.run(Job("dataset", 1, (), folder, "testing.probe:nothing", setup))
         # Megatron writes its indices without a lock: those of another process are not for this one.
         return ("--data-path", str(prefix), "--data-cache-path", str(self.folder / f"cache-{folder.name}"))
 
@@ -102,7 +102,7 @@ class Lab:
         with made_once(folder) as is_missing:
             if is_missing:
                 flags = self.common_flags(weights, clip, extra)
-                setup = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+                setup = ("testing.probe:observe", {"out": str(folder), "gradients": True})
                 argv = (*flags, *self.start_flags(weights, extra))
                 self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
         return folder
@@ -120,7 +120,7 @@ class Lab:
             case.plan.world_size,
             (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(self.runner.device), *more),
             folder,
-            setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
+            setup=("testing.probe:observe", {"out": str(folder), "gradients": True}),
             timeout_s=_CASE_S,
         )
 

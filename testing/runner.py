@@ -1,4 +1,4 @@
-"""Runs distributed jobs quickly: the client of :mod:`benchmarks.rank_server`.
+"""Runs distributed jobs quickly: the client of :mod:`testing.rank_server`.
 
     with Runner() as runner:
         done = runner.run(Job("two ranks", 2, argv, log_dir))
@@ -160,7 +160,7 @@ class Runner:
         self.device, self.has_te = device, has_te
         environment = server_environment(device, os.environ)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rank_server", "--device", device],
+            [sys.executable, "-m", "testing.rank_server", "--device", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,

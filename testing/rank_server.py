@@ -1,7 +1,7 @@
 """Forks the rank processes of many jobs from one process that has imported Megatron already.
 
-``python -m benchmarks.rank_server`` reads one job per line from standard input and answers with one
-line when the job has ended (both JSON; see :mod:`benchmarks.runner` for the other side).  Importing
+``python -m testing.rank_server`` reads one job per line from standard input and answers with one
+line when the job has ended (both JSON; see :mod:`testing.runner` for the other side).  Importing
 torch and Megatron takes seconds, forking takes milliseconds, so a hundred small distributed runs
 take minutes instead of an hour.  Ranks are independent operating-system processes: nothing that a
 job does to Megatron's global state outlives it.
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.runner import Device
+from testing.runner import Device
 
 _POLL_S = 0.01
 # Ports below the range from which the kernel takes the local ends of connections.
@@ -261,7 +261,7 @@ def import_everything(device: Device = "cpu") -> None:
     platform.activate()
     upstream.install("stock")
     runtimes = (feature.runtime for feature in FEATURES if feature.runtime)
-    for name in (*MODULES, *runtimes, *filter(_is_there, _LATE_IMPORTS), "benchmarks.probe"):
+    for name in (*MODULES, *runtimes, *filter(_is_there, _LATE_IMPORTS), "testing.probe"):
         importlib.import_module(name)
     # Sources of upstream, which every start compares, are read once.
     for patch in upstream.all_patches().values():
@@ -326,7 +326,7 @@ def share_queue_server() -> None:
 
 def main() -> None:
     """Serve, or, in a forked process, be a rank."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m testing.rank_server", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on")
     device = parser.parse_args().device
     import_everything(device)
