@@ -58,20 +58,55 @@ def random_case(seed: int, largest: int = 8) -> tuple[Cluster, Model]:
             )
         )
     hidden = rng.choice([1024, 2048, 4096])
-    model = Model(
+    model = model_of(
         name="small",
-        num_layers=rng.randint(3, 6),
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        vocab_size=rng.choice([8192, 32000]),
-        seq_length=1024,
-        global_batch_size=rng.choice([8, 12, 16]),
+        layers=rng.randint(3, 6),
+        hidden=hidden,
+        words=rng.choice([8192, 32000]),
+        batch=rng.choice([8, 12, 16]),
         precision="fp16",
         micro_batch_sizes=(1, 2, 4),
         recompute=("none",),
     )
     return Cluster(nodes=tuple(nodes)), model
+
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+}
+LLAMA_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "ffn_hidden_size": 28672,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+}
+
+
+_SHORT = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "groups": "num_query_groups",
+    "words": "vocab_size",
+    "tokens": "seq_length",
+    "batch": "global_batch_size",
+}
+
+
+def model_of(**fields: Any) -> Model:
+    """Returns a model from its fields, some under short names.
+
+    Args:
+        fields: As in a model file, or ``layers, hidden, ffn, heads, groups, words, tokens, batch``.  Without them there
+            are 16 heads, 32,000 words, 1,024 tokens, and inner layers four times as wide.
+    """
+    given: dict[str, Any] = {"num_attention_heads": 16, "vocab_size": 32000, "seq_length": 1024}
+    given |= {_SHORT.get(name, name): value for name, value in fields.items()}
+    return Model(**{"ffn_hidden_size": 4 * given["hidden_size"]} | given)
 
 
 def estimator_of(cluster: Cluster, model: Model) -> Estimator:
@@ -248,15 +283,14 @@ LLAMA = {
 def llama(name: str, sequence: int) -> Model:
     """Llama as in the Zorse paper: fp16, recomputation, one million tokens per iteration."""
     layers, hidden, ffn, heads = LLAMA[name]
-    return Model(
+    return model_of(
         name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        vocab_size=32000,
-        seq_length=sequence,
-        global_batch_size=(1 << 20) // sequence,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        tokens=sequence,
+        batch=(1 << 20) // sequence,
         precision="fp16",
         distributed_optimizer=True,
         recompute=("full",),
@@ -379,14 +413,14 @@ def random_pool(seed: int) -> tuple[Cluster, Model]:
         for k in kinds
     )
     layers, hidden, heads = rng.choice(((12, 2048, 16), (24, 2048, 16), (32, 4096, 32), (40, 5120, 40)))
-    model = Model(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=rng.choice((3, 4)) * hidden,
-        num_attention_heads=heads,
-        vocab_size=rng.choice((32000, 128256)),
-        seq_length=rng.choice((1024, 2048, 4096)),
-        global_batch_size=rng.choice((64, 128, 256, 480)),
+    model = model_of(
+        layers=layers,
+        hidden=hidden,
+        ffn=rng.choice((3, 4)) * hidden,
+        heads=heads,
+        words=rng.choice((32000, 128256)),
+        tokens=rng.choice((1024, 2048, 4096)),
+        batch=rng.choice((64, 128, 256, 480)),
         precision="fp16",
         distributed_optimizer=rng.random() < 0.8,
         recompute=("none", "full"),

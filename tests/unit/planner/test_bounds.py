@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import Plan
-from testing.planner_cases import _random_groups, all_plans, random_pool, with_catalog
+from testing.planner_cases import LLAMA_8B, _random_groups, all_plans, model_of, random_pool, with_catalog
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -149,14 +149,11 @@ def small(
     nodes = tuple(
         NodeGroup(gpu=gpu, count=count, gpus_per_node=size, network_bytes_per_s=rate) for gpu, count, size in pools
     )
-    model = Model(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        vocab_size=words,
-        seq_length=1024,
-        global_batch_size=batch,
+    model = model_of(
+        layers=layers,
+        hidden=hidden,
+        words=words,
+        batch=batch,
         precision="fp16",
         distributed_optimizer=zero,
         micro_batch_sizes=sizes,
@@ -270,15 +267,13 @@ def small_case(seed: int) -> Estimator:
     length = rng.choice((512, 2048, 8192, 32768))
     total = rng.choice((7, 12, 16, 30, 63)) if length < 8192 else rng.choice((4, 6, 8))
     experts = Experts(count=8, top_k=2, ffn_hidden_size=2 * hidden, dropless=rng.random() < 0.5)
-    model = Model(
-        num_layers=rng.randint(4, 12),
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        num_query_groups=rng.choice((8, 16)),
-        vocab_size=rng.choice((1000, 32000, 128256)),
-        seq_length=length,
-        global_batch_size=total,
+    model = model_of(
+        layers=rng.randint(4, 12),
+        hidden=hidden,
+        groups=rng.choice((8, 16)),
+        words=rng.choice((1000, 32000, 128256)),
+        tokens=length,
+        batch=total,
         precision="fp16",
         distributed_optimizer=rng.random() < 0.7,
         sequence_parallel=True,
@@ -427,15 +422,11 @@ def test_63_sequences_in_unequal_passes() -> None:
 def test_context_parallelism_of_long_sequences() -> None:
     """CP 4 divides the activations, so that no layer needs as many TP ranks."""
     node = NodeGroup(gpu="A100-40", count=4, gpus_per_node=8, network_bytes_per_s=200e9)
-    model = Model(
-        num_layers=8,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
-        seq_length=131072,
-        global_batch_size=4,
+    model = model_of(
+        **LLAMA_8B,
+        layers=8,
+        tokens=131072,
+        batch=4,
         distributed_optimizer=True,
         sequence_parallel=True,
         recompute=("none", "full"),
@@ -463,14 +454,11 @@ def test_context_parallelism_of_long_sequences() -> None:
 def test_expert_parallelism(dropless: bool) -> None:
     """EP 8 saves the collectives of experts that are cut, and so is faster than TP alone."""
     node = NodeGroup(gpu="H100-SXM", count=1, gpus_per_node=8)
-    model = Model(
-        num_layers=8,
-        hidden_size=2048,
-        ffn_hidden_size=8192,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=4096,
-        global_batch_size=1,
+    model = model_of(
+        layers=8,
+        hidden=2048,
+        tokens=4096,
+        batch=1,
         experts=Experts(count=64, top_k=6, ffn_hidden_size=1408, dropless=dropless),
     )
     estimator = with_catalog(Cluster(nodes=(node,)), model)

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from benchmarks.planner_gap import best_regular, regular_plans
-from testing.planner_cases import estimator_of, measured, search_cases
+from testing.planner_cases import LLAMA_8B, estimator_of, measured, model_of, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.extras import rows_of
@@ -15,7 +15,6 @@ from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.runtime import runtime_for
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search import seeds as seeds_module
@@ -37,15 +36,11 @@ def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
     )
-    model = Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
-        seq_length=4096,
-        global_batch_size=256,
+    model = model_of(
+        **LLAMA_8B,
+        layers=32,
+        tokens=4096,
+        batch=256,
         distributed_optimizer=True,
         experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
     )
@@ -149,17 +144,7 @@ def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
     )
-    model = Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=8192,
-        global_batch_size=256,
-        distributed_optimizer=True,
-    )
+    model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
     cluster = Cluster(nodes=nodes)
     runtime = runtime_for([cluster.gpu(node.gpu) for node in nodes])
     return Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
@@ -207,16 +192,8 @@ def _estimator(
         NodeGroup(gpu="A100-80", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
         NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
     )
-    model = Model(
-        num_layers=24,
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        vocab_size=vocab,
-        seq_length=length,
-        global_batch_size=batch,
-        precision="bf16",
-        distributed_optimizer=True,
+    model = model_of(
+        layers=24, hidden=hidden, words=vocab, tokens=length, batch=batch, precision="bf16", distributed_optimizer=True
     )
     return estimator_of(Cluster(nodes=nodes[:kinds]), model)
 
@@ -302,17 +279,7 @@ def test_the_search_is_no_worse_than_regular_plans() -> None:
         NodeGroup(gpu="A100-40", count=3, gpus_per_node=8, network_bytes_per_s=3.125e9),
         NodeGroup(gpu="L40S", count=4, gpus_per_node=4, network_bytes_per_s=3.125e9),
     )
-    model = Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=8192,
-        global_batch_size=256,
-        distributed_optimizer=True,
-    )
+    model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
     estimator = estimator_of(Cluster(nodes=nodes), model)
     best = search("auto", estimator, Goal()).best
     assert best is not None
@@ -356,14 +323,11 @@ def fast_and_small(hidden: int = 2048) -> Estimator:
         NodeGroup(gpu="H200", count=2, gpus_per_node=6, network_bytes_per_s=25e9),
         NodeGroup(gpu="V100-16", count=4, gpus_per_node=4, network_bytes_per_s=12.5e9),
     )
-    model = Model(
-        num_layers=12,
-        hidden_size=hidden,
-        ffn_hidden_size=3 * hidden,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=1024,
-        global_batch_size=64,
+    model = model_of(
+        layers=12,
+        hidden=hidden,
+        ffn=3 * hidden,
+        batch=64,
         precision="fp16",
         distributed_optimizer=True,
         micro_batch_sizes=(1, 2),

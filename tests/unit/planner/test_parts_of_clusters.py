@@ -11,7 +11,7 @@ import pytest
 
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.schedule.ir import Kind
-from testing.planner_cases import estimator_of, random_case, random_pool, with_catalog
+from testing.planner_cases import estimator_of, model_of, random_case, random_pool, with_catalog
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -37,15 +37,15 @@ def fast_and_slow() -> tuple[Cluster, Model]:
         NodeGroup(gpu="H200", count=3, gpus_per_node=8, network_bytes_per_s=50e9),
         NodeGroup(gpu="A100-80", count=11, gpus_per_node=2, network_bytes_per_s=1.25e9),
     )
-    model = Model(
-        num_layers=12,
-        hidden_size=5120,
-        ffn_hidden_size=14080,
-        num_attention_heads=40,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=2048,
-        global_batch_size=480,
+    model = model_of(
+        layers=12,
+        hidden=5120,
+        ffn=14080,
+        heads=40,
+        groups=8,
+        words=128256,
+        tokens=2048,
+        batch=480,
         precision="bf16",
         distributed_optimizer=True,
         recompute=("none",),
@@ -116,14 +116,11 @@ def growing(seed: int) -> tuple[list[Cluster], Model]:
     while sum(count[kind] * size[kind] for kind in kinds) < 9:
         count[rng.choice(kinds)] += 1
     hidden = rng.choice([1024, 2048, 4096])
-    model = Model(
-        num_layers=rng.choice([6, 8, 12]),
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        vocab_size=rng.choice([8192, 32000, 128256]),
-        seq_length=1024,
-        global_batch_size=rng.choice([16, 24, 32]),
+    model = model_of(
+        layers=rng.choice([6, 8, 12]),
+        hidden=hidden,
+        words=rng.choice([8192, 32000, 128256]),
+        batch=rng.choice([16, 24, 32]),
         precision="fp16",
         micro_batch_sizes=(1, 2, 4),
         recompute=("none",),
@@ -256,17 +253,7 @@ def irregular() -> tuple[Estimator, Candidate]:
         NodeGroup(gpu="A100-40", count=2, gpus_per_node=3, network_bytes_per_s=1e9),
         NodeGroup(gpu="A10G", count=2, gpus_per_node=1, network_bytes_per_s=1e9),
     )
-    model = Model(
-        num_layers=8,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=16,
-        vocab_size=8192,
-        seq_length=1024,
-        global_batch_size=34,
-        precision="fp16",
-        micro_batch_sizes=(1,),
-    )
+    model = model_of(layers=8, hidden=1024, words=8192, batch=34, precision="fp16", micro_batch_sizes=(1,))
     stages = (Stage(6, (Group(0, 1, 6),)), Stage(2, (Group(1, 1, 2),)))
     return estimator_of(Cluster(nodes=nodes), model), Candidate(stages, 1)
 
@@ -316,16 +303,7 @@ def test_a_plan_is_read_back_in_the_zones_that_it_was_made_for():
 
 def slow_network() -> Estimator:
     """Four nodes whose links matter."""
-    model = Model(
-        num_layers=24,
-        hidden_size=2048,
-        ffn_hidden_size=8192,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=4096,
-        global_batch_size=64,
-        micro_batch_sizes=(1,),
-    )
+    model = model_of(layers=24, hidden=2048, tokens=4096, batch=64, micro_batch_sizes=(1,))
     node = NodeGroup(gpu="H100-SXM", count=4, gpus_per_node=8, network_bytes_per_s=1.25e9)
     return estimator_of(Cluster(nodes=(node,)), model)
 

@@ -13,7 +13,7 @@ from scipy.interpolate import PchipInterpolator
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
-from testing.planner_cases import estimator_of, with_catalog
+from testing.planner_cases import estimator_of, model_of, with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
@@ -39,14 +39,12 @@ BATCH = 64
 
 def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
     """Nodes of one GPU with slow links, where a pipeline is fastest."""
-    model = Model(
-        num_layers=12,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=512,
-        global_batch_size=BATCH,
+    model = model_of(
+        layers=12,
+        hidden=2048,
+        ffn=6144,
+        tokens=512,
+        batch=BATCH,
         precision="fp16",
         micro_batch_sizes=micro_batch_sizes,
         recompute=("none",),
@@ -147,16 +145,7 @@ def test_when_larger_micro_batches_are_advised(
 # Of plans that are about as fast, the one that depends less on transfers beside compute is chosen.
 
 
-MODEL = Model(
-    num_layers=12,
-    hidden_size=2048,
-    ffn_hidden_size=8192,
-    num_attention_heads=16,
-    vocab_size=32000,
-    seq_length=2048,
-    global_batch_size=64,
-    distributed_optimizer=True,
-)
+MODEL = model_of(layers=12, hidden=2048, tokens=2048, batch=64, distributed_optimizer=True)
 CLUSTER = Cluster(nodes=(NodeGroup(gpu="A100-40", count=4, gpus_per_node=1, network_bytes_per_s=1.25e9),))
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_het.schedule.generators.listing import ORDERS
-from testing.planner_cases import estimator_of, random_case, random_pool, search_cases, with_catalog
+from testing.planner_cases import estimator_of, model_of, random_case, random_pool, search_cases, with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli import commands
 from tools.planner.costs.build import build_plan, candidate_of
@@ -39,14 +39,12 @@ from tools.planner.simulate.simulation import block_s, simulate_block, simulate_
 
 
 def estimator() -> Estimator:
-    model = Model(
-        num_layers=12,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=2048,
-        global_batch_size=48,
+    model = model_of(
+        layers=12,
+        hidden=2048,
+        ffn=6144,
+        tokens=2048,
+        batch=48,
         precision="fp16",
         micro_batch_sizes=(1, 2),
         recompute=("none", "full"),
@@ -154,16 +152,8 @@ STAGES, LAYERS, MARGIN = 4, 160, 1
 
 def estimator_of_rooms() -> Estimator:
     """GPUs that some ten of the model's layers fill."""
-    model = Model(
-        num_layers=LAYERS,
-        hidden_size=1024,
-        ffn_hidden_size=3072,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=2048,
-        global_batch_size=64,
-        precision="fp16",
-        micro_batch_sizes=(1, 2),
+    model = model_of(
+        layers=LAYERS, hidden=1024, ffn=3072, tokens=2048, batch=64, precision="fp16", micro_batch_sizes=(1, 2)
     )
     node = NodeGroup(gpu="A100-40", count=16, gpus_per_node=4, network_bytes_per_s=12.5e9)
     return estimator_of(Cluster(nodes=(node,)), model)
@@ -237,17 +227,7 @@ def test_slices_of_wide_stages_are_balanced_by_speed():
 # Plans over slow links have more microbatches in flight, and say so.
 
 
-MODEL = Model(
-    num_layers=16,
-    hidden_size=2048,
-    ffn_hidden_size=8192,
-    num_attention_heads=16,
-    num_query_groups=16,
-    vocab_size=32000,
-    seq_length=2048,
-    global_batch_size=32,
-    micro_batch_sizes=(1,),
-)
+MODEL = model_of(layers=16, hidden=2048, groups=16, tokens=2048, batch=32, micro_batch_sizes=(1,))
 
 
 LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})
@@ -342,14 +322,12 @@ def test_a_lap_is_the_slowest_stage_or_the_way_around():
 def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
     """Equal and unequal stages, ministages of unequal layers, fewer microbatches than stages."""
     nodes = (NodeGroup(gpu="A100-80", count=3, gpus_per_node=8, network_bytes_per_s=rate),)
-    model = Model(
-        num_layers=24,
-        hidden_size=4096,
-        ffn_hidden_size=16384,
-        num_attention_heads=32,
-        vocab_size=32000,
-        seq_length=2048,
-        global_batch_size=2 * batch,
+    model = model_of(
+        layers=24,
+        hidden=4096,
+        heads=32,
+        tokens=2048,
+        batch=2 * batch,
         precision="bf16",
         distributed_optimizer=True,
         micro_batch_sizes=(1,),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_het.schedule import Shape, generate
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.simulate import simulate
-from testing.planner_cases import compare_case, estimator_of, nodes, random_case
+from testing.planner_cases import LLAMA_70B, compare_case, estimator_of, model_of, nodes, random_case
 from tools.planner.costs.build import build_plan, candidate_of, seats
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
@@ -78,14 +78,11 @@ def test_limits_hold(seed, objective, gpus, factor):
 
 def test_cost_objective_pipelines_small_gpus():
     """A model too large for one T4 gets a pipeline when there is nothing else."""
-    model = Model(
-        num_layers=24,
-        hidden_size=2048,
-        ffn_hidden_size=8192,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=512,
-        global_batch_size=32,
+    model = model_of(
+        layers=24,
+        hidden=2048,
+        tokens=512,
+        batch=32,
         precision="fp16",
         gated=False,
         recompute=("full",),
@@ -104,14 +101,12 @@ def zoned() -> tuple[Cluster, Model]:
         for gpu in ("A100-40", "V100-16")
     )
     links = (ZoneLink(between=("us", "eu"), bytes_per_s=1e8, latency_s=0.1, usd_per_gb=0.05),)
-    model = Model(
-        num_layers=8,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=16,
-        vocab_size=8192,
-        seq_length=512,
-        global_batch_size=64,
+    model = model_of(
+        layers=8,
+        hidden=1024,
+        words=8192,
+        tokens=512,
+        batch=64,
         precision="fp16",
         micro_batch_sizes=(1, 2, 4),
         recompute=("none",),
@@ -248,17 +243,7 @@ def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sh
 @pytest.mark.parametrize(("batch", "sharded"), [(8, False), (12, True)])
 def test_fewer_microbatches_than_gpus(method, batch, sharded):
     """A replica needs a microbatch: GPUs are left out, or carry stages and TP groups."""
-    model = Model(
-        num_layers=12,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=1024,
-        global_batch_size=batch,
-        precision="fp16",
-        distributed_optimizer=sharded,
-    )
+    model = model_of(layers=12, hidden=1024, batch=batch, precision="fp16", distributed_optimizer=sharded)
     nodes = (NodeGroup(gpu="A100-40", count=2, gpus_per_node=8), NodeGroup(gpu="V100-16", count=2, gpus_per_node=4))
     estimator = estimator_of(Cluster(nodes=nodes), model)
     best = search(method, estimator, Goal()).best
@@ -326,14 +311,12 @@ def small_pool(seed: int) -> tuple[Cluster, Model]:
         for kind in rng.sample(("A100-40", "A100-80", "L40S", "A10G", "V100-16", "T4"), 2)
     )
     hidden = rng.choice((1024, 2048, 4096))
-    model = Model(
-        num_layers=rng.choice((6, 8, 12)),
-        hidden_size=hidden,
-        ffn_hidden_size=3 * hidden,
-        num_attention_heads=16,
-        vocab_size=rng.choice((8192, 32000)),
-        seq_length=1024,
-        global_batch_size=rng.choice((16, 24, 32)),
+    model = model_of(
+        layers=rng.choice((6, 8, 12)),
+        hidden=hidden,
+        ffn=3 * hidden,
+        words=rng.choice((8192, 32000)),
+        batch=rng.choice((16, 24, 32)),
         precision="fp16",
         distributed_optimizer=rng.random() < 0.5,
         micro_batch_sizes=(1, 2),
@@ -374,17 +357,8 @@ def test_ministages_do_not_hide_what_is_faster_at_long_sequences():
     cluster = Cluster(
         nodes=tuple(NodeGroup(gpu=g, count=n, gpus_per_node=8, network_bytes_per_s=50e9) for g, n in nodes_of)
     )
-    model = Model(
-        num_layers=80,
-        hidden_size=8192,
-        ffn_hidden_size=28672,
-        num_attention_heads=64,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=131072,
-        global_batch_size=32,
-        precision="bf16",
-        distributed_optimizer=True,
+    model = model_of(
+        **LLAMA_70B, layers=80, words=128256, tokens=131072, batch=32, precision="bf16", distributed_optimizer=True
     )
     goals = Goal(), Goal(schedules=("1f1b", "interleaved", "slimpipe"))
     every, fewer = (search_auto(estimator_of(cluster, model), goal).best for goal in goals)

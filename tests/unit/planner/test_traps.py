@@ -12,6 +12,7 @@ import yaml
 
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
+from testing.planner_cases import model_of
 from tests.unit.plan.feature_checks import check_feature
 from tools.planner.__main__ import main
 from tools.planner.cli.inventory import catalog_name
@@ -26,7 +27,6 @@ from tools.planner.emit.nodes import NodeKind
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.inputs.model import Model
 from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.simulate.simulation import simulate_candidate, with_costs
@@ -254,17 +254,7 @@ BIG, SMALL = 0, 1
 
 
 def estimator(layers: int = 28, margin: float = 0.95) -> Estimator:
-    model = Model(
-        num_layers=layers,
-        hidden_size=2048,
-        ffn_hidden_size=5632,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=1024,
-        global_batch_size=32,
-        precision="fp16",
-        distributed_optimizer=True,
-    )
+    model = model_of(layers=layers, hidden=2048, ffn=5632, batch=32, precision="fp16", distributed_optimizer=True)
     cluster = Cluster(nodes=(reference_nodes("A100-40", 4), reference_nodes("V100-16", 4)))
     return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
 
