@@ -24,6 +24,11 @@ from testing.runner import Job, Runner
 
 Row = dict[str, Any]
 
+
+def _row(replicas: tuple[int, ...], ministages: int, clip: float, window: Row, **more: Any) -> Row:
+    return {"replicas": replicas, "ministages": ministages, "clip": clip, "window": window, **more}
+
+
 # Every row: stages x ranks per stage, TP, ministages, options of the window.
 ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
     ((1,), 1, 2, {}),
@@ -48,141 +53,54 @@ CLIP_SOME = 1.0
 CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
 NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
 MORE: tuple[Row, ...] = (
-    {"replicas": (2, 2), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05},
-    {"replicas": (3,), "ministages": 4, "window": {"update": "undo", "offload": True}, "clip": 1.0},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-    },
+    _row((2, 2), 2, 0.05, {"update": "undo"}),
+    _row((3,), 4, 1.0, {"update": "undo", "offload": True}),
+    _row((1, 2), 2, 0.05, {"update": "undo", "offload_optimizer": True}, tp=2),
     # One ministage in one stage: its norm is the global one.
-    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05},
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": 100.0},
-    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0},
-    {"replicas": (3,), "ministages": 2, "window": {"update": "at-once", "offload_optimizer": True}, "clip": 0.0},
+    _row((4,), 1, 0.05, {"update": "per-ministage"}),
+    _row((2, 1), 2, 100.0, {"update": "per-ministage"}),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_optimizer": True}),
+    _row((3,), 2, 0.0, {"update": "at-once", "offload_optimizer": True}),
     # Two microbatches in four stages.
-    {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
-    {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-        "precision": "bf16",
-    },
-    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"offload_activations": 0.5},
-        "clip": 1.0,
-        "recompute": "none",
-    },
-    {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
+    _row((1, 1, 1, 1), 1, 1.0, {"offload": True}, micro_batch_size=3),
+    _row((2, 1, 1), 2, 1.0, {}, micro_batch_size=3),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16"),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_activations": 1.0}),
+    _row((1, 2), 2, 1.0, {"offload_activations": 0.5}, tp=2, recompute="none"),
+    _row((2,), 3, 0.05, {"update": "undo", "offload_activations": 1.0}),
     # Unequal shares of a stage's state.
-    {"replicas": (2, 1), "ministages": 2, "window": {}, "clip": 0.05, "shares": ((3, 1), (1,))},
-    {
-        "replicas": (3,),
-        "ministages": 4,
-        "window": {"offload": True, "offload_optimizer": True},
-        "clip": 1.0,
-        "shares": ((0, 2, 1),),
-    },
-    {"replicas": (4,), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05, "shares": ((4, 2, 0, 1),)},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"keep_at_turn": False},
-        "clip": 0.05,
-        "shares": ((1,), (1, 2.5)),
-    },
-    {
-        "replicas": (2, 2),
-        "ministages": 4,
-        "window": {"update": "at-once", "offload": True},
-        "clip": 0.0,
-        "shares": ((1, 0), (1, 5)),
-    },
-    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05, "shares": ((1, 2, 3, 4),)},
-    {
-        "replicas": (2, 2),
-        "ministages": 2,
-        "window": {"per_microbatch": True, "per_layer": False},
-        "clip": 1.0,
-        "shares": ((2, 1), (1, 0)),
-    },
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-        "precision": "bf16",
-        "shares": ((0, 1), (1,)),
-    },
-    {
-        "replicas": (1, 3),
-        "ministages": 2,
-        "window": {"offload": True},
-        "clip": 1.0,
-        "precision": "bf16",
-        "shares": ((1,), (1, 3, 2)),
-    },
+    _row((2, 1), 2, 0.05, {}, shares=((3, 1), (1,))),
+    _row((3,), 4, 1.0, {"offload": True, "offload_optimizer": True}, shares=((0, 2, 1),)),
+    _row((4,), 2, 0.05, {"update": "undo"}, shares=((4, 2, 0, 1),)),
+    _row((1, 2), 2, 0.05, {"keep_at_turn": False}, tp=2, shares=((1,), (1, 2.5))),
+    _row((2, 2), 4, 0.0, {"update": "at-once", "offload": True}, shares=((1, 0), (1, 5))),
+    _row((4,), 1, 0.05, {"update": "per-ministage"}, shares=((1, 2, 3, 4),)),
+    _row((2, 2), 2, 1.0, {"per_microbatch": True, "per_layer": False}, shares=((2, 1), (1, 0))),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16", shares=((0, 1), (1,))),
+    _row((1, 3), 2, 1.0, {"offload": True}, precision="bf16", shares=((1,), (1, 3, 2))),
     # Several: against one process that clips group by group; this bound is below some of the norms only.
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": CLIP_SOME},
-    {"replicas": (3,), "ministages": 3, "window": {"update": "per-ministage", "offload": True}, "clip": 0.05},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"update": "per-ministage", "offload_optimizer": True},
-        "clip": CLIP_SOME,
-    },
+    _row((2, 1), 2, CLIP_SOME, {"update": "per-ministage"}),
+    _row((3,), 3, 0.05, {"update": "per-ministage", "offload": True}),
+    _row((1, 2), 2, CLIP_SOME, {"update": "per-ministage", "offload_optimizer": True}, tp=2),
     # A split vocabulary: every stage has rows in its first and its last ministage.
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"vocabulary": True, "update": "undo", "offload": True},
-        "clip": 0.05,
-    },
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 3,
-        "window": {"vocabulary": True, "prefetch": 0},
-        "clip": 1.0,
-        "shares": ((1,), (2, 1)),
-    },
-    {
-        "replicas": (1, 2, 1),
-        "ministages": 2,
-        "window": {"vocabulary": True, "vocabulary_shares": [1, 4, 2], "update": "at-once", "prefetch": 2},
-        "clip": 0.0,
-        "recompute": "none",
-    },
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True},
-        "clip": CLIP_SOME,
-    },
+    _row((2, 1), 2, 0.05, {"vocabulary": True, "update": "undo", "offload": True}),
+    _row((1, 2), 3, 1.0, {"vocabulary": True, "prefetch": 0}, tp=2, shares=((1,), (2, 1))),
+    _row(
+        (1, 2, 1),
+        2,
+        0.0,
+        {"vocabulary": True, "vocabulary_shares": [1, 4, 2], "update": "at-once", "prefetch": 2},
+        recompute="none",
+    ),
+    _row((2, 1), 2, CLIP_SOME, {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True}),
     # Tied embeddings: copies in the first and the last ministage, updated last; or every row once.
-    {"replicas": (2, 1), "tied": True, "ministages": 2, "window": {"update": "undo", "offload": True}, "clip": 0.05},
-    {"replicas": (1, 2), "tp": 2, "tied": True, "ministages": 2, "window": {"update": "at-once"}, "clip": 0.0},
-    {
-        "replicas": (2, 1),
-        "tied": True,
-        "ministages": 1,
-        "window": {"vocabulary": True, "update": "per-ministage"},
-        "clip": 0.05,
-    },
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload": True}, tied=True),
+    _row((1, 2), 2, 0.0, {"update": "at-once"}, tp=2, tied=True),
+    _row((2, 1), 1, 0.05, {"vocabulary": True, "update": "per-ministage"}, tied=True),
     # Both copies on the ranks of the first stage, or of the only one.
     {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
     {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
-    {"replicas": (2,), "tied": True, "ministages": 3, "window": {"update": "undo"}, "clip": 0.05, "shares": ((3, 1),)},
+    _row((2,), 3, 0.05, {"update": "undo"}, tied=True, shares=((3, 1),)),
 )
 
 
@@ -202,29 +120,11 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
     rows: list[Row] = []
     for i, (sizes, tp, chunks, options) in enumerate(ROWS):
         clip = 0.0 if options.get("update") == "at-once" else CLIPS[i % 2]
-        rows.append(
-            {
-                "replicas": sizes,
-                "tp": tp,
-                "ministages": chunks,
-                "window": {"window": True, **options},
-                "clip": clip,
-                "recompute": ("none", "full")[i // 2 % 2],
-                "precision": "fp32",
-            }
-        )
+        recompute = ("none", "full")[i // 2 % 2]
+        window = {"window": True, **options}
+        rows.append(_row(sizes, chunks, clip, window, tp=tp, recompute=recompute, precision="fp32"))
     for sizes, tp, chunks in NO_WINDOW:
-        rows.append(
-            {
-                "replicas": sizes,
-                "tp": tp,
-                "ministages": chunks,
-                "window": {},
-                "clip": 1.0,
-                "recompute": "none",
-                "precision": "fp32",
-            }
-        )
+        rows.append(_row(sizes, chunks, 1.0, {}, tp=tp, recompute="none", precision="fp32"))
     rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
     for row in MORE:
         common = {"tp": 1, "recompute": "full", "precision": "fp32"}
