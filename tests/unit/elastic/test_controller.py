@@ -21,9 +21,7 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.store import StoreError, TokenError
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_controller import come
-from tests.unit.elastic.test_sessions import plan
+from tests.unit.elastic.notes import Notes, come, plan
 
 
 def controller_of(board: Any, folder: Path, return_s: float) -> Controller:
@@ -31,7 +29,7 @@ def controller_of(board: Any, folder: Path, return_s: float) -> Controller:
     bounds = Bounds(return_s=return_s)
     controller = Controller(board, GivenPlans([plan([[1], [1]])]), folder / "state.json", 2, bounds, lambda _: None)
     for number in (1, 2):
-        come_of_controller(board, number, f"n{number}")
+        come(board, number, f"n{number}")
     controller._step()
     assert board.get("latest") == 0
     board.post({"type": "exit", "process": 2, "node": "n2", "why": "was ended by signal 9"})
@@ -40,16 +38,12 @@ def controller_of(board: Any, folder: Path, return_s: float) -> Controller:
     return controller
 
 
-def come_of_controller(board: Any, number: int, node: str) -> None:
-    board.post({"type": "ready", "process": number, "node": node, "device": "", "signature": "s"})
-
-
 def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
     board: Any = Notes()
     controller = controller_of(board, tmp_path, return_s=600.0)
     for _ in range(5):
         assert not controller._step()
-    come_of_controller(board, 3, "n2")
+    come(board, 3, "n2")
     controller._step()
     assert board.get("latest") == 1
     assert board.get("1/generation")["ranks"] == [1, 3]
@@ -82,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_written_is_not_tried_again(tmp_path: Path):
     said: list[str] = []
     controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 2, Bounds(), said.append)
     for number in (1, 2):
-        come_of_controller(board, number, f"n{number}")
+        come(board, number, f"n{number}")
     controller._step()
     for number, unsaved in ((1, 4), (2, None)):
         ended = {"process": number, "generation": 0, "how": "failed", "error": "No space left", "iteration": 3}
@@ -96,7 +90,7 @@ def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
     # An iteration is done in between, so that a session has begun well each time.
     board: Any = Notes()
     controller = controller_of(board, tmp_path, return_s=600.0)
-    come_of_controller(board, 3, "n2")
+    come(board, 3, "n2")
     with pytest.raises(JobError, match="generations failed in a row, at iteration 3"):
         for generation in range(1, 12):
             controller._step()
@@ -189,7 +183,7 @@ def test_what_a_dead_controller_did_not_read_is_heard_again(tmp_path: Path):
     plans = GivenPlans([plan([[1], [1]])])
     first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
     for number in (1, 2):
-        come_of_controller(board, number, f"n{number}")
+        come(board, number, f"n{number}")
     first._step()
     again = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
     again._read = first._read
@@ -206,7 +200,7 @@ def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
     plans = GivenPlans([plan([[1], [1]])])
     first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
     for number in (1, 2, 3):
-        come_of_controller(board, number, f"n{number}")
+        come(board, number, f"n{number}")
     first._step()
     fresh: Any = Notes()
     Controller(fresh, plans, tmp_path / "state.json", 2, Bounds(), print)
@@ -222,7 +216,7 @@ def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPat
         controllers.StateFile, "write", lambda _, text: written.append(len(json.loads(text)["members"]))
     )
     for number in (1, 2, 3):
-        come_of_controller(board, number, f"n{number}")
+        come(board, number, f"n{number}")
     for _ in range(3):
         controller._step()
     assert written == [3]
@@ -252,11 +246,11 @@ PLANS = [plan([[1], [1, 1]]), plan([[1], [1]])]
 def trained(board: Any, folder: Path, said: list[str]) -> Controller:
     """Two workers train under the second plan, and a third one comes, with whom the first plan would do."""
     controller = Controller(board, GivenPlans(PLANS), folder / "state.json", 2, Bounds(), said.append)
-    come_of_controller(board, 1, "n1"), come_of_controller(board, 2, "n2")
+    come(board, 1, "n1"), come(board, 2, "n2")
     controller._step()
     opened = {"type": "opened", "process": 1, "generation": 0, "iteration": 0, "times": {}, "padded_vocab_size": None}
     board.post(opened)
-    come_of_controller(board, 3, "n3")
+    come(board, 3, "n3")
     controller._step()
     return controller
 

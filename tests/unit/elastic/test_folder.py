@@ -29,9 +29,7 @@ from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.safe_io import FileError
 from megatron_het.store import job as clients
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_controller import come
-from tests.unit.elastic.test_sessions import plan
+from tests.unit.elastic.notes import Notes, come, plan
 
 
 class Disk:

@@ -25,7 +25,7 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import Piece, StateError, common
 from megatron_het.elastic.state import Holdings, Snapshot, move
-from tests.unit.elastic.test_sessions import plan
+from tests.unit.elastic.notes import plan
 
 WHOLE = {"w": torch.arange(6 * 8, dtype=torch.float32).view(6, 8), "b": torch.arange(100.0, 110.0)}
 Held = list[tuple[Piece, torch.Tensor]]

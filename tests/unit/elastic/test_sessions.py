@@ -7,7 +7,6 @@ import errno
 import inspect
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -39,9 +38,7 @@ from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from testing.cases import build_plan
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_sessions import plan
+from tests.unit.elastic.notes import Notes, plan
 from tests.unit.store.memory import MemoryStore
 
 
@@ -332,27 +329,21 @@ def runs(process: int) -> bool:
 # Which processes become which ranks, and what a command line that cannot work says.
 
 
-def plan_of_pool(sizes: list[list[int]], **more: Any) -> Plan:
-    layers = [5 // len(sizes)] * len(sizes)
-    layers[-1] += 5 - sum(layers)
-    return build_plan(sizes, layers, random.Random(0), even_routing=False, **more)
-
-
 def pool(*nodes: str) -> list[Process]:
     return [Process(i + 1, node) for i, node in enumerate(nodes)]
 
 
 def test_a_tensor_parallel_group_stays_inside_of_a_node():
     processes = pool("a", "b", "b", "a", "a")
-    found = assign(plan_of_pool([[1], [2, 2]]), processes)
+    found = assign(plan([[1], [2, 2]]), processes)
     assert found is not None and len(set(found)) == 5
     node = {p.number: p.node for p in processes}
     assert node[found[1]] == node[found[2]] and node[found[3]] == node[found[4]]
-    assert assign(plan_of_pool([[1], [2]]), pool("a", "b", "c")) is None
+    assert assign(plan([[1], [2]]), pool("a", "b", "c")) is None
 
 
 def test_kinds_count_where_everybody_has_one():
-    base = plan_of_pool([[1], [1]])
+    base = plan([[1], [1]])
     document = base.to_json()
     document["stages"][0]["replicas"][0]["device"] = "new"
     document["stages"][1]["replicas"][0]["device"] = "old"
@@ -364,16 +355,16 @@ def test_kinds_count_where_everybody_has_one():
 
 
 def test_the_best_plan_that_fits():
-    plans = GivenPlans([plan_of_pool([[1], [1, 1]]), plan_of_pool([[1], [1]])])
+    plans = GivenPlans([plan([[1], [1, 1]]), plan([[1], [1]])])
     assert plans.plan(pool("a", "b", "c"))[0].world_size == 3
     assert plans.plan(pool("a", "b"))[0].world_size == 2
     with pytest.raises(NoPlanError, match="3, 2 ranks"):
         plans.plan(pool("a"))
-    assert plans.is_better(plan_of_pool([[1]]), plan_of_pool([[1], [1], [1]]))  # the one that runs is of another list
+    assert plans.is_better(plan([[1]]), plan([[1], [1], [1]]))  # the one that runs is of another list
 
 
 def test_plans_are_searched_where_no_given_one_fits():
-    given, other = plan_of_pool([[1], [1, 1]]), plan_of_pool([[1]])
+    given, other = plan([[1], [1, 1]]), plan([[1]])
 
     class Searches(GivenPlans):
         prepared: Any = ()
@@ -422,7 +413,7 @@ def test_bad_input_is_one_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    save_plan(plan_of_pool([[1], [1]]), "a.json")
+    save_plan(plan([[1], [1]]), "a.json")
     other = json.loads(Path("a.json").read_text())
     other["training"]["global_batch_size"] += 1
     for stage in other["stages"]:

@@ -33,9 +33,7 @@ from megatron_het.elastic.links import Links, Severing
 from megatron_het.elastic.members import Progress
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_controller import come
-from tests.unit.elastic.test_sessions import plan
+from tests.unit.elastic.notes import Notes, come, plan
 
 
 def generation(

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.planner.test_profile_prices import GPU, costs, model, timing
 
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -250,29 +249,29 @@ def test_truncated_and_missing_files(tmp_path):
 # What layers cost by a profile: kinds of layers, divided experts, and what a pass costs besides its layers.
 
 
-PRICED_GPU = "A100-40"
+GPU = "A100-40"
 
 
-def priced_model(**changes: object) -> Model:
+def model(**changes: object) -> Model:
     return Model.model_validate(WIDE | {"vocab_size": 8192, "global_batch_size": 16} | changes)
 
 
-def timed(layer: str, forward_s: float, **changes: object) -> LayerTiming:
+def timing(layer: str, forward_s: float, **changes: object) -> LayerTiming:
     kept = 0 if layer == "embedding" else 1 << 20
     made = LayerTiming(layer, 1, 1, 1024, forward_s, 2 * forward_s, 1e-4, 1000, kept, 1 << 21)  # type: ignore[arg-type]
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def priced_costs(of: Model, *layers: LayerTiming) -> MeasuredCosts:
-    ends = [timed(kind, 1e-4, tp=tp) for kind in ("embedding", "head") for tp in {t.tp for t in layers}]
-    profile = Profile(of.profiled, [DeviceProfile(PRICED_GPU, 40 << 30, 8, [*ends, *layers])])
-    return MeasuredCosts(of, profile, Cluster(nodes=(NodeGroup(gpu=PRICED_GPU, count=1, gpus_per_node=8),)).gpu)
+def costs(of: Model, *layers: LayerTiming) -> MeasuredCosts:
+    ends = [timing(kind, 1e-4, tp=tp) for kind in ("embedding", "head") for tp in {t.tp for t in layers}]
+    profile = Profile(of.profiled, [DeviceProfile(GPU, 40 << 30, 8, [*ends, *layers])])
+    return MeasuredCosts(of, profile, Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),)).gpu)
 
 
 def test_a_pass_has_a_cost_of_its_own() -> None:
     """10 ms for a layer, of which 2 ms come once per pass: three layers take 26 ms, in three chunks 30 ms."""
-    found = priced_costs(priced_model(), timed("layer", 10e-3, fixed_forward_s=2e-3, fixed_backward_s=6e-3))
-    cluster = Cluster(nodes=(NodeGroup(gpu=PRICED_GPU, count=1, gpus_per_node=8),))
+    found = costs(model(), timing("layer", 10e-3, fixed_forward_s=2e-3, fixed_backward_s=6e-3))
+    cluster = Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),))
     unit = Estimator(cluster, found.model, found).unit(0, 1, 1, "none")
     assert unit is not None
     assert unit.forward_s(3, False, False) == pytest.approx(26e-3)
@@ -283,8 +282,8 @@ def test_a_pass_has_a_cost_of_its_own() -> None:
 
 
 def test_more_chunks_take_longer() -> None:
-    found = priced_costs(priced_model(), timed("layer", 10e-3, fixed_forward_s=4e-3))
-    estimator = Estimator(Cluster(nodes=(NodeGroup(gpu=PRICED_GPU, count=1, gpus_per_node=8),)), found.model, found)
+    found = costs(model(), timing("layer", 10e-3, fixed_forward_s=4e-3))
+    estimator = Estimator(Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),)), found.model, found)
     stages = (Stage(4, (Group(0, 1, 1),)), Stage(4, (Group(0, 1, 1),)))
     busy = []
     for chunks in (1, 2, 4):
@@ -296,31 +295,31 @@ def test_more_chunks_take_longer() -> None:
 
 
 def test_layers_with_and_without_experts_are_averaged() -> None:
-    of = priced_model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024, dense_layers=2))
-    found = priced_costs(of, timed("layer", 8e-3, parameters=4000), timed("dense", 4e-3, workspace_bytes=77))
-    layer = found.cost(PRICED_GPU, "layer", 1, 1, "none")
+    of = model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024, dense_layers=2))
+    found = costs(of, timing("layer", 8e-3, parameters=4000), timing("dense", 4e-3, workspace_bytes=77))
+    layer = found.cost(GPU, "layer", 1, 1, "none")
     assert layer.forward_s == pytest.approx(7e-3)
     assert layer.parameters == 3250
     assert layer.workspace_bytes >= 77
 
 
 def test_layers_with_and_without_a_window_are_averaged() -> None:
-    of = priced_model(attention_window=128, windowed_layers=0.75)
-    found = priced_costs(of, timed("layer", 8e-3), timed("layer", 4e-3, windowed=True))
-    assert found.cost(PRICED_GPU, "layer", 1, 1, "none").forward_s == pytest.approx(5e-3)
+    of = model(attention_window=128, windowed_layers=0.75)
+    found = costs(of, timing("layer", 8e-3), timing("layer", 4e-3, windowed=True))
+    assert found.cost(GPU, "layer", 1, 1, "none").forward_s == pytest.approx(5e-3)
     with pytest.raises(PlannerError, match="with a sliding window"):
-        priced_costs(of, timed("layer", 8e-3)).cost(PRICED_GPU, "layer", 1, 1, "none")
+        costs(of, timing("layer", 8e-3)).cost(GPU, "layer", 1, 1, "none")
 
 
 def test_divided_experts_cost_what_was_measured_or_are_scaled() -> None:
-    of = priced_model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024))
-    whole, half = timed("layer", 8e-3, tp=2), timed("layer", 6e-3, tp=2, ep=2)
-    measured = priced_costs(of, whole, half)
-    assert measured.cost(PRICED_GPU, "layer", 1, 2, "none").forward_s == pytest.approx(8e-3)
-    assert measured.cost(PRICED_GPU, "layer", 1, 2, "none", Spread(ep=2)).forward_s == pytest.approx(6e-3)
-    scaled = priced_costs(of, whole)
-    ratio = [scaled.analytic.cost(PRICED_GPU, "layer", 1, 2, "none", Spread(ep=n)).forward_s for n in (1, 2)]
-    found = scaled.cost(PRICED_GPU, "layer", 1, 2, "none", Spread(ep=2)).forward_s
+    of = model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024))
+    whole, half = timing("layer", 8e-3, tp=2), timing("layer", 6e-3, tp=2, ep=2)
+    measured = costs(of, whole, half)
+    assert measured.cost(GPU, "layer", 1, 2, "none").forward_s == pytest.approx(8e-3)
+    assert measured.cost(GPU, "layer", 1, 2, "none", Spread(ep=2)).forward_s == pytest.approx(6e-3)
+    scaled = costs(of, whole)
+    ratio = [scaled.analytic.cost(GPU, "layer", 1, 2, "none", Spread(ep=n)).forward_s for n in (1, 2)]
+    found = scaled.cost(GPU, "layer", 1, 2, "none", Spread(ep=2)).forward_s
     assert found == pytest.approx(8e-3 * ratio[1] / ratio[0])
     assert found != pytest.approx(8e-3, rel=1e-3)
 
@@ -335,7 +334,7 @@ def test_divided_experts_cost_what_was_measured_or_are_scaled() -> None:
 )
 def test_a_profile_of_other_layers_is_refused(key: str, changes: dict[str, object]) -> None:
     with pytest.raises(PlannerError, match=f"model.{key}"):
-        priced_model(**changes).check_profile(priced_model().profiled, "profile.json")
+        model(**changes).check_profile(model().profiled, "profile.json")
 
 
 # What slices of sequences take besides whole sequences: every pass reads its operands and starts its kernels.
