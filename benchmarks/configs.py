@@ -1,6 +1,6 @@
 """What becomes of the fields of Hugging Face's ``config.json``, and whether Megatron then computes the same.
 
-``python -m benchmarks.configs --json OUT`` reads the files of ``published_configs.yaml`` and changes every field of
+``python -m benchmarks.configs --json OUT`` reads the files of ``configs.yaml`` and changes every field of
 each of them: a field that can be changed without a change of what is read, or of what is refused, is lost.  Then a
 small model of every family gets random weights, and its logits by ``transformers`` and by Megatron are compared.
 ``--markdown docs/models.md`` writes the tables of fields and families.
@@ -22,7 +22,7 @@ from tools.planner.inputs.model_configs import from_config, tables
 from tools.planner.inputs.model_families import INSIDE, NOT_OF_THE_MODEL
 
 Config = dict[str, Any]
-FILES: dict[str, Config] = yaml.safe_load((Path(__file__).parent / "published_configs.yaml").read_text())
+FILES: dict[str, Config] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())["published"]
 """Files by what people call the model."""
 SEQ_LENGTH = 4096
 MOST = 1e-5

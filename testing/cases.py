@@ -6,6 +6,7 @@ same checkpoint; cases that do the same mathematics share a reference.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,27 @@ from testing.runner import Device, words
 
 
 Row = dict[str, Any]
+
+
+def row_of(text: str, **more: Any) -> Row:
+    """Returns a row of a table of cases.
+
+    Args:
+        text: ``name=value`` or ``name`` for True, with spaces between; values are numbers or words.
+        more: Other values.
+    """
+    given = (word.partition("=") for word in text.split())
+    found = {name: (_number(value) if equals else True) for name, equals, value in given}
+    return found | more
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
 Pair = frozenset[tuple[str, Any]]
 
 
