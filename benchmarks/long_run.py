@@ -58,8 +58,11 @@ def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """By which share each figure is larger in the last quarter of the samples than in the second one."""
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
-    medians = ((key, *(statistics.median(s[key] for s in part) for part in (early, late))) for key in samples[0])
-    return {key: after / before - 1.0 for key, before, after in medians}
+
+    def median(part: Sequence[Mapping[str, float]], key: str) -> float:
+        return statistics.median(sample[key] for sample in part)
+
+    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0]}
 
 
 def long_run(
