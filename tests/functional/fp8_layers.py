@@ -91,7 +91,7 @@ def observe(*, rank: int, out: str, gradients: bool = False) -> None:
     """As :func:`testing.probe.observe`; ``fp8-RANK.json`` in the folder says what was quantised."""
     from megatron.core.transformer import transformer_block
 
-    from megatron_het.launch import megatron_args
+    from megatron_het.arguments import megatron_args
     from megatron_het.runtime.executor import Executor
     from megatron_het.runtime.session import HetSession
 

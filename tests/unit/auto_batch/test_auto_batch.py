@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_het import device as platforms
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.attention.kernels import CpuFlash
 from megatron_het.auto_batch import coordinate as processes
 from megatron_het.auto_batch import cp_shares
@@ -35,7 +36,6 @@ from megatron_het.auto_batch.coordinate import VARIABLE, MeasuringError, Measuri
 from megatron_het.auto_batch.exchange import SIZES_BYTES, Exchange, ExchangeError, pass_seconds
 from megatron_het.device import activate
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.flags import split_arguments
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan
