@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.slimpipe_bubble import fitted_costs, program_for
-from benchmarks.slimpipe_runs import Model, Setting, job
+from benchmarks.slimpipe_runs import Model, Setting, fitted_costs, job, program_for
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting, Starts
 from megatron_het.schedule.simulate import simulate

@@ -24,17 +24,45 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import Changed, Lines, change_pool
+from benchmarks.elastic import Changed, ForkedJob, Lines, change_pool
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, write_report
-from benchmarks.paced_nodes import PacedJob
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tools.planner.replay.policies import Change, Costs, Trace, run_elastic
+
+# An elastic job on paced devices: a layer takes a set time, as on an accelerator that does not use its host's cores.
+#
+# A pass computes, and then its process sleeps for the rest of the time (``benchmarks.drift_stand_ins.Pace``).
+
+
+FORWARD_S, BACKWARD_S = 0.012, 0.024
+"""Of one layer and microbatch."""
+
+
+def install() -> None:
+    """Make this process a paced device."""
+    from benchmarks.drift_stand_ins import Pace
+
+    Pace(FORWARD_S, BACKWARD_S).install()
+
+
+class PacedJob(ForkedJob):
+    """A job whose workers are paced; this process has imported Megatron.
+
+    Args:
+        folder: An empty folder.
+        iterations: Of the training.
+        make: Plan by the replicas of its second stage.
+    """
+
+    def __init__(self, folder: Path, iterations: int, make: Callable[[int], Plan]) -> None:
+        super().__init__(folder, iterations, "1", make, install)
+
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
 _WHOLE, _BETWEEN = 70, 12

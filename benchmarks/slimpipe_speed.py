@@ -7,7 +7,7 @@ sides, runs alternate, and each side counts by the median of its iterations over
 slicing is that of one process with n slices against one slice.  The bubbles of one more run of the plain
 SlimPipe and of the best one are compared with the simulator's; ``bubble_error`` is the larger difference.
 
-``--mixed`` compares the context exchange on and off in a pipeline of unequal devices instead (``slimpipe_mixed.py``).
+``--mixed`` compares the context exchange on and off in a pipeline of unequal devices instead.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks import slimpipe_mixed
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.slimpipe_bubble import bubble
-from benchmarks.slimpipe_runs import Model, Setting, run
+from benchmarks.slimpipe_runs import Model, Setting, bubble, compare_exchange, run
 from testing.runner import Runner
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
@@ -75,7 +73,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Setting]:
 def _mixed(options: argparse.Namespace) -> int:
     start_s = time.monotonic()
     with scratch("slimpipe-mixed-") as folder, Runner() as runner:
-        found = slimpipe_mixed.compare(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
+        found = compare_exchange(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
     write_report(options.json, found, start_s)
     return 1 if found["met"] is False else 0
 

@@ -23,8 +23,8 @@ from unittest import mock
 import yaml
 
 from benchmarks import bad_input
+from benchmarks.bad_input import reported
 from benchmarks.bad_input_listed import listed
-from benchmarks.bad_input_reported import reported
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.slimpipe_mixed import BAR, LAYERS, SLICES, exchange_of, plan_of
+from benchmarks.slimpipe_runs import BAR, MIXED_LAYERS, SLICES, exchange_of, plan_of
 from benchmarks.slimpipe_speed import MODEL
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
@@ -17,7 +17,9 @@ TOKENS = 1024
 
 def costs_of(slower: float, layer_s: float = 0.08, attention_s: float = 0.08) -> Costs:
     """Of a microbatch, with a backward of twice the forward; the last stage is ``slower``."""
-    rows = [[n * s * factor for n, factor in zip(LAYERS, (1.0, slower), strict=True)] for s in (layer_s, attention_s)]
+    rows = [
+        [n * s * factor for n, factor in zip(MIXED_LAYERS, (1.0, slower), strict=True)] for s in (layer_s, attention_s)
+    ]
     rest, attention = (tuple((value,) for value in row) for row in rows)
     twice = [tuple((2 * value,) for (value,) in row) for row in (rest, attention)]
     shape = build(plan_of(MODEL, TOKENS))[False].shape
