@@ -90,7 +90,8 @@ def small_data(folder: Path) -> list[str]:
     folder.mkdir(parents=True)
     options: dict[str, Any] = {"vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": 1}
     prefix = folder / "documents"
-    made = Forked(lambda: write_dataset(rank=0, prefix=str(prefix), **options) or 0, folder / "log.txt", environment())
+    write = functools.partial(write_dataset, rank=0, prefix=str(prefix), **options)
+    made = Forked(lambda: write() is not None, folder / "log.txt", environment())
     if made.wait(_LIMIT_S):
         raise RuntimeError(f"no data was written, see {folder}")
     return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache")]
@@ -491,21 +492,31 @@ def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
         job = ForkedJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden), data=data)
         pauses = change_pool(job, to_the_end=False).pauses()
         told = [member["rates"] for member in job.state()["members"] if member["rates"]]
-        host, link = map(min, zip(*told, strict=True))
         model = sized(hidden)(1).model
         # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
         state_bytes = 12 * 3 * (3 * hidden**2 + 3 * hidden * (model.ffn_hidden_size or 0))
-        ways = {"assumed": (LINK_BYTES_PER_S, HOST_BYTES_PER_S), "model": (link, host)}
-        grows = {f"{way}_grew_s": grows_s(state_bytes, to, 2 + 2 * 3, at) for way, (to, at) in ways.items()}
-        rates = {"host_bytes_per_s": host, "link_bytes_per_s": link}
-        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "rates": rates} | grows)
-    first = dict(found[0])
-    for row in found:
-        row |= {name: row[name] - first[name] for name in ("assumed_grew_s", "model_grew_s")}
-        row["pause_grew_s"] = {k: p["whole"] - found[0]["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
-    if len(found) > 2:
-        predict(found[:-1], found[-1])
+        rates = dict(zip(("host_bytes_per_s", "link_bytes_per_s"), map(min, zip(*told, strict=True)), strict=True))
+        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "rates": rates})
+    compare(found)
     return found
+
+
+def compare(sizes: Sequence[dict[str, Any]]) -> None:
+    """Add to each size what the model says of its pauses, and to the last one how they are predicted."""
+    first = sizes[0]
+    for row in sizes:
+        host, link = row["rates"]["host_bytes_per_s"], row["rates"]["link_bytes_per_s"]
+        ways = {"assumed": (LINK_BYTES_PER_S, HOST_BYTES_PER_S), "model": (link, host)}
+        for way, (to, at) in ways.items():
+            # Whoever stays keeps its layers under the plans of this benchmark; only a newcomer gets them over a link.
+            links = {kind: to if kind == "join" else float("inf") for kind in row["pause_s"]}
+            row[f"{way}_grew_s"] = {
+                kind: grows_s(row["state_bytes"], each, 8, at) - grows_s(first["state_bytes"], each, 8, at)
+                for kind, each in links.items()
+            }
+        row["pause_grew_s"] = {k: p["whole"] - first["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
+    if len(sizes) > 2:
+        predict(sizes[:-1], sizes[-1])
 
 
 def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
@@ -516,8 +527,8 @@ def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
         "learned": {kind: p["whole"] + more * p["state"] for kind, p in smaller[-1]["pause_s"].items()},
     }
     if "model_grew_s" in last:
-        grew_s = last["model_grew_s"] - smaller[-1]["model_grew_s"]
-        ways["rates"] = {kind: p["whole"] + grew_s for kind, p in smaller[-1]["pause_s"].items()}
+        grew_s = {kind: last["model_grew_s"][kind] - smaller[-1]["model_grew_s"][kind] for kind in last["pause_s"]}
+        ways["rates"] = {kind: p["whole"] + grew_s[kind] for kind, p in smaller[-1]["pause_s"].items()}
     last["predicted_s"] = ways
     last["prediction_error"] = {
         way: {kind: value_s / last["pause_s"][kind]["whole"] - 1.0 for kind, value_s in predicted.items()}
