@@ -190,8 +190,8 @@ class StateDictHook:
 
 
 # Ranks whose experts have other copies than all other weights have an optimizer for each of both.  Other ranks, and
-# other plans, have one.  A checkpoint's common part is written by rank 0 and read by all, so it has one form: that of the
-# first optimizer.  Of the second one the file has tensors, which are told apart by their names.
+# other plans, have one.  A checkpoint's common part is written by rank 0 and read by all, so it has one form: that of
+# the first optimizer.  Of the second one the file has tensors, which are told apart by their names.
 
 _EXPERTS = "experts"
 _COMMON = ("optimizer", "state")
