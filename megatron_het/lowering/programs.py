@@ -278,10 +278,14 @@ Inputs = tuple[Shape, list[float], dict[str, Any]]
 
 
 def generator_inputs(plan: Plan) -> Inputs | None:
-    """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
+    """Shape, speeds of the devices and parameters of the plan's generator.
+
+    None where features add operations, or replicas run passes together.
+    """
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None
-    return schedule_shape(plan), _speeds(plan), parameters_of(plan)
+    shape = schedule_shape(plan)
+    return None if shape.companions else (shape, _speeds(plan), parameters_of(plan))
 
 
 def _adds_operations(feature: Feature) -> bool:

@@ -148,7 +148,9 @@ def check_plan(plan: Plan) -> None:
         _check_microbatches(stage, s, plan.num_microbatches)
         _check_divisibility(stage, s, plan.model, plan.training)
         _check_state_shares(stage, s)
-        _check_expert_groups(plan, s)
+    placement = Placement(plan)
+    for s in range(len(plan.stages)):
+        _check_expert_groups(placement, s)
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -266,18 +268,16 @@ def _check_expert_parallel(replica: Replica, where: str) -> None:
         raise PlanError(
             f"{where}.ep",
             replica.ep,
-            f"{replica.cut} divides experts over {size} ranks, which must divide the replica's TP size or be a "
-            "multiple of it",
+            f"EP x ETP makes {size} ranks, which must divide the TP size of the replica, which is {replica.tp}, or be "
+            "a multiple of it",
             "Leave ep and etp out, or choose others",
         )
 
 
-def _check_expert_groups(plan: Plan, s: int) -> None:
+def _check_expert_groups(placement: Placement, s: int) -> None:
     """Replicas that share experts must fill whole expert groups, and run the same passes."""
-    stage, placement = plan.stages[s], Placement(plan)
-    classes = placement.classes(s)
-    spanning = [cut for cut in classes if not cut.divides_alike]
-    for cut in spanning:
+    stage, classes = placement.plan.stages[s], placement.classes(s)
+    for cut in (cut for cut in classes if not cut.divides_alike):
         first = next(q for q, r in enumerate(stage.replicas) if r.cut == cut)
         where = f"stages[{s}].replicas[{first}].ep"
         groups = placement.tp_groups(s, cut)

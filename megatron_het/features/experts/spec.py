@@ -93,14 +93,6 @@ class Experts(Feature):
     def check(self, plan: Plan) -> None:
         """Refuse what does not go with expert groups that are no TP groups; ``plan.validate`` checks the groups."""
         groups = _beyond_tp_groups(plan)
-        if groups and plan.training.precision == "fp16":
-            raise PlanError(
-                "training.precision",
-                "fp16",
-                f"{groups}, so their ranks have an optimizer of their own, which looks for overflows once more than "
-                "the optimizers of other ranks",
-                f"{_ONE_GROUP}, or bf16",
-            )
         if groups and Window().options_of(plan) is not None:
             raise PlanError(
                 "schedule.parameters.window",

@@ -14,6 +14,7 @@ from ..costs.extras import rows_of
 from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
 from ..search.bounds import Bounds
+from ..search.moves import over_replicas
 from ..search.outcome import Outcome, Progress
 from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
@@ -273,11 +274,12 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
 def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
     """Experts divided over the ranks of a replica before they are cut."""
     x, most = estimator.model.experts, max(g.tp for s in c.stages for g in s.groups)
-    if x is None or c.across_replicas or any(g.ep for s in c.stages for g in s.groups):
+    if x is None or any(g.ep for s in c.stages for g in s.groups):
         return
     for ep in (1, *SIZES):
-        if ep != c.ep and ep <= most and x.count % ep == 0:
-            yield c.with_(ep=ep)
+        if (ep, False) != c.experts_over and ep <= most and x.count % ep == 0:
+            yield c.with_(ep=ep, across_replicas=False)
+    yield from over_replicas(estimator, c)
 
 
 def _context_parallel(c: Candidate) -> Iterator[Candidate]:
