@@ -354,7 +354,7 @@ def meetings(graph: Graph) -> list[list[int]]:
     Raises:
         ScheduleError: replicas that share experts run different passes.
     """
-    passes = _passes_together(graph)
+    passes = passes_together(graph)
     if graph.kinds.isdisjoint(PARTS):
         return passes
     found: dict[tuple[object, ...], list[int]] = {}
@@ -364,8 +364,12 @@ def meetings(graph: Graph) -> list[list[int]]:
     return [*found.values(), *passes]
 
 
-def _passes_together(graph: Graph) -> list[list[int]]:
-    """The passes that replicas run together because they share experts."""
+def passes_together(graph: Graph) -> list[list[int]]:
+    """The passes that replicas run together because they share experts.
+
+    Raises:
+        ScheduleError: they run different ones.
+    """
     found: list[list[int]] = []
     for devices in graph.program.shape.companions:
         ranges = [range(graph.first[d], graph.first[d + 1]) for d in devices]
@@ -402,4 +406,4 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     return waits
 
 
-__all__ = ["meetings", "waits_to_leave", "waits_to_meet"]
+__all__ = ["meetings", "passes_together", "waits_to_leave", "waits_to_meet"]
