@@ -19,7 +19,9 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
+                _with_own_form(optimizer),
+                _without_absent_moments(optimizer, folder),
+                translated(args, folder),
 from megatron_het.plan import Plan, topology_hash
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -77,6 +79,7 @@ class LoadHook:
                 _with_matched_groups(optimizer, args),
                 _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
+                translated(args, folder),
             ):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None
@@ -122,6 +125,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
         if choice.notes:
             print_rank_0(f"het: loading {choice.candidate.folder} instead")
         check_optimizer_state(args, choice.candidate.folder)
+        translation_for(args, choice.candidate.folder)
         if choice.tracker_is_broken and dist.get_rank() == 0:
             repair_tracker(Path(args.load), choice.candidate)
     except CheckpointError as error:

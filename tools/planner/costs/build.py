@@ -360,12 +360,26 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
         **extras_of_plan(plan),
     )
+    if most_ep > max(r.tp for stage in plan.stages for r in stage.replicas):
+        found = _over_replicas(found)
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
     if training.micro_batch_sizes and len(plan.stages) == 1:
         kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
+
+
+def _over_replicas(candidate: Candidate) -> Candidate:
+    """The candidate without EP sizes by group, where one size for all says the same."""
+    stages = tuple(s._replace(groups=tuple(g._replace(ep=0) for g in s.groups)) for s in candidate.stages)
+    found = candidate.with_(stages=stages, across_replicas=True)
+    same = all(
+        found.cut_of(g) == candidate.cut_of(own)
+        for s, mine in zip(found.stages, candidate.stages)
+        for g, own in zip(s.groups, mine.groups)
+    )
+    return found if same else candidate
 
 
 def _check_context_parallel(plan: Plan, file: str) -> None:

@@ -131,6 +131,18 @@ class Candidate:
         ep = group.ep or gcd(self.ep, group.tp)
         return ep, max(1, group.tp // ep)
 
+    def over_replicas(self, ep: int) -> Candidate:
+        """The same with experts divided over so many ranks of a stage, or as many as a stage's ranks allow.
+
+        Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
+        divided inside replicas.
+        """
+        found = self.with_(ep=ep, across_replicas=True)
+        cuts = [(found.cut_of(g)[0], g.tp) for s in self.stages for g in s.groups]
+        if all(n <= tp for n, tp in cuts) or any(n % tp for n, tp in cuts):
+            return self.with_(ep=gcd(ep, max([tp for _, tp in cuts], default=ep)), across_replicas=False)
+        return found.with_(ep=max(n for n, _ in cuts))
+
     def spans(self, group: Group) -> bool:
         """Whether the group's replicas share experts with others of their stage."""
         ep, expert_tp = self.cut_of(group)

@@ -82,8 +82,8 @@ def regular_with_experts(estimator: Estimator, goal: Goal, count: int) -> list[t
         for stages, _ in _shapes(estimator, (1,), has_ends=not is_split):
             rows = rows_of((1,) * len(stages), estimator.model.tied_embeddings) if is_split else ()
             for name, chunks, batch, recompute, ep in settings:
-                like = Candidate(stages, batch, recompute, name, chunks, zero_stage=zero, ep=ep, across_replicas=True)
-                found = _least_in_host_memory(estimator, goal, like.with_(rows=rows))
+                like = Candidate(stages, batch, recompute, name, chunks, zero_stage=zero, rows=rows)
+                found = _least_in_host_memory(estimator, goal, like.over_replicas(ep))
                 if found is not None and (value := goal.value(found[1])) < best.get(len(stages), (inf,))[0]:
                     best[len(stages)] = value, *found
     order = sorted(best.values(), key=lambda entry: entry[0])

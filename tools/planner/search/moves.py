@@ -97,9 +97,8 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
 def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
     """The same with a layer's experts divided over the replicas of a stage."""
     if max(g.count for s in c.stages for g in s.groups) > 1 and not c.sizes:
-        for ep in sizes_over_replicas(estimator):
-            if (ep, True) != c.experts_over:
-                yield c.with_(ep=ep, across_replicas=True)
+        found = {c.over_replicas(ep): 0 for ep in sizes_over_replicas(estimator)}
+        yield from (changed for changed in found if changed != c)
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
