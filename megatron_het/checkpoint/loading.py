@@ -19,9 +19,8 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-                _with_own_form(optimizer),
-                _without_absent_moments(optimizer, folder),
-                translated(args, folder),
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
+from megatron_het.checkpoint.translation import translated, translation_for
 from megatron_het.plan import Plan, topology_hash
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
