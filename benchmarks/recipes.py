@@ -170,9 +170,9 @@ def tables(found: Mapping[str, Mapping[str, str]]) -> str:
             names = ", ".join(name for name, word in by_name.items() if word == text)
             lines.append(f"| `--{flag}` | {said.get(text, f'refused: {text}')} | {names} |")
     all_run = sorted({f for by_flag in found.values() for f, word in by_flag.items() if word == RUNS})
-    foreign = sorted({f for by_flag in found.values() for f, word in by_flag.items() if word == FOREIGN})
+    of_others = sorted({f for by_flag in found.values() for f, word in by_flag.items() if word == FOREIGN})
     lines += ["", f"{len(all_run)} flags run as they are: {', '.join(f'`--{flag}`' for flag in all_run)}."]
-    lines += ["", f"Of other programs than Megatron's training: {', '.join(f'`--{flag}`' for flag in foreign)}."]
+    lines += ["", f"Of other programs than Megatron's training: {', '.join(f'`--{flag}`' for flag in of_others)}."]
     return "\n".join(lines) + "\n"
 
 
