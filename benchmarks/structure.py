@@ -216,8 +216,8 @@ def room_of(module: Module) -> str:
     if stem == "__main__" or (top == ("megatron_het",) and not folders and not module.package):
         return module.path  # what is started, or named by --spec
     if folders[:1] == ("features",):
-        # Specs and passes know nothing of ranks; what runs on a rank knows the session, which knows the specs.
-        is_spec = len(folders) == 1 or stem == "spec" or stem.endswith("passes") or stem == "__init__"
+        # Specs, kinds and passes know nothing of ranks; what runs on a rank knows the session, which knows the specs.
+        is_spec = len(folders) == 1 or stem in ("spec", "kinds") or stem.endswith("passes") or stem == "__init__"
         return "features (specs)" if is_spec else "features (on a rank)"
     if folders[:2] == ("schedule", "view"):
         return "schedule/view"

@@ -80,7 +80,7 @@ def _measured(traces: Sequence[Path], result: dict[str, Any]) -> list[Any]:
                 a, start = e["args"], e["ts"] / 1e6
                 end = start + e["dur"] / 1e6
                 place = a["microbatch"], a.get("slice", 0), a.get("chunk", 0)
-                events.append(Event(lane, Kind[a["kind"]], start, end, *place, -1, None))
+                events.append(Event(lane, Kind.rows[a["kind"]], start, end, *place, -1, None))
     lanes = [
         Lane(name=f"rank {r['rank']}: {r['device']}", stage=r["stage"], compute_s=r["measured_compute_s"], idle_s={})
         for r in result["per_rank"]

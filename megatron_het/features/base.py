@@ -234,6 +234,7 @@ class Feature:
     switch: ClassVar[Option | None] = None
     implied: ClassVar[bool] = False
     view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
+    show_flags: ClassVar[tuple[ViewFlag, ...]] = ()
     schedules: ClassVar[tuple[str, ...] | None] = None
     runs: ClassVar[tuple[str, ...]] = ()
     refused: ClassVar[tuple[Refusal, ...]] = ()
@@ -282,6 +283,11 @@ class Feature:
     def viewed(self, flags: Mapping[str, Any]) -> Any | None:
         """The options that ``view_flags`` ask for, by attribute as argparse names them; None where it is off."""
         del flags
+        return None
+
+    def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
+        """Returns what ``show_flags`` ask for in place of a picture, as plain data and as lines; None for nothing."""
+        del program, flags
         return None
 
     # -- checks ------------------------------------------------------------------------------------

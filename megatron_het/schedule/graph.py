@@ -8,18 +8,9 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_het.schedule.deps import (
-    AFTER_BEGINNING,
-    HELPED_BY_RECEIVE,
-    OWN_VALUE,
-    Dependencies,
-    Key,
-    Need,
-    brought,
-    explain,
-)
+from megatron_het.schedule.deps import AFTER_BEGINNING, HELPED_BY_RECEIVE, Dependencies, Key, Need, brought, explain
 from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
-from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, FOR_A_PEER, PARTS, Making, Role, Stream
+from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, Making, Role, Stream
 from megatron_het.schedule.lifetimes import Lifetimes, Unfit
 
 
@@ -130,7 +121,7 @@ class Graph:
                 value = kind.makes
                 if value is not None:
                     key: Key = (value, microbatch, piece, chunk)
-                    if value in FOR_A_PEER:
+                    if value.for_a_peer:
                         key = (value, microbatch, piece, chunk, peer)
                     if key in made and kind.making is once:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
@@ -170,11 +161,12 @@ class Graph:
             for i in range(self.first[d], self.first[d + 1]):
                 op = ops[i]
                 kind = op.kind
+                own = kind.needs.own
                 found: list[int] | None = None
                 if kind in RECEIVES:
                     found = [other_end[i]] if other_end[i] >= 0 else []
-                elif kind in OWN_VALUE:  # a short cut: no dependency but this one
-                    maker = made.get((OWN_VALUE[kind], op.microbatch, op.slice, op.chunk))
+                elif own is not None:  # a short cut: no dependency but this one
+                    maker = made.get((own, op.microbatch, op.slice, op.chunk))
                     found = None if maker is None else [maker]
                 if found is None:
                     found = self._found(d, i, op, deliveries)

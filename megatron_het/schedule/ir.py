@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES
-from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind, Role, Value
+from megatron_het.schedule.kinds import COMPUTE, RECEIVES, SENDS, TRANSFERS, WORD_PARTS, Kind, Role
 
 # In which order a microbatch visits the chunks of the stages.
 
@@ -303,7 +303,7 @@ class Program:
     @property
     def embedding(self) -> bool:
         """Whether the word embeddings are split over the devices of a microbatch (EMBED_* operations)."""
-        return any(kind.makes is Value.EMBEDDING for kind in {op.kind for ops in self.ops for op in ops})
+        return any(op.kind in WORD_PARTS for ops in self.ops for op in ops)
 
     @property
     def has_transfers(self) -> bool:
@@ -367,7 +367,6 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 
 __all__ = [
     "COMPUTE",
-    "EXCHANGE",
     "PLACEMENTS",
     "RECEIVES",
     "SENDS",

@@ -26,7 +26,7 @@ from megatron_het.safe_io import shown
 from megatron_het.schedule.ir import SIZES_FIELD, TEXT_FIELDS, Op, Program, Shape
 from megatron_het.schedule.kinds import Kind
 
-_KINDS = {kind.mnemonic: kind for kind in Kind}
+_KINDS: dict[str, Kind] = {}
 _NUMBER = r"([0-9]{1,9}|_)"
 _OP = re.compile(rf"([A-Z]+){_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:>{_NUMBER}\.{_NUMBER})?(?:\[{_NUMBER}:{_NUMBER}\])?")
 _FIELD = re.compile(r"([a-z_]+): *(.*?) *")
@@ -42,6 +42,14 @@ class ScheduleSyntaxError(ValueError):
         self.line, self.column = line, column
 
 
+def _kinds() -> dict[str, Kind]:
+    """All kinds by mnemonic."""
+    if len(_KINDS) != len(Kind):
+        _KINDS.clear()
+        _KINDS.update({kind.mnemonic: kind for kind in Kind})
+    return _KINDS
+
+
 def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
     """The operation whose text this is.
 
@@ -52,9 +60,10 @@ def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
     if match is None:
         raise ScheduleSyntaxError(line, column, f"{shown(text)} is not an operation (like F0.0.0 or SF0.0.0>1.0)")
     mnemonic, *numbers = match.groups()
-    if mnemonic not in _KINDS:
-        raise ScheduleSyntaxError(line, column, f"unknown operation {mnemonic!r} (known: {', '.join(_KINDS)})")
-    return Op(_KINDS[mnemonic], *(-1 if n is None or n == "_" else int(n) for n in numbers))
+    kind = _kinds().get(mnemonic)
+    if kind is None:
+        raise ScheduleSyntaxError(line, column, f"unknown operation {mnemonic!r} (known: {', '.join(_kinds())})")
+    return Op(kind, *(-1 if n is None or n == "_" else int(n) for n in numbers))
 
 
 def dumps(program: Program) -> str:

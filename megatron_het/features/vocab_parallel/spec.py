@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import megatron_het.features.vocab_parallel.kinds  # noqa: F401  (its operations are added to the table)
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, check_reductions_meet, option
 from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.graph import Graph, meetings
