@@ -98,6 +98,9 @@ def test_sources_are_those_of_the_installed_release(monkeypatch):
     assert upstream.moved({dotted: first}) == {dotted: upstream.source_hash(dotted)}
     monkeypatch.setattr(registry, "installed_release", lambda: RELEASES[0])
     assert upstream.moved({dotted: "0" * 64}) == {dotted: upstream.source_hash(dotted)}
+    earlier = Release("0.19", "0.19.2", "elsewhere", earlier={dotted: upstream.source_hash(dotted)})
+    monkeypatch.setattr(registry, "installed_release", lambda: earlier)
+    assert upstream.moved({dotted: "0" * 64}) == {}
 
 
 def test_upstream_is_what_the_families_lean_on():
