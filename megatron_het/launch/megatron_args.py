@@ -17,8 +17,8 @@ from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.slices.spec import SLICED_SCHEDULES, cutting_of, has_even_slices
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.parts import token_blocks
-from megatron_het.plan.patterns import KINDS, SPARSE_ATTENTION
+from megatron_het.plan.placement import token_blocks
+from megatron_het.plan.schema import KINDS, SPARSE_ATTENTION
 
 _REFUSED = (
     Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),

@@ -15,7 +15,7 @@ from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.features.window.passes import post_together
 from megatron_het.plan import DeviceCosts, LinkCosts, Placement, Plan, PlanError, PlannedCosts
-from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_het.features.context_parallel.spec import part_grain
 from megatron_het.features.slices.spec import slice_tokens
 from megatron_het.plan import Cut, Placement, Plan, Replica
-from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
+from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.gradient_sync import counting_places
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
@@ -20,7 +20,7 @@ from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, Role
 # Stage boundaries: which ranks exchange which part of an activation.  Pure arithmetic.
 #
 # An activation is ``[s, b, h]``.  The context-parallel ranks of a replica hold blocks of the sequence
-# (``plan/parts.py``).  Of these, each of n TP ranks holds all, or, with sequence parallelism, the t-th of n equal
+# (``plan/placement.py``).  Of these, each of n TP ranks holds all, or, with sequence parallelism, the t-th of n equal
 # intervals.  The pieces that travel are the intersections of what the sender holds with what the receiver needs;
 # each element reaches each receiving rank exactly once, whatever the sizes of both sides.  Activations and gradients
 # use the same function with the two sides exchanged.
@@ -57,7 +57,7 @@ class Side:
     Attributes:
         groups: TP ranks by context-parallel rank.
         divided: Whether the TP ranks of a group divide what the group holds.
-        shares: How the groups divide a sequence, as in ``plan/parts.py``.
+        shares: How the groups divide a sequence, as in ``plan/placement.py``.
         grain: What the tokens of every group are a multiple of.
     """
 

@@ -8,10 +8,19 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_het.schedule.deps import AFTER_BEGINNING, HELPED_BY_RECEIVE, Dependencies, Key, Need, brought, explain
+from megatron_het.schedule.deps import (
+    AFTER_BEGINNING,
+    HELPED_BY_RECEIVE,
+    Dependencies,
+    Key,
+    Lifetimes,
+    Need,
+    Unfit,
+    brought,
+    explain,
+)
 from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
 from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, Making, Role, Stream
-from megatron_het.schedule.lifetimes import Lifetimes, Unfit
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_het.schedule.cost import Costs, PerChunk, message_bytes
+from megatron_het.schedule.deps import Lifetimes
 from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
 from megatron_het.schedule.kinds import PARTS, RULES, Direction, Stream, Work, chunk_of
-from megatron_het.schedule.lifetimes import Lifetimes
 
 # What a simulation finds: when every operation runs, and why not earlier.
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_het.features.base import Feature, Figures, Refusal, ViewFlag, option
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.deps import Lifetimes, Pass, State
 from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import (
     LIGHT,
@@ -25,7 +26,6 @@ from megatron_het.schedule.kinds import (
     Work,
     add_kinds,
 )
-from megatron_het.schedule.lifetimes import Lifetimes, Pass, State
 from megatron_het.schedule.memory import ACTIVATIONS, BytesOf, Holdings
 
 # The operations: activations of a FORWARD go to the host, and come back ahead of the BACKWARD.

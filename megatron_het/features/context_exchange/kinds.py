@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from megatron_het.schedule.cost import Costs, PerChunk, Prices, at
-from megatron_het.schedule.deps import Dependencies, Need
+from megatron_het.schedule.deps import Dependencies, Lifetimes, Need, State, shown_ranges
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import COMPUTE, Op, Program
 from megatron_het.schedule.joint import aligned_slots
@@ -38,7 +38,6 @@ from megatron_het.schedule.kinds import (
     executed_by,
     where,
 )
-from megatron_het.schedule.lifetimes import Lifetimes, State, shown_ranges
 from megatron_het.schedule.memory import Timeline
 
 QUERY, QUERY_BACKWARD = Value("the query"), Value("the output gradient")

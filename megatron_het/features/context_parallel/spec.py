@@ -14,7 +14,7 @@ from megatron_het.features.base import Feature, Refusal
 from megatron_het.features.context_exchange.spec import ContextExchange
 from megatron_het.features.slices.spec import slice_tokens
 from megatron_het.plan import Plan, PlanError, Replica
-from megatron_het.plan.parts import least_tokens
+from megatron_het.plan.placement import least_tokens
 
 
 @dataclass(frozen=True, slots=True)

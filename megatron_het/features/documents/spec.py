@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, check_reach, flag_of
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.patterns import KINDS, RECURRENT
+from megatron_het.plan.schema import KINDS, RECURRENT
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from megatron_het.families import family_of
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, option
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.parts import least_tokens
-from megatron_het.plan.patterns import KINDS, RECURRENT, SPARSE_ATTENTION
+from megatron_het.plan.placement import least_tokens
+from megatron_het.plan.schema import KINDS, RECURRENT, SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")

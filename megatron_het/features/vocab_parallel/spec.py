@@ -10,7 +10,7 @@ import megatron_het.features.vocab_parallel.kinds  # noqa: F401  (its operations
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, check_reductions_meet, option
 from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.parts import PARAMETER, stage_rows, tp_unit
+from megatron_het.plan.placement import PARAMETER, stage_rows, tp_unit
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program

@@ -9,6 +9,7 @@ wait for other stages, whose replicas would wait for the gather.
 from collections import Counter
 from collections.abc import Sequence, Set
 
+from megatron_het.schedule.deps import Lifetimes, State, shown_ranges
 from megatron_het.schedule.ir import Op, Program
 from megatron_het.schedule.kinds import (
     FREE,
@@ -27,7 +28,6 @@ from megatron_het.schedule.kinds import (
     add_kinds,
     executed_by,
 )
-from megatron_het.schedule.lifetimes import Lifetimes, State, shown_ranges
 from megatron_het.schedule.memory import GRADIENTS, PARAMETERS, BytesOf, Holdings
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from megatron_het.schedule.cost import Prices
-from megatron_het.schedule.deps import Dependencies
+from megatron_het.schedule.deps import Dependencies, Lifetimes
 from megatron_het.schedule.generators.listing import (
     Loop,
     Speeds,
@@ -28,7 +28,6 @@ from megatron_het.schedule.generators.listing import (
 from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import BACKWARD_PASS, OWN_GRADIENT, Effect, Price, Value, Work, add_kinds
-from megatron_het.schedule.lifetimes import Lifetimes
 
 # The two halves of a backward.
 

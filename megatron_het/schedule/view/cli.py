@@ -27,9 +27,8 @@ from megatron_het.safe_io import (
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph, ScheduleError
-from megatron_het.schedule.ir import Program, Shape, placement_of
+from megatron_het.schedule.ir import Program, Shape, dumps, loads, placement_of
 from megatron_het.schedule.simulate import Result, simulate
-from megatron_het.schedule.text import dumps, loads
 from megatron_het.schedule.validate import TRANSPORTS, Problem, deadlocks, validate
 from megatron_het.schedule.view.visualize import (
     PICTURES,

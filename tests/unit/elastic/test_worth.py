@@ -13,7 +13,7 @@ from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worth import CHANGE_S, GROUP_S, against, change_s, grows_for_s, measured_s
 from megatron_het.plan import Plan, Prediction, RankPrediction
-from megatron_het.plan.costs import LinkCosts, PlannedCosts
+from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan

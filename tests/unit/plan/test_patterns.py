@@ -16,7 +16,7 @@ from megatron_het.launch.megatron_args import apply_after_validation, apply_plan
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.patterns import later_layers, layers_of, problem_of, with_chunks, without_chunks
+from megatron_het.plan.schema import later_layers, layers_of, problem_of, with_chunks, without_chunks
 from megatron_het.plan.validate import check_plan
 from tests.unit.plan.megatron_flags import flags
 from tests.unit.plan.test_refusals import Arguments, arguments

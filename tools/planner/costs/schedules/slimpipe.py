@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from megatron_het.features import attention_units
 from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
 from megatron_het.plan import Plan
-from megatron_het.plan.patterns import SPARSE_ATTENTION
+from megatron_het.plan.schema import SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.documents import Lengths, drawn
