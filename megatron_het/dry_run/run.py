@@ -26,7 +26,7 @@ from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
 from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
-from megatron_het.features.documents.spec import asked_by
+from megatron_het.features.registry import packing_argument
 from megatron_het.launch import start as hooks
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.run_config import HetConfig
@@ -254,7 +254,7 @@ def _check_documents(args: Any) -> None:
     Raises:
         SystemExit: The documents of a sequence do not see each other.
     """
-    if packing := asked_by(args):
+    if packing := packing_argument(args):
         sys.stderr.write(
             f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
             "not have. Without the flag every sequence is one document; under full recomputation a run with "

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_het.features.context_parallel.spec import part_grain
-from megatron_het.features.slices.spec import slice_tokens
+from megatron_het.features.registry import part_grain, slice_tokens
 from megatron_het.plan import Cut, Placement, Plan, Replica
 from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.schedule.deps import Dependencies

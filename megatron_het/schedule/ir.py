@@ -21,6 +21,8 @@ from megatron_het.schedule.kinds import COMPUTE, RECEIVES, SENDS, TRANSFERS, WOR
 
 
 PLACEMENTS = ("loop", "v")
+SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
+"""Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 V_SHAPED = frozenset({"v-half", "zb-v"})
 """Schedules whose second chunks go back from the last stage to the first: placement ``v``."""
 

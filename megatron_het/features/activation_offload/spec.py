@@ -184,6 +184,7 @@ class ActivationOffload(Feature):
     title = "activations in host memory"
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
+    no_graphs = "what a graph keeps for its backward stays in the graph's memory, which cannot be moved"
     refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
 
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:

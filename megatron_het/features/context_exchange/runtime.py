@@ -16,8 +16,7 @@ from megatron_het.features.context_exchange.exchange import ContextExchange, exc
 from megatron_het.features.context_exchange.helper import Limits
 from megatron_het.features.context_exchange.kinds import EXCHANGE, exchanged_layers
 from megatron_het.features.context_exchange.spec import Units
-from megatron_het.features.documents.spec import asked_by
-from megatron_het.features.slices.spec import cutting_of
+from megatron_het.features.registry import cutting_of, packing_argument
 from megatron_het.lowering.programs import posted_for, program_of
 from megatron_het.lowering.ranks import RankProgram, lower
 from megatron_het.runtime.feature import (
@@ -168,7 +167,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     units = Units(options.units, part_lengths, nominal, context.batches.bounds)
     limited, keys_channels = None, context.channels
     pairs = exchange_edges(list(context.programs.values()), context.boundaries)
-    if asked_by(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
+    if packing_argument(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
         limited = LimitedPrograms(context, units)
         pairs, keys_channels = limited.pairs, limited.channels
     exchange = ContextExchange(

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
+from megatron_het.features.base import Feature, Figures, Option, ViewFlag, not_sliced, option
 from megatron_het.features.context_exchange.kinds import exchanged_layers
 from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, plan_exchange
-from megatron_het.features.slices.spec import DEFAULT_UNITS, EXCHANGE, SLICED_SCHEDULES, UNITS, not_sliced, slice_tokens
+from megatron_het.features.registry import slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Bounds, Parts
-from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.ir import SLICED_SCHEDULES, Program, Shape
 
 # Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
 
@@ -23,7 +23,7 @@ class Units:
     """Every slice has as many exchange units; those of a longer one have more tokens.
 
     Slices have multiples of what the ranks that share them divide into units of whole tokens
-    (``features/slices/spec.py: token_unit``), so that nothing here is rounded.
+    (``features/slices/spec.py: _token_unit``), so that nothing here is rounded.
 
     Args:
         units: Of a slice.
@@ -67,6 +67,7 @@ class Units:
 
 
 _SWITCH = "--het-context-exchange"
+DEFAULT_UNITS = 2
 _TRUE_OR_FALSE = "must be true or false"
 
 ATTENTION, REST = "exchange_attention", "exchange_rest"
@@ -109,7 +110,7 @@ class ExchangeOptions:
     """
 
     units: int = option(
-        UNITS,
+        "exchange_units",
         DEFAULT_UNITS,
         flag="--het-exchange-units",
         metavar="Q",
@@ -158,7 +159,7 @@ class ContextExchange(Feature):
     title = "attention context exchange"
     options = ExchangeOptions
     switch = Option(
-        EXCHANGE,
+        "context_exchange",
         flag=_SWITCH,
         help="devices with short prefixes attend for those with long ones, so that slices take equal "
         "time on all stages (SlimPipe, section 4.2)",

@@ -11,7 +11,8 @@ from megatron_het.families import GPT, HYBRID, family_of
 from megatron_het.families.hybrid import LOCAL_SPEC
 from megatron_het.features.context_exchange.runtime import windows_of
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.features.slices.spec import cutting_of, keys_per_token
+from megatron_het.features.registry import cutting_of
+from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.launch.megatron_args import apply_after_validation, apply_plan, check_arguments
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
