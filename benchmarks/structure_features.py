@@ -63,9 +63,7 @@ FEATURES = {
         executor="activation_offload",
     ),
     "slices": Feature(
-        room="megatron_het.features.slices",
-        words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token",
-        elsewhere=("megatron_het.schedule.generators.slimpipe",),
+        room="megatron_het.features.slices", words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token"
     ),
     "packed documents": Feature(
         room="megatron_het.features.documents",

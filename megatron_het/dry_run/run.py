@@ -61,14 +61,22 @@ class WatchedSession(HetSession):
     Args:
         config, platform, rank: As for :class:`HetSession`.
         tracker: Of this process.
+        measured: Whether values are real, and what is under way ends when the machine comes to it.
     """
 
-    def __init__(self, config: HetConfig, platform: Platform, rank: int, tracker: Tracker) -> None:
+    def __init__(self, config: HetConfig, platform: Platform, rank: int, tracker: Tracker, measured: bool) -> None:
         super().__init__(config, platform, rank)
+        self._measured = measured
         self._tracker = tracker
         self._timeline = _WatchedTimeline(tracker)
         self.last_figures: dict[str, Mapping[str, int]] = {}
         """What features counted in the last iteration, by title."""
+
+    def open(self, args: Any) -> None:
+        """See :class:`HetSession`."""
+        super().open(args)
+        for feature in self._features if self._measured else ():
+            feature.end_when_waited_for()
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """See :class:`HetSession`."""
@@ -180,12 +188,10 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     sessions: list[WatchedSession] = []
 
     def make_session(config: HetConfig, device: Platform, rank: int) -> WatchedSession:
-        sessions.append(WatchedSession(config, device, rank, tracker))
+        sessions.append(WatchedSession(config, device, rank, tracker, setting.measured))
         return sessions[-1]
 
     import_megatron(gpu=setting.gpu, cuda=setting.cuda)
-    if setting.measured:
-        _reductions_last()
     if setting.gpu:
         kernels.replace_kernels(_count_flops, attention=setting.fused)
     device = platform.activate()
@@ -213,19 +219,6 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     if setting.cuda:
         figures["stream_waits"] = sorted(order.waits - order.waits_of_host)
     return figures | {"run_seconds": round(time.perf_counter() - start_s, 3)}
-
-
-def _reductions_last() -> None:
-    """A window's reductions count as under way until somebody waits for them, as in a dry run.
-
-    When they end depends on the machine, and a window frees the gradients of those that have ended.
-    """
-    from megatron_het.features.window.chunk import ChunkWindow
-
-    def is_reducing(self: ChunkWindow) -> bool:
-        return any(bucket.reducing is not None for bucket in self.buckets)
-
-    ChunkWindow.is_reducing = is_reducing  # type: ignore[method-assign]
 
 
 def _defaults(flags: Sequence[str]) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Graph:
         waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
         other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
         missing: (operation, need) for needs that nothing in the program produces or delivers.
-        unfit: what does not fit what a device holds then (``lifetimes.py``).
+        unfit: what does not fit what a device holds then (``deps.Lifetimes``).
     """
 
     __slots__ = (
@@ -160,7 +160,7 @@ class Graph:
             self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
-        """Returns what every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
+        """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
         waits: list[Sequence[int]] = []
         kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
         ops, other_end = self.ops, self.other_end

@@ -102,7 +102,7 @@ class Op(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """Its text, e.g. ``SF3.0.1>2.1``; see ``text.py``."""
+        """Its text, e.g. ``SF3.0.1>2.1``."""
         out = f"{self.kind.mnemonic}{_text(self.microbatch)}.{_text(self.slice)}.{_text(self.chunk)}"
         if self.peer >= 0 or self.peer_chunk >= 0:
             out += f">{_text(self.peer)}.{_text(self.peer_chunk)}"
@@ -328,7 +328,7 @@ class Program:
         return tuple(op for op in self.ops[device] if op.kind in COMPUTE)
 
     def __str__(self) -> str:
-        """The program as text; see ``text.py``."""
+        """The program as text."""
         shape, yes = self.shape, ("no", "yes")
         head = _TEMPLATE.format(
             name=self.name,

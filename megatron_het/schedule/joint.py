@@ -1,16 +1,13 @@
-"""Passes that run jointly: devices that attend for each other go through a slot layer by layer together.
+"""What several devices do together: slots, in which they run their passes in step, and events.
 
-In the attention context exchange (:mod:`~megatron_het.schedule.exchange`) the owner of a pass needs partial
-results in the middle of every layer, and its helper makes them in the middle of its own layers.  Neither pass can
-end before the other has begun: all passes of a slot between which attention moves, and the attention of devices
-without a pass, are one *joint event*.
+Some operations cannot end before others of another device have begun: passes of a slot between which attention moves
+(``features/context_exchange/kinds.py``), the parts of a split vocabulary that meet (``graph.meetings``).  These are
+one *joint event*.
 
-Why that cannot deadlock: replace every joint event by one node, both ends of every transfer, and the parts of a
-split vocabulary that meet (``graph.meetings``).  If what is left has no cycle, all lists are projections of one total
-order of events.  The first event of that order that has not happened can always happen, because everybody who takes
-part in it has arrived.  Inside an event all devices go through the same layers in the same order, and post what they
-send before they wait.
-:func:`stuck_events` looks for the cycle.
+Why that cannot deadlock: replace every joint event by one node, and both ends of every transfer.  If what is left has
+no cycle, all lists are projections of one total order of events.  The first event of that order that has not happened
+can always happen, because everybody who takes part in it has arrived.  Inside an event all devices go through the same
+layers in the same order, and post what they send before they wait.  :func:`stuck_events` looks for the cycle.
 
 The same holds wherever the host waits for the device, as it does when a kernel is launched for the first time: all that
 it waits for was posted for earlier events.  Hence what replicas gather and reduce together is an event, too.

@@ -182,8 +182,8 @@ class ContextExchange(Feature):
         return found
 
     def attention_units(self, options: ExchangeOptions) -> int:
-        """Returns the exchange units of a slice."""
-        return options.units
+        """Returns the exchange units of a slice; 1 also for what is no number of them, which is refused later."""
+        return options.units if isinstance(options.units, int) and options.units > 0 else 1
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
         """Units switch it on."""

@@ -10,11 +10,16 @@ from typing import Any, ClassVar
 from megatron_het.families import family_of
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, not_sliced, option
 from megatron_het.features.registry import attention_units
+from megatron_het.features.slices.passes import seq1f1b, slimpipe, terapipe
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import least_tokens
 from megatron_het.plan.schema import KINDS, RECURRENT, SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting
+from megatron_het.schedule.generators import BY_PART, GENERATORS
 from megatron_het.schedule.ir import SLICED_SCHEDULES
+
+GENERATORS.update({"seq1f1b": seq1f1b, "slimpipe": slimpipe, "terapipe": terapipe})
+BY_PART.update(("seq1f1b", "slimpipe"))
 
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
@@ -113,7 +118,7 @@ class Slices(Feature):
                 "--het-slices",
                 options.slices,
                 "the ranks of a replica share every slice"
-                f"{', in exchange units' if _exchange_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
+                f"{', in exchange units' if attention_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
                 f"multiple of {unit} tokens, and have {options.slices} of them at least",
             )
 
@@ -149,17 +154,11 @@ def _token_unit(plan: Plan) -> int:
 
     All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
     """
-    found, units = 1, _exchange_units(plan)
+    found, units = 1, max(attention_units(plan), 1)
     for replica in (replica for stage in plan.stages for replica in stage.replicas):
         grain = math.lcm(units, replica.tp if plan.training.sequence_parallel else 1)
         found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
     return found
-
-
-def _exchange_units(plan: Plan) -> int:
-    """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
-    units = attention_units(plan)
-    return units if isinstance(units, int) and units > 0 else 1
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from megatron_het.schedule.generators.interleaved import interleaved, ministage
 from megatron_het.schedule.generators.one_f_one_b import data_parallel, gpipe, one_f_one_b
-from megatron_het.schedule.generators.slimpipe import seq1f1b, slimpipe, terapipe
 from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {
@@ -17,12 +16,9 @@ GENERATORS: dict[str, Callable[..., Program]] = {
     "gpipe": gpipe,
     "interleaved": interleaved,
     "ministage": ministage,
-    "seq1f1b": seq1f1b,
-    "slimpipe": slimpipe,
-    "terapipe": terapipe,
 }
 """By name; features add their own."""
-BY_PART = frozenset({"1f1b", "data-parallel", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe"})
+BY_PART = {"1f1b", "data-parallel", "gpipe", "interleaved", "ministage"}
 """Schedules that order the parts of a shape (``pipelines.py``) each as if it were alone."""
 
 
