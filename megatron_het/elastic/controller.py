@@ -29,7 +29,7 @@ from megatron_het.elastic.members import (
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.recalled import StateFile, recalled
-from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing
+from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing, summed_up
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
@@ -500,11 +500,21 @@ class Controller:
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
+        unsaved, elsewhere, fallback = self._saves.for_generation()
         self._generation = Generation(
-            number, plan, ranks, holders, nodes, before is not None, *self._saves.for_generation()
+            number=number,
+            plan=plan,
+            ranks=ranks,
+            holders=holders,
+            nodes=nodes,
+            loads=before is not None,
+            unsaved=unsaved,
+            elsewhere=elsewhere,
+            fallback=fallback,
         )
         stopped_s = left_s if self._failed_since is None else since.wall_s
         entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}
+        self.history[-1:] = [summed_up(old) for old in self.history[-1:]]
         self.history.append({**entry, "reached": self._reached()})
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s

@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.elastic.boundary import ElasticBoundary, Kept, Leave
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import end_session, with_own_folders
-from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan
 from megatron_het.runtime.training import Boundary
 from megatron_het.store import Documents
@@ -109,7 +109,16 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     datasets: Kept = {}
     copies, vocabulary, which, turn = Copies(0), None, 0, 0
     while True:
-        boundary = TurnBoundary(turn, plans[which], tuple(plans), rank, store, copies, vocabulary, datasets)
+        boundary = TurnBoundary(
+            turn=turn,
+            plan=plans[which],
+            plans=tuple(plans),
+            rank=rank,
+            store=store,
+            copies=copies,
+            padded_vocab_size=vocabulary,
+            datasets=datasets,
+        )
         try:
             enter([argv[0], *with_own_folders(words, f"plan-{which}"), _FLAG, files[which]], boundary)
         except Leave as leave:

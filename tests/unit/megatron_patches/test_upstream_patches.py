@@ -11,9 +11,9 @@ import torch
 
 from megatron_het import device as platform
 from megatron_het import megatron_patches as upstream
+from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
-from megatron_het.launch import start as hooks
 from megatron_het.megatron_patches import registry
 from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments.megatron_args import apply_after_validation, apply_plan, check_arguments
 from megatron_het.families import GPT, HYBRID, family_of
 from megatron_het.families.hybrid import LOCAL_SPEC
 from megatron_het.features.context_exchange.runtime import windows_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.features.registry import cutting_of
 from megatron_het.features.slices.spec import keys_per_token
-from megatron_het.launch.megatron_args import apply_after_validation, apply_plan, check_arguments
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags

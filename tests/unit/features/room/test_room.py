@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_het.arguments.flags import het_help
 from megatron_het.features import FEATURES
 from megatron_het.features.plan_checks import check_plan_alone, schedule_parameters
-from megatron_het.launch.flags import het_help
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import boundary_map, lower
 from megatron_het.plan import Placement, PlanError
