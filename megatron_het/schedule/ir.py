@@ -137,6 +137,7 @@ class Shape:
         placement: ``"loop"`` or ``"v"``; see :func:`~megatron_het.schedule.ir.path_of`.
         sizes: sequences of every microbatch where they differ; costs and memory are those of the largest.
         attention: how many of the layers of every chunk have attention; empty where all have.
+        companions: devices of one stage that run every pass together, because they divide experts among them.
 
     Raises:
         ValueError: naming the field, its value and what it should be.
@@ -149,6 +150,7 @@ class Shape:
     placement: str = "loop"
     sizes: tuple[int, ...] = ()
     attention: tuple[tuple[int, ...], ...] = ()
+    companions: tuple[tuple[int, ...], ...] = ()
     path: tuple[Place, ...] = field(init=False, repr=False, compare=False)
     """(stage, chunk) in the order in which a microbatch visits them."""
     positions: dict[Place, int] = field(init=False, repr=False, compare=False)
@@ -204,6 +206,9 @@ class Shape:
             raise ValueError(f"replicas: {sum(self.replicas)} devices are more than {MAX_DEVICES}")
         if self.sizes and (len(self.sizes) != count or min(self.sizes) < 1):
             raise ValueError(f"sizes: there must be a positive one for each of the {count} microbatches")
+        together = [device for devices in self.companions for device in devices]
+        if len(set(together)) < len(together) or not set(together) <= set(range(sum(self.replicas))):
+            raise ValueError(f"companions = {self.companions}: each must be devices, and each device in one at most")
         for s, (row, replicas) in enumerate(zip(self.route, self.replicas)):
             if replicas < 1:
                 raise ValueError(f"replicas[{s}] = {replicas}: must be at least 1")
@@ -343,6 +348,8 @@ class Program:
         )
         if shape.sizes:
             head += f"{SIZES_FIELD}: {_rows((shape.sizes,))}\n"
+        if shape.companions:
+            head += f"{COMPANIONS_FIELD}: {_rows(shape.companions)}\n"
         lists = (f"device {device}: {' '.join(map(str, ops))}\n" for device, ops in zip(self.devices, self.ops))
         return head + "".join(lists)
 
@@ -362,6 +369,8 @@ TEXT_FIELDS = tuple(line.partition(":")[0] for line in _TEMPLATE.splitlines())
 """What a program's text begins with, one line each."""
 SIZES_FIELD = "sizes"
 """The field that only a program with unequal microbatches has."""
+COMPANIONS_FIELD = "companions"
+"""The field that only a program with replicas that share experts has."""
 
 
 def _rows(table: tuple[tuple[int, ...], ...]) -> str:
@@ -369,6 +378,7 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 
 
 __all__ = [
+    "COMPANIONS_FIELD",
     "COMPUTE",
     "PLACEMENTS",
     "RECEIVES",
@@ -409,6 +419,7 @@ __all__ = [
 _KINDS: dict[str, Kind] = {}
 _NUMBER = r"([0-9]{1,9}|_)"
 _OP = re.compile(rf"([A-Z]+){_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:>{_NUMBER}\.{_NUMBER})?(?:\[{_NUMBER}:{_NUMBER}\])?")
+_FIELDS = (*TEXT_FIELDS, SIZES_FIELD, COMPANIONS_FIELD)
 _FIELD = re.compile(r"([a-z_]+): *(.*?) *")
 _DEVICE = re.compile(r"device ([0-9]{1,9})\.([0-9]{1,9}): *(.*?) *")
 _TABLE = re.compile(r"[0-9]{1,9}( +[0-9]{1,9})*( *\| *[0-9]{1,9}( +[0-9]{1,9})*)*")
@@ -466,7 +477,7 @@ class _Reader:
             base = match.start(3) + 1
             ops = tuple(parse_op(token[0], number, base + token.start()) for token in re.finditer(r"\S+", match[3]))
             self.devices[place] = (number, ops)
-        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in (*TEXT_FIELDS, SIZES_FIELD):
+        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in _FIELDS:
             if match[1] in self.fields:
                 raise ScheduleSyntaxError(number, 1, f"{match[1]} is given twice")
             self.fields[match[1]] = (match[2], number, match.start(2) + 1)
@@ -515,6 +526,7 @@ class _Reader:
                 slices=self.integer("slices"),
                 placement=self.get("placement")[0],
                 sizes=sizes,
+                companions=self.integers(COMPANIONS_FIELD) if COMPANIONS_FIELD in self.fields else (),
             )
         except ScheduleSyntaxError:
             raise
