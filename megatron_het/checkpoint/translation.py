@@ -121,7 +121,7 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def translation_for(args: Any, folder: Path) -> Translation | None:
-    """What a checkpoint needs to be loaded; None where it is of this run's family.
+    """Returns the translation that a checkpoint needs to be loaded; None where it is of this run's family.
 
     Args:
         args: Megatron's arguments.

@@ -311,7 +311,7 @@ class Model(BaseModel):
         return self.attention_size * (2 if self.flags.get("attention-output-gate") else 1)
 
     def _attention_parameters(self) -> int:
-        """Of the projections of attention, or of what stands in its place."""
+        """Returns the parameters of the projections of attention, or of what stands in its place."""
         h, x = self.hidden_size, self.latent
         if self.recurrent is not None:
             return h * (self.recurrent.projected + self.recurrent.inner)

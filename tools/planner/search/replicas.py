@@ -59,7 +59,7 @@ class Scope:
 
     @classmethod
     def of_searched_parts(cls, model: Model) -> Scope:
-        """What the search tries on a part of a cluster: equal microbatches, neither context nor expert parallelism."""
+        """Returns the scope on a part of a cluster: equal microbatches, neither context nor expert parallelism."""
         return cls(model.batch_sizes)
 
 
@@ -336,7 +336,7 @@ class Replicas:
 
 
 def _least_attention(model: Model) -> float:
-    """Of the first sequences of documents, however many, over the mean of all."""
+    """Returns the attention of the first sequences of documents, however many, over the mean of all."""
     if model.document_lengths is None:
         return 1.0
     shares = shares_left(model.document_lengths, model.seq_length, model.attention_window, model.windowed_layers)

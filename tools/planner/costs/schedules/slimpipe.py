@@ -70,7 +70,7 @@ class SlimPipe(Schedule):
         yield c.with_(exchange=not c.exchange)
 
     def most_pieces(self, estimator: OperatingPoints) -> int:
-        """As many slices as are worth their launches."""
+        """Returns as many slices as are worth their launches."""
         return max(1, estimator.model.seq_length // LEAST_TOKENS)
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
@@ -118,7 +118,7 @@ class SlimPipe(Schedule):
         return unit.sliced_share
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Of all slices: the last stage goes through all of them before the backward of the last one, which is first.
+        """Returns the bytes of all slices: the last stage runs them all before its first backward, the last one's.
 
         Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
         used up and all keys and values have gradients.
@@ -161,7 +161,7 @@ def _dividing(length: int, wanted: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
-    """Of one microbatch, which has ``size`` sequences from the ``at``-th on."""
+    """Returns the parts of one microbatch, which has ``size`` sequences from the ``at``-th on."""
     if lengths is None:
         return cutting.parts(None, units)
     sequences = drawn(lengths, cutting.length)
