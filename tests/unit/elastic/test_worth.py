@@ -29,7 +29,7 @@ from megatron_het.elastic.worth import (
     state_bytes,
 )
 from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
-from megatron_het.plan.costs import LinkCosts, PlannedCosts
+from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes, come, plan
 from tests.unit.elastic.notes import plan as plan_of
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from megatron_het.features import FEATURES, features_of
+from megatron_het.features.context_exchange.exchange import exchange_edges
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import (
@@ -28,7 +29,6 @@ from megatron_het.lowering.ranks import (
     BoundaryMap,
     boundary_map,
     edges,
-    exchange_edges,
     expert_name,
     expert_segments,
     held_experts,
@@ -46,7 +46,7 @@ from megatron_het.plan import (
     Stage,
     TrainingShape,
 )
-from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import cost, simulate
 from megatron_het.schedule.cost import Costs, Link

@@ -32,8 +32,7 @@ from megatron_het.plan import (
     topology_hash,
 )
 from megatron_het.plan import validate as io
-from megatron_het.plan.parts import stage_rows
-from megatron_het.plan.placement import route, shares
+from megatron_het.plan.placement import route, shares, stage_rows
 from megatron_het.plan.validate import check_plan
 
 
