@@ -25,7 +25,7 @@ from megatron_het.elastic.worth import (
     state_bytes,
 )
 from megatron_het.plan import Plan, Prediction, RankPrediction
-from megatron_het.plan.costs import LinkCosts, PlannedCosts
+from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan
