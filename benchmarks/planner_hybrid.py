@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from benchmarks.planner_gloo import CASES, measure
-from megatron_het.plan.patterns import ATTENTION, EXPERTS, MLP
+from megatron_het.plan.schema import ATTENTION, EXPERTS, MLP
 from testing.planner_cases import with_catalog, zorse_cluster
 from tools.planner.costs.candidate import Candidate, Stage
 from tools.planner.costs.estimate import Estimator

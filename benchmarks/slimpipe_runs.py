@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from examples.llama.pinned import slow_down
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.schedule.cost import Costs
@@ -206,7 +206,7 @@ def fitted_costs(setting: Setting, program: Program, report: Path) -> tuple[Cost
         for e in done:
             if e["args"]["kind"] in _KINDS:
                 a = e["args"]
-                key = (rank, Op(Kind[a["kind"]], a["microbatch"], a["slice"], a["chunk"]))
+                key = (rank, Op(Kind.rows[a["kind"]], a["microbatch"], a["slice"], a["chunk"]))
                 own[key] = e["dur"] / 1e6
         posts.append(_posting_s(trace, done))
     forward, backward = _KINDS

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_het.lowering.programs import program_of
 from megatron_het.plan import Plan, ScheduleSpec
-from megatron_het.plan.patterns import later_layers
+from megatron_het.plan.schema import later_layers
 from megatron_het.schedule.gradient_sync import unequal_orders
 from testing.cases import (
     LAYERS,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_het.plan import Plan
-from megatron_het.plan.parts import stage_rows
+from megatron_het.plan.placement import stage_rows
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.)(\d+)")

@@ -74,7 +74,7 @@ _UNEQUAL: dict[str, dict[str, Any]] = {
         exchange={**_ALL, "exchange_attention": [2, 5, 3, 9], "exchange_rest": [7, 7, 20, 15, 9, 9, 30, 40]},
     ),
 }
-"""Devices of different speed: the exchange makes slots short (``schedule/exchange.py``)."""
+"""Devices of different speed: the exchange makes slots short (``features/context_exchange/passes.py``)."""
 _MEETING: dict[str, dict[str, Any]] = {
     "exchange-p2-n2-idle-vocabulary": row_of(
         "slices=2 microbatches=1 vocabulary", exchange={**_ON, "exchange_units": 1, "exchange_idle": True}

@@ -19,7 +19,7 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, restore_random_state
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
 from megatron_het.checkpoint.translation import translated, translation_for
 from megatron_het.plan import Plan, topology_hash
 
@@ -76,6 +76,7 @@ class LoadHook:
             with (
                 _set(args, **shown),
                 _with_matched_groups(optimizer, args),
+                _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
                 translated(args, folder),
             ):
@@ -176,6 +177,24 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
 
     was_own = "load_state_dict" in vars(optimizer)
     optimizer.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        if was_own:
+            optimizer.load_state_dict = load
+        else:
+            del optimizer.load_state_dict
+
+
+@contextlib.contextmanager
+def _with_own_form(optimizer: Any) -> Iterator[None]:
+    """Give each of a rank's optimizers its part of a state that has the form of one."""
+    if optimizer is None:
+        yield
+        return
+    load, count = optimizer.load_state_dict, len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    was_own = "load_state_dict" in vars(optimizer)
+    optimizer.load_state_dict = lambda state: load(as_own_optimizers(state, count))
     try:
         yield
     finally:

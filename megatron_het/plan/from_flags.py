@@ -11,8 +11,20 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.patterns import CHUNK, LATER, later_layers, layers_of, problem_of, without_chunks
-from megatron_het.plan.schema import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.plan.schema import (
+    CHUNK,
+    LATER,
+    ModelShape,
+    Plan,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+    later_layers,
+    layers_of,
+    problem_of,
+    without_chunks,
+)
 from megatron_het.schedule.ir import path_of, placement_of
 
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
@@ -30,7 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups", "mtp-num-layers"):
+    for name in (
+        "global-batch-size",
+        "ffn-hidden-size",
+        "num-query-groups",
+        "mtp-num-layers",
+        "expert-tensor-parallel-size",
+    ):
         parser.add_argument(f"--{name}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
@@ -147,6 +165,7 @@ def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[
                         tuple(range(q, microbatches, replicas)),
                         cp=flags.context_parallel_size,
                         ep=flags.expert_model_parallel_size,
+                        etp=flags.expert_tensor_parallel_size or 0,
                     )
                     for q in range(replicas)
                 ),

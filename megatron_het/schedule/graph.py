@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from megatron_het.schedule.deps import (
     AFTER_BEGINNING,
     HELPED_BY_RECEIVE,
-    OWN_VALUE,
     Dependencies,
     Key,
+    Lifetimes,
     Need,
+    Unfit,
     brought,
     explain,
 )
 from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
-from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, FOR_A_PEER, PARTS, Making, Role, Stream
-from megatron_het.schedule.lifetimes import Lifetimes, Unfit
+from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, TOGETHER, Making, Role, Stream
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Graph:
         waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
         other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
         missing: (operation, need) for needs that nothing in the program produces or delivers.
-        unfit: what does not fit what a device holds then (``lifetimes.py``).
+        unfit: what does not fit what a device holds then (``deps.Lifetimes``).
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Graph:
                 value = kind.makes
                 if value is not None:
                     key: Key = (value, microbatch, piece, chunk)
-                    if value in FOR_A_PEER:
+                    if value.for_a_peer:
                         key = (value, microbatch, piece, chunk, peer)
                     if key in made and kind.making is once:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
@@ -160,7 +160,7 @@ class Graph:
             self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
-        """Returns what every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
+        """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
         waits: list[Sequence[int]] = []
         kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
         ops, other_end = self.ops, self.other_end
@@ -170,11 +170,12 @@ class Graph:
             for i in range(self.first[d], self.first[d + 1]):
                 op = ops[i]
                 kind = op.kind
+                own = kind.needs.own
                 found: list[int] | None = None
                 if kind in RECEIVES:
                     found = [other_end[i]] if other_end[i] >= 0 else []
-                elif kind in OWN_VALUE:  # a short cut: no dependency but this one
-                    maker = made.get((OWN_VALUE[kind], op.microbatch, op.slice, op.chunk))
+                elif own is not None:  # a short cut: no dependency but this one
+                    maker = made.get((own, op.microbatch, op.slice, op.chunk))
                     found = None if maker is None else [maker]
                 if found is None:
                     found = self._found(d, i, op, deliveries)
@@ -335,7 +336,8 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
     return "\n".join(lines)
 
 
-# Operations in which all devices of a microbatch meet: the parts of a split vocabulary.
+# Operations in which devices meet: the parts of a split vocabulary, where all devices of a microbatch do, and the
+# passes of replicas that share experts, which send each other tokens in every layer.
 #
 # A part sends messages to another stage and waits for messages of that stage, all inside one operation
 # (``features/vocab_parallel/runtime.py``, ``embedding.py`` beside it).  NCCL runs the messages of two ranks one
@@ -348,14 +350,41 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
 
 
 def meetings(graph: Graph) -> list[list[int]]:
-    """The nodes of every meeting, one per device that takes part."""
+    """The nodes of every meeting, one per device that takes part.
+
+    Raises:
+        ScheduleError: replicas that share experts run different passes.
+    """
+    passes = passes_together(graph)
     if graph.kinds.isdisjoint(PARTS):
-        return []
+        return passes
     found: dict[tuple[object, ...], list[int]] = {}
     for node, op in enumerate(graph.ops):
         if op.kind in PARTS:
             found.setdefault((op.kind, op.microbatch, op.slice), []).append(node)
-    return list(found.values())
+    return [*found.values(), *passes]
+
+
+def passes_together(graph: Graph) -> list[list[int]]:
+    """The passes that replicas run together because they share experts.
+
+    Raises:
+        ScheduleError: they run different ones.
+    """
+    found: list[list[int]] = []
+    for devices in graph.program.shape.companions:
+        ranges = [range(graph.first[d], graph.first[d + 1]) for d in devices]
+        passes = [[i for i in nodes if graph.ops[i].kind in TOGETHER] for nodes in ranges]
+        names = [[(op.kind, op.slice, op.chunk) for op in map(graph.ops.__getitem__, nodes)] for nodes in passes]
+        other = next((d for d, row in zip(devices, names) if row != names[0]), None)
+        if other is not None:
+            one, another = graph.program.devices[devices[0]], graph.program.devices[other]
+            raise ScheduleError(
+                f"devices {one} and {another} share experts, so they must run the same passes in the same order, which "
+                "this schedule does not have for their microbatches"
+            )
+        found += map(list, zip(*passes))
+    return found
 
 
 def waits_to_meet(graph: Graph) -> list[Sequence[int]]:
@@ -378,4 +407,4 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     return waits
 
 
-__all__ = ["meetings", "waits_to_leave", "waits_to_meet"]
+__all__ = ["meetings", "passes_together", "waits_to_leave", "waits_to_meet"]

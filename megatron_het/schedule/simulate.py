@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_het.schedule.cost import Costs, durations, message_bytes
-from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
+from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe, passes_together
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
 from megatron_het.schedule.kinds import Stream, Value, where
 from megatron_het.schedule.memory import Event, MemoryUse, Timeline, memory_use
@@ -48,7 +48,8 @@ class Bubble:
         return self.warmup_s + self.imbalance_s + self.communication_s + self.gather_s + self.tail_s
 
 
-_GATHER = where(lambda kind: kind.stream in (Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST))
+_GATHER = where(lambda kind: kind.stream not in (Stream.COMPUTE, Stream.SEND, Stream.RECEIVE))
+"""Kinds that move parameters, gradients or activations, or add them up."""
 
 
 def attribute_bubble(timeline: Timeline) -> tuple[Bubble, ...]:
@@ -128,7 +129,7 @@ class Result(Timeline):
         return memory_use(self)
 
 
-_QUEUES = (Stream.COMPUTE, Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST)
+_QUEUES = tuple(stream for stream in Stream if stream not in (Stream.SEND, Stream.RECEIVE))
 """Streams with one queue per device, in the order of the queues."""
 
 
@@ -181,7 +182,7 @@ class _Engine:
         self.occupied: dict[int, float] = {}
         self.posting: dict[int, float] = {}
         self.waits = list(graph.waits)
-        self.team_of = {i: team for team in graph.teams() for i in team}
+        self.team_of = {i: team for team in (*graph.teams(), *passes_together(graph)) for i in team}
         self._fill_queues()
         self._fill_edges()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_het.lowering.programs import choose_transport
 from megatron_het.lowering.ranks import Piece, Side, Stride, overlaps, pieces, segments, stride_of
-from megatron_het.plan.parts import least_tokens, part_tokens, token_blocks
+from megatron_het.plan.placement import least_tokens, part_tokens, token_blocks
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import RECEIVES, Program, Shape
 from megatron_het.schedule.transfers import add_transfers

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from megatron_het.features import FEATURES, features_of
+from megatron_het.features.context_exchange.exchange import exchange_edges
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import (
@@ -28,7 +29,6 @@ from megatron_het.lowering.ranks import (
     BoundaryMap,
     boundary_map,
     edges,
-    exchange_edges,
     expert_name,
     expert_segments,
     held_experts,
@@ -46,7 +46,7 @@ from megatron_het.plan import (
     Stage,
     TrainingShape,
 )
-from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import cost, simulate
 from megatron_het.schedule.cost import Costs, Link
@@ -350,12 +350,14 @@ def test_operations_without_a_handler_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("cut", [Cut(1), Cut(2), Cut(2, 2), Cut(4, 2), Cut(4, 4), Cut(6, 3)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [Cut(1), Cut(2), Cut(2, 2), Cut(4, 2), Cut(4, 4), Cut(6, 3), Cut(1, 4), Cut(2, 2, 2)], ids=str
+)
 def test_ranks_hold_every_row_of_every_expert_once(cut: Cut, stride: int) -> None:
     experts, rows = 12, 24
     held = [
         (expert, row)
-        for rank in range(cut.tp)
+        for rank in range(cut.expert_ranks)
         for expert in range(experts)
         for part in expert_segments(rows, cut, rank, stride, expert, experts)
         for row in range(part.full, part.full + part.length)
@@ -363,13 +365,10 @@ def test_ranks_hold_every_row_of_every_expert_once(cut: Cut, stride: int) -> Non
     assert sorted(held) == [(expert, row) for expert in range(experts) for row in range(rows)]
 
 
-def test_groups_are_those_of_the_experts() -> None:
-    """Ranks of an EP group have different experts, ranks that cut an expert the same ones."""
-    replica = Replica(tuple(range(10, 18)), (0,), cp=2, ep=2)
-    assert replica.cut == Cut(4, 2)
-    assert [replica.ep_group(t, 1) for t in range(4)] == [(14, 16), (15, 17)] * 2
-    assert [replica.expert_tp_group(e, 1) for e in range(2)] == [(14, 15), (16, 17)]
-    assert [list(held_experts(6, replica.cut, t)) for t in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+def test_ranks_of_a_part_have_the_same_experts() -> None:
+    cut = Replica(tuple(range(10, 18)), (0,), cp=2, ep=2).cut
+    assert cut == Cut(4, 2)
+    assert [list(held_experts(6, cut, t)) for t in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ from megatron_het.plan import (
     topology_hash,
 )
 from megatron_het.plan import validate as io
-from megatron_het.plan.parts import stage_rows
-from megatron_het.plan.placement import route, shares
+from megatron_het.plan.placement import route, shares, stage_rows
 from megatron_het.plan.validate import check_plan
 
 
@@ -149,8 +148,8 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("stages.1.replicas.1.speed", 0.0, ["speed", "positive"]),
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
     ("stages.1.replicas.0.ep", 3, ["stages[1].replicas[0].ep", "must divide the TP size", "which is 2"]),
-    ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "must divide"]),
-    ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "which is 1"]),
+    ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "at least 1"]),
+    ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "the stage has 1 ranks"]),
     ("model.num_attention_heads", 3, ["model.num_query_groups"]),
     ("model.seq_length", 33, ["sequence parallel", "33"]),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from schedule_helpers import with_device
 
 from megatron_het.features import feature, options_of
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.kinds import ExchangeRules, joint_slots
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.lowering.programs import build
@@ -19,11 +21,13 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
+from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.gradient_sync import counting_places, last_makers, sync_points
-from megatron_het.schedule.graph import Graph, meetings
-from megatron_het.schedule.ir import RECEIVES, SENDS
-from megatron_het.schedule.joint import joint_slots, stuck_events, unequal_layers
+from megatron_het.schedule.graph import Graph, ScheduleError, meetings
+from megatron_het.schedule.ir import RECEIVES, SENDS, dumps, loads
+from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.kinds import PARTS
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from testing.cases import Case, build_plan, with_schedule
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
@@ -205,7 +209,7 @@ def test_transfers_placed_without_lockstep_are_found(monkeypatch: pytest.MonkeyP
     """Placed as if helpers did not hold their owners up, some transfers cross their slots."""
     program = add_exchange(generate("slimpipe", Shape.uniform(4, 1, slices=4)), helping=True)
     assert validate(add_transfers(program)) == []
-    monkeypatch.setattr(transfers, "_lockstep", lambda graph: transfers.plain_durations(graph.program, graph))
+    monkeypatch.setattr(ExchangeRules, "lockstep", lambda rules, graph, duration: None)
     problems = validate(add_transfers(program))
     assert problems and {p.rule for p in problems} == {"deadlock"}
     assert "attend for each other" in problems[0].message
@@ -220,12 +224,6 @@ def test_passes_that_are_not_aligned_are_a_problem() -> None:
     assert first < last
     ops.insert(first, ops.pop(last))
     assert validate(with_device(program, 3, ops))
-
-
-def test_unequal_layers() -> None:
-    assert unequal_layers(generate("slimpipe", Shape.uniform(2, 1, slices=2, chunks=2))) is None
-    shape = Shape(((2,), (3,)), ((0,), (0,)), (1, 1), slices=2)
-    assert "as many" in (unequal_layers(generate("slimpipe", shape)) or "")
 
 
 # From where on gradients may be reduced early.
@@ -330,3 +328,43 @@ def test_collectives_of_replicas_are_points_of_one_order(options: dict[str, Any]
             assert [sorted(map(str, ops)) for ops in ordered.ops] == [sorted(map(str, ops)) for ops in program.ops]
             moved += ordered != program
     assert moved, "some of them were not in one order"
+
+
+def _sharing_experts(schedule: str, route: tuple[tuple[int, ...], ...], **more: Any) -> Program:
+    """Two stages, the first of two replicas that share experts."""
+    replicas = tuple(max(row) + 1 for row in route)
+    shape = Shape(layers=((1,), (1,)), route=route, replicas=replicas, companions=((0, 1),), **more)
+    return generate(schedule, shape)
+
+
+ALTERNATING = (0, 1, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_replicas_that_share_experts_run_their_passes_together(schedule: str) -> None:
+    program = add_transfers(_sharing_experts(schedule, (ALTERNATING, (0,) * 6)))
+    assert validate(program) == [] and loads(dumps(program)) == program
+    graph = Graph(program)
+    assert len(meetings(graph)) == 6
+    done = simulate(program, Costs.uniform(program.shape), graph)
+    for first, second in meetings(graph):
+        assert graph.ops[first].kind is graph.ops[second].kind
+        assert (done.start_s[first], done.end_s[first]) == (done.start_s[second], done.end_s[second])
+
+
+def test_replicas_that_share_experts_and_wait_for_each_other_are_found() -> None:
+    """The second replica's first pass needs a pass behind one that the first replica runs in the same turn."""
+    program = _sharing_experts("1f1b", (ALTERNATING, (0,) * 6))
+    swapped = list(program.ops)
+    last = program.shape.device(1, 0)
+    swapped[last] = tuple(sorted(program.ops[last], key=lambda op: (op.microbatch % 2, op.microbatch)))
+    alone = replace(program, ops=tuple(swapped), shape=replace(program.shape, companions=()))
+    assert validate(add_transfers(alone)) == []
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        add_transfers(replace(program, ops=tuple(swapped)))
+
+
+def test_replicas_that_share_experts_have_equal_passes() -> None:
+    program = _sharing_experts("1f1b", ((0, 0, 0, 0, 1, 1), (0,) * 6))
+    with pytest.raises(ScheduleError, match="devices 0.0 and 0.1 share experts"):
+        meetings(Graph(program, open_sends=True))

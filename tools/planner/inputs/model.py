@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_het.plan.patterns import (
+from megatron_het.plan.schema import (
     ATTENTION,
     EXPERTS,
     GATED_DELTA_NET,
@@ -72,7 +72,7 @@ class Model(BaseModel):
         fp4: The same in fp4 (NVFP4).
         mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
             trains without them.
-        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/patterns.py``); ``num_layers`` and
+        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/schema.py``); ``num_layers`` and
             ``mtp_num_layers`` may be left out of the file then.
         mamba, delta_net: Sizes of its layers of these kinds.
         flags: Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
@@ -293,13 +293,25 @@ class Model(BaseModel):
             total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total
 
+    def expert_parameters(self, ep: int, expert_tp: int) -> int:
+        """Parameters of the experts of one layer on one rank: the mean over layers with and without experts."""
+        if self.kinds:
+            counts = [(self.of_kind(kind).expert_parameters(ep, expert_tp), count) for kind, count in self.kinds]
+            return round(sum(each * count for each, count in counts) / self.num_layers)
+        x = self.experts
+        if x is None:
+            return 0
+        share = 1 - min(1.0, x.dense_layers / self.num_layers)
+        matrices = 3 if self.gated else 2
+        return round(share * self.hidden_size * matrices * x.ffn_hidden_size * x.count / (ep * expert_tp))
+
     @property
     def query_size(self) -> int:
         """Outputs of the projection of queries, and of their gate where there is one."""
         return self.attention_size * (2 if self.flags.get("attention-output-gate") else 1)
 
     def _attention_parameters(self) -> int:
-        """Of the projections of attention, or of what stands in its place."""
+        """Returns the parameters of the projections of attention, or of what stands in its place."""
         h, x = self.hidden_size, self.latent
         if self.recurrent is not None:
             return h * (self.recurrent.projected + self.recurrent.inner)

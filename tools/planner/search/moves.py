@@ -10,7 +10,7 @@ from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..search.book import Groups
 from ..search.pools import Limits, power_below
-from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel
+from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
 from .outcome import Goal
 
 MOST_CUTS = 10
@@ -84,8 +84,9 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
     if estimator.model.distributed_optimizer:
         yield c.with_(zero_stage=1 - c.zero_stage)
     most = min(most_expert_parallel(estimator), max(g.tp for s in c.stages for g in s.groups))
-    for ep in (n for n in TP_SIZES if n <= most and n != c.ep):
-        yield c.with_(ep=ep)
+    for ep in (n for n in TP_SIZES if n <= most and (n, False) != c.experts_over):
+        yield c.with_(ep=ep, across_replicas=False)
+    yield from over_replicas(estimator, c)
     if len(c.stages) > 1 and not schedule_of(c).shards_parameters:
         if c.rows:
             yield c.with_(rows=())
@@ -93,8 +94,15 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
             yield c.with_(rows=((1.0, 1.0),))
 
 
+def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
+    """Yields the candidate with a layer's experts divided over the replicas of a stage."""
+    if max(g.count for s in c.stages for g in s.groups) > 1 and not c.sizes:
+        found = {c.over_replicas(ep): 0 for ep in sizes_over_replicas(estimator)}
+        yield from (changed for changed in found if changed != c)
+
+
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """The same stages under other schedules."""
+    """Yields the same stages under other schedules."""
     plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
     for schedule in goal.allowed:
         yield from schedule.variants(estimator, plain)
@@ -148,7 +156,7 @@ def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator
 
 
 def _equalised(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
-    """The same number of replicas everywhere: in all stages, and in the stages of each pool."""
+    """Yields stages with one number of replicas: in all stages, and in the stages of each pool."""
     widths = [sum(s.values()) for s in stages]
     if len(stages) < 2 or any(len([n for n in s.values() if n]) != 1 for s in stages):
         return
@@ -218,7 +226,7 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
 
 
 def _respread(estimator: Estimator, stages: Stages, limits: Limits) -> Iterator[Stages]:
-    """As many stages of equal width, or one more or less, in place of those that are of one pool alone."""
+    """Yields as many stages of equal width, or one more or less, in place of those that are of one pool alone."""
     own: dict[int, list[int]] = {}
     for i, stage in enumerate(stages):
         pools = {pool for pool, _ in stage}

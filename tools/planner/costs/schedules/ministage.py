@@ -116,7 +116,7 @@ class Ministage(Schedule):
         return Pipeline(pipe_s + exposed, stages[which].busy_s, which, exposed, ())
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
-        """Those of the last ministage; the others are beside compute."""
+        """Returns the seconds of the last ministage; the others are beside compute."""
         return sync_s / candidate.chunks, update_s / candidate.chunks
 
     # -- memory ------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Ministage(Schedule):
         """All of them, or two on the device."""
         return 2.0 if like.offload else place.microbatches
 
-    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
+    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
         """Equal parts, and whole ministages."""
         host = host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
         return (*window_state(estimator, candidate, count, 1 / shards), host)
@@ -138,7 +138,7 @@ class Ministage(Schedule):
         """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
         return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
 
-    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
+    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """Returns what is whole, and an equal part of the rest."""
         mixed = float(estimator.model.element_bytes)
         return (
@@ -152,7 +152,7 @@ class Ministage(Schedule):
         return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Of every microbatch, unless they are computed again."""
+        """Returns the bytes of every microbatch, unless they are computed again."""
         return head_bytes if candidate.recompute == "full" else held * head_bytes
 
     def divide(
@@ -271,7 +271,7 @@ def at_peak(
 
 
 class _Moment(NamedTuple):
-    """What is there at once, in ministages: activations, whole parameters, whole gradients, shards of gradients."""
+    """Counts what is in memory at once, in ministages: activations, parameters, gradients, shards of gradients."""
 
     left: int
     whole: int
