@@ -1,1 +1,1 @@
-"""What a candidate costs: time, memory, traffic and money of layers, stages and plans."""
+"""Costs of a candidate: time, memory, traffic and money of layers, stages and plans."""

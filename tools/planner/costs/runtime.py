@@ -1,4 +1,4 @@
-"""What the training software does with hardware and memory: the constants that are not the model's or the GPU's."""
+"""Constants of the training software: how it uses hardware and memory, whatever model and GPU are."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
 
 
 def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
-    """The same on every part of the cluster that can hold a better plan than the best so far.
+    """Search every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
     less or half of a pool; of each, what can be best by its bound.
@@ -503,7 +503,7 @@ def _polish(book: Book) -> None:
 
 
 def _swap_stages(book: Book, candidate: Candidate) -> None:
-    """The same stages with two of them in each other's place: the simulator tells apart what the closed form cannot."""
+    """Try two stages in each other's place: the simulator tells apart what the closed form cannot."""
     groups = [s.groups for s in candidate.stages]
     for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
         if groups[i] != groups[j]:
