@@ -4,12 +4,129 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum, Flag
+from pathlib import Path
 
-from benchmarks.structure_sources import PRODUCT, Finding, Module, dotted, imports_of
+import megatron_het.features  # noqa: F401  (features add their kinds to the table)
 from megatron_het.schedule.kinds import Columns, Kind
+
+# The sources that ``benchmarks.structure`` reads: modules, their imports and names.
+
+
+PRODUCT = ("megatron_het", "tools", "examples")
+FOLDERS = (*PRODUCT, "benchmarks", "tests", "testing")
+
+
+@dataclass(slots=True)
+class Module:
+    """One source file: its dotted name, its lines, how many of them are comments, and its syntax tree."""
+
+    name: str
+    path: str
+    lines: int
+    comments: int
+    tree: ast.Module
+    package: bool
+    nodes: list[ast.AST] = field(default_factory=list)
+
+    def at(self, node: ast.AST) -> str:
+        """``file:line`` of a node."""
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+
+
+Target = int | Mapping[str, int]
+"""The most that a figure may be; for a figure with names, of each of them or by name."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """The figure of one key and the places that make it."""
+
+    value: float | dict[str, int]
+    offenders: list[str]
+
+    def missed(self, target: Target) -> bool:
+        """Whether the figure, or one of them, is above the target; a name without a target cannot be."""
+        values = self.value if isinstance(self.value, dict) else {"": self.value}
+        return any(
+            value > (target.get(name, value) if isinstance(target, Mapping) else target)
+            for name, value in values.items()
+        )
+
+
+def read_tree(root: Path, folders: Sequence[str] = FOLDERS) -> list[Module]:
+    """The modules under ``root``, by path.
+
+    Raises:
+        ValueError: A file cannot be parsed, or there is none.
+    """
+    modules = []
+    for path in sorted(p for folder in folders for p in (root / folder).rglob("*.py")):
+        relative = path.relative_to(root)
+        text = path.read_text(encoding="utf-8")
+        try:
+            tree = ast.parse(text)
+        except SyntaxError as error:
+            raise ValueError(f"{relative}:{error.lineno}: {error.msg}") from error
+        parts = relative.with_suffix("").parts
+        package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if package else parts)
+        modules.append(
+            Module(
+                name=name,
+                path=str(relative),
+                lines=len(text.splitlines()),
+                comments=sum(line.lstrip().startswith("#") for line in text.splitlines()),
+                tree=tree,
+                package=package,
+                nodes=list(ast.walk(tree)),
+            )
+        )
+    if not modules:
+        raise ValueError(f"no Python file under {', '.join(folders)} of {root}: give --root the top of a checkout")
+    return modules
+
+
+def imports_of(module: Module, known: Iterable[str]) -> dict[str, ast.AST]:
+    """Modules among ``known`` that ``module`` imports anywhere, each with the first statement that does.
+
+    ``from a import b`` is an import of ``a.b`` where that is a module, else of ``a``.
+    """
+    found: dict[str, ast.AST] = {}
+    names = known if isinstance(known, (set, frozenset, dict)) else set(known)
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(module, node)
+            wanted = [f"{base}.{a.name}" if f"{base}.{a.name}" in names else base for a in node.names]
+        else:
+            continue
+        for name in wanted:
+            if name in names and name != module.name:
+                found.setdefault(name, node)
+    return found
+
+
+def _base(module: Module, node: ast.ImportFrom) -> str:
+    """The absolute name that a ``from`` import starts at."""
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    kept = parts[: len(parts) - node.level + (1 if module.package else 0)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def dotted(node: ast.AST) -> str | None:
+    """``a.b.c`` as text, None for anything that is not made of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value) or ''}.{node.attr}"
+    return None
+
 
 MAX_FILES, MAX_OUTSIDE = 12, 4
 
@@ -42,7 +159,6 @@ FEATURES = {
         words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
         executor="context_exchange",
-        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.exchange"),
     ),
     "split vocabulary": Feature(
         room="megatron_het.features.vocab_parallel",
@@ -63,9 +179,7 @@ FEATURES = {
         executor="activation_offload",
     ),
     "slices": Feature(
-        room="megatron_het.features.slices",
-        words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token",
-        elsewhere=("megatron_het.schedule.generators.slimpipe",),
+        room="megatron_het.features.slices", words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token"
     ),
     "packed documents": Feature(
         room="megatron_het.features.documents",
@@ -81,7 +195,6 @@ FEATURES = {
         room="megatron_het.features.zero_bubble",
         words=r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",
         executor="zero_bubble",
-        elsewhere=("megatron_het.schedule.generators.zero_bubble",),
     ),
     "experts": Feature(room="megatron_het.features.experts", words=r"experts_options|global_aux_loss"),
     "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
@@ -133,7 +246,8 @@ def _hit(
         if any(other == home or other.startswith(home + ".") for home in (feature.room, *feature.elsewhere)):
             return node, f"imports {other}"
     pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
-    columns = entries.get(feature.executor, frozenset())
+    is_table = module.name == Columns.__module__  # where all entries stand, whoever has them
+    columns = frozenset() if is_table else entries.get(feature.executor, frozenset())
     for node, word in words:
         if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word)):
             return node, f"names {word}"
@@ -148,8 +262,10 @@ def _entries_of_executors() -> dict[str, set[str]]:
     for kind in Kind:
         for column in Columns.__annotations__:
             entry = getattr(kind, column)
-            if isinstance(entry, Enum) and not isinstance(entry, Kind):
-                owners.setdefault(f"{type(entry).__name__}.{entry.name}", set()).add(kind.executor)
+            parts = entry if isinstance(entry, Flag) else (entry,)  # of the work of a whole backward too
+            for part in parts:
+                if isinstance(part, Enum):
+                    owners.setdefault(f"{type(part).__name__}.{part.name}", set()).add(kind.executor)
         owners[f"Kind.{kind.name}"] = {kind.executor}
     entries: dict[str, set[str]] = {}
     for entry, executors in owners.items():

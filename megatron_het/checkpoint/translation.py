@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint.choice import CheckpointError
-from megatron_het.plan.patterns import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
+from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(?:(\d+)\.)?(.*)", re.DOTALL)
 _OF_ATTENTION = ("input_layernorm", "self_attention")

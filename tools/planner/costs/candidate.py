@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
-from megatron_het.plan.patterns import layers_of
+from megatron_het.plan.schema import layers_of
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement_of

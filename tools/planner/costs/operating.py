@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
-from megatron_het.plan.patterns import RECURRENT, later_layers
+from megatron_het.plan.schema import RECURRENT, later_layers
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.zorse_cases import with_shares
 from megatron_het.features.window.spec import Window, WindowOptions
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
+from testing.zorse_cases import with_shares
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.runtime.test_ministages import ministage_plan
 
@@ -153,7 +153,7 @@ def test_updates_are_operations_only_when_made_at_once() -> None:
 def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron_het.features.window.building import layered_layout
+    from megatron_het.features.window.shards import layered_layout
 
     chunk = torch.nn.Module()
     chunk.embedding = torch.nn.Embedding(5, 7)

@@ -8,9 +8,10 @@ from math import lcm
 from types import SimpleNamespace
 
 from megatron_het.features import attention_units
-from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
+from megatron_het.features.registry import cutting_of
+from megatron_het.features.slices.spec import WORK
 from megatron_het.plan import Plan
-from megatron_het.plan.patterns import SPARSE_ATTENTION
+from megatron_het.plan.schema import SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.documents import Lengths, drawn
@@ -142,7 +143,7 @@ class SlimPipe(Schedule):
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
         """By the model's documents, and by how the plan cuts sequences."""
-        if model.document_lengths is None and cutting_of(plan).is_even and has_even_slices(plan):
+        if model.document_lengths is None and cutting_of(plan).is_even:
             return ()
         cutting, units = cutting_of(plan, _arguments(model)), attention_units(plan)
         found, at = [], 0
