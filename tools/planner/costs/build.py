@@ -143,6 +143,8 @@ def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[
     of_length = {
         n: _block_routes(estimator, candidate, n) for n in {len(range(j, total, blocks)) for j in range(blocks)}
     }
+    if blocks == 1:
+        return of_length[total]
     out: list[list[list[int]]] = []
     for s, stage in enumerate(block.stages):
         per_block = []
@@ -170,12 +172,19 @@ def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> lis
 
 
 def build_plan(
-    estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "", *, one_block: bool = False
+    estimator: Estimator,
+    candidate: Candidate,
+    estimate: Estimate,
+    notes: str = "",
+    *,
+    one_block: bool = False,
+    checked: bool = True,
 ) -> Plan:
     """The plan of a candidate.
 
     Args:
         one_block: Only the first of its equal, independent pipelines (for simulation).
+        checked: Whether a plan that contradicts itself, or that the runtime refuses, is an error.
 
     Raises:
         PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
@@ -220,6 +229,8 @@ def build_plan(
         predicted=Prediction(estimate.iteration_s, _bubble(estimate), tuple(per_rank)),
         notes=notes,
     )
+    if not checked:
+        return plan
     try:
         check_plan(plan)
         if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with

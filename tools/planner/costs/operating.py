@@ -202,7 +202,7 @@ class OperatingPoints:
         self.memory_margin = memory_margin
         self.unit = cache(self._unit)
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
-        self.known_ways: dict[object, float] = {}
+        self.known_ways: dict[float, dict[object, float]] = {}
         self.known_loads: dict[object, Any] = {}
         self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
@@ -302,26 +302,29 @@ class OperatingPoints:
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """The same for the groups of each stage."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        known_ways, out = self.known_ways, []
-        before, counted = [0] * len(self.cluster.nodes), 0  # GPUs of each pool in stages before
-        for i in range(len(stages) - 1):
-            a, b, local = stages[i], stages[i + 1], False
-            if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
-                (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
-                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
-                if both <= per_node:  # nodes are filled in order
-                    for stage in stages[counted:i]:
-                        for g in stage:
-                            before[g.pool] += cp * g.tp * g.count
-                    counted = i
-                    local = before[pool] // per_node == (before[pool] + both - 1) // per_node
-            way = size, a, b, local
-            known = known_ways.get(way)
-            if known is None:
-                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b)
-                known = known_ways[way] = max(pairs)
-            out.append(known)
+        known = self.known_ways.get(size)
+        if known is None:
+            known = self.known_ways[size] = {}
+        out: list[Any] = [*map(known.get, zip(stages, stages[1:]))]
+        if None in out:
+            out = [self._way_s(stages, i, size, cp) if way is None else way for i, way in enumerate(out)]
         return out
+
+    def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
+        """The same of the boundary after stage ``i``."""
+        a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])
+        local: bool | None = None
+        if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
+            (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+            both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+            if both <= per_node:  # nodes are filled in order
+                before = cp * sum([g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
+                local = before // per_node == (before + both - 1) // per_node
+        known, key = self.known_ways[size], way if local is None else (*way, local)
+        if key not in known:
+            pairs = [self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, bool(local)) for g in a for h in b]
+            known[key] = max(pairs)
+        return known[key]
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
         """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""

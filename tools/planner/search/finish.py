@@ -145,8 +145,8 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED = 1.06
-"""Small changes are made to the best plan, and to the best 1F1B plan within this factor of it, which gains most."""
+REFINED, MOST_REFINED = 1.06, 4
+"""Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 DEEPENED = 2
 """Plans of schedules with depths for which these are chosen, however large the plans are."""
 
@@ -284,14 +284,18 @@ def _improve_best(
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
-    plain = next((f for f in found if f.candidate.schedule == PLAIN.name), None)
-    for chosen in dict.fromkeys((found[0], plain or found[0])):
-        if chosen.value(goal) > REFINED * best:
+    starts: dict[object, Found] = {}
+    for entry in found:  # 1F1B, whose loops are compiled, from stages of different kinds
+        if entry.candidate.schedule == PLAIN.name:
+            starts.setdefault(_pools(entry.candidate), entry)
+    for chosen in dict.fromkeys((found[0], *list(starts.values())[:MOST_REFINED])):
+        if chosen.value(goal) > REFINED * best or progress.spent:
             continue
-        allowed = operations * effort.refined if chosen is plain else operations
+        allowed = operations * effort.refined if chosen.candidate.schedule == PLAIN.name else operations
         better = refine(estimator, goal, chosen, allowed, simulate, effort.regroups)
         if better is not chosen:
             found.append(better)
+            best = min(best, better.value(goal))
     found.sort(key=lambda f: f.value(goal))
 
 
@@ -334,11 +338,16 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
     """The best candidates of each class, with the number of operations it takes to simulate each."""
     out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
     for candidate, estimate in book.finalists(count):
-        kinds = tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
+        kinds = _pools(candidate)
         divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
         entry = candidate, estimate, operations_of(book.estimator, candidate)
         out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
     return out
+
+
+def _pools(candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+    """The pools of every stage."""
+    return tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
 
 
 def waits_for_nobody(candidate: Candidate) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, product
 from math import inf
@@ -16,7 +17,7 @@ from ..search.effort import Effort, effort_for
 from ..search.finish import finish
 from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
-from ..search.pools import MOST_POOLS, Limits, all_gpus, parts
+from ..search.pools import MOST_POOLS, Limits, all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from ..search.regions import Merged, expand, merge
 from ..search.replicas import Scope
 from ..search.seeds import WORTH, even_seeds, seeds
@@ -157,6 +158,12 @@ CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
 MANY = 64
 """Neighbours that are looked at before a much better one is taken at once."""
+KEPT = 16
+"""Plans of a further part that are remembered."""
+BRIEF = 100, 12, 80
+"""Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
+MOST_LEFT_OUT = 4
+"""Nodes that are left out one after the other."""
 FEW_PARTS = 2
 """Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
@@ -233,7 +240,7 @@ def thorough(
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits)
+            _parts(book, effort, ground.bounds, limits, gpus <= effort.near_gpus)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
@@ -268,27 +275,56 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
             _climb(book, effort, candidate, limits)
 
 
-def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
+def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
     """The same on every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
-    less or half of a pool; of each, what can be best by its bound.
+    less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
+    that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
     """
     # Where the whole has nothing near what is known, parts that differ by little have nothing either.
     left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
+    seen = {whole}
 
     def order(limits: Limits) -> tuple[bool, bool, float]:
         cut = any(n and n < most for n, most in zip(limits, whole))
         return sum(map(bool, limits)) > 1, cut, bounds.ideal(limits)
 
-    for limits in sorted(parts(book.estimator, whole), key=order):
-        if bounds.excludes(limits, min(book.to_beat * (1 + effort.promising), book.simulated)):
-            continue
+    def is_better(limits: Limits, how: Effort) -> bool:
+        """Whether the part has a better plan."""
+        before = book.best
+        seen.add(limits)
+        own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
+        explore(own, how, limits)
+        _climb_by_stages(own, how, limits)
+        for candidate, _ in own.top(KEPT):
+            book.try_candidate(candidate)
+        return book.best < before
+
+    def hopeful(found: list[Limits]) -> Iterator[Limits]:
+        for limits in dict.fromkeys(found):
+            known = min(book.to_beat * (1 + effort.promising), book.simulated)
+            if limits not in seen and not bounds.excludes(limits, known):
+                yield limits
+
+    for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
+        seen.add(limits)
         explore(book, smaller, limits)
         left -= 1
         if not left:
+            break
+    if not is_near:
+        return
+    brief = replace(smaller, sketches=BRIEF[0], seeds=BRIEF[1], steps=BRIEF[2], counts=1)
+    further = nodes_left_out(book.estimator, whole) + rounded_down(book.estimator, whole) + pools_left_out(whole)
+    if len(whole) <= MOST_POOLS:
+        further += nodes_left_out(book.estimator, whole, 2)
+    for _ in range(MOST_LEFT_OUT):
+        better = [limits for limits in hopeful(further) if is_better(limits, brief)]
+        if not better:
             return
+        further = nodes_left_out(book.estimator, better[-1])
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
