@@ -1,7 +1,7 @@
 """The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
 
     python -m benchmarks.planner --json OUT [--cases 30]
-        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo,nodes] [--pools 40]
+        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo,nodes,hybrid] [--pools 40]
         [--first 0] [--add]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
+from benchmarks.planner_hybrid import hybrid
 from benchmarks.planner_pools import COUNTS, nodes, pools, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
@@ -223,6 +224,7 @@ def main() -> None:
         "zorse": zorse,
         "methods": methods,
         "gloo": lambda: gloo(options.gloo),
+        "hybrid": hybrid,
         **SECTIONS,
     }
     for name in options.only.split(","):

@@ -1,6 +1,6 @@
 """The cost model against real runs on this machine: profile pinned processes, predict plans, run them.
 
-    python -m benchmarks.planner_gloo --json OUT [--rounds N] [--model dense|moe]
+    python -m benchmarks.planner_gloo --json OUT [--rounds N] [--model dense|moe|hybrid]
 
 The processes sit on cores of their own, and the profile is taken with all of them busy at once, as training
 keeps them.  One set of predictions from the profile; nothing is fitted to the runs.
@@ -125,6 +125,10 @@ CASES = {
         ),
         tp=(1, 2),
         ep=(1, 2),
+    ),
+    "hybrid": Case(  # three layers for two stages: cut between layers, and inside the second one
+        Model(**_DENSE | {"name": "tiny-hybrid", "num_layers": 6, "pattern": "*-*-*-"}),
+        (_pipeline((2, 4), 1), _pipeline((4, 2), 1), _pipeline((3, 3), 1)),
     ),
 }
 
@@ -310,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="OUT")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds to add (0: only compare again)")
-    parser.add_argument("--model", choices=CASES, default="dense", help="layers with or without experts")
+    parser.add_argument("--model", choices=CASES, default="dense", help="the model and its plans")
     options = parser.parse_args()
     result = measure(CASES[options.model], options.rounds, options.json)
     write_json(options.json, result)

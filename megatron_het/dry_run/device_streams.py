@@ -146,7 +146,7 @@ def _move(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False
 
 
 def _moves() -> None:
-    """``to``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors, and the first three of modules."""
+    """``to``, ``type_as``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors, and ``cuda`` and ``cpu`` of modules."""
     original = torch.Tensor.to
 
     @functools.wraps(original)
@@ -173,6 +173,7 @@ def _moves() -> None:
 
     tensor: Any = torch.Tensor
     tensor.to, tensor.cuda = to, cuda
+    tensor.type_as = to  # C++ takes the device of fake tensors for the CPU; ``rms_norm`` in bf16 ends with this call
     tensor.cpu = lambda self, *_, **__: _move(self, CPU)
     tensor.pin_memory = lambda self, *_: self if is_pinned(self) else pin(self.clone())
     tensor.is_pinned = lambda self, *_: is_pinned(self)

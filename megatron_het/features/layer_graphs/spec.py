@@ -20,6 +20,7 @@ NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
 """Values of ``--cuda-graph-impl`` that a plan can have: no graphs, Megatron's own, Transformer Engine's."""
 TRY = "HET_TRY_GRAPHS"
 """Variable of the environment that admits what has not been right on a GPU yet."""
+_ASKED = f"with {TRY}=1 in the environment: parts of layers have not been right on a GPU yet"
 _FLAG, _PARTS_FLAG = "--cuda-graph-impl", "--cuda-graph-modules"
 _GRAPHS, _LAYER = (
     "megatron.core.transformer.cuda_graphs",
@@ -123,7 +124,7 @@ def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> It
     """Yields what keeps attention out of graphs."""
     if not inside:
         return
-    outside = f"Leave attention outside: {_FLAG} {BY_TE} {_PARTS_FLAG} mlp (of experts: moe_router)"
+    outside = f"Leave attention outside: {_FLAG} {BY_TE} {_PARTS_FLAG} mlp (of experts: moe_router), {_ASKED}"
     if cuts_sequences(plan):
         problem = (
             "a slice attends to the keys of the slices before it, as many as have been computed, and a graph has one "
@@ -151,7 +152,7 @@ def _problems_of_experts(
     )
     if not parts and not padded:
         problem = "the host waits for the number of tokens of every expert, and a graph cannot wait"
-        yield _FLAG, kind, problem, f"Name what can be captured: {_PARTS_FLAG} attn moe_router"
+        yield _FLAG, kind, problem, f"Name what can be captured: {_PARTS_FLAG} attn moe_router, {_ASKED}"
     routed = not parts or parts & {"moe", "moe_router"}
     if routed and (cuts_sequences(plan) or GLOBAL in balancing_of(args)):
         problem = "balancing losses of several passes are put together by the host"
@@ -159,5 +160,5 @@ def _problems_of_experts(
             _PARTS_FLAG,
             " ".join(sorted(parts)) or "(whole layers)",
             problem,
-            f"Capture dense parts: {_PARTS_FLAG} attn",
+            f"Capture dense parts: {_PARTS_FLAG} attn, {_ASKED}",
         )

@@ -79,6 +79,7 @@ def model_shape(model: Model) -> ModelShape:
         vocab_size=model.vocab_size,
         tied_embeddings=model.tied_embeddings,
         mtp_num_layers=model.mtp_num_layers,
+        pattern=model.pattern,
         head_size=model.head_size,
     )
 
@@ -308,7 +309,7 @@ def _bubble(estimate: Estimate) -> float:
 
 
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
-    u = estimator.unit_of(candidate, g)
+    u = estimator.unit_of(candidate, g, s)
     assert u is not None
     return u.both_s(candidate.stages[s].layers, *candidate.ends_of(s))
 

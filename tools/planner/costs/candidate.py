@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
+from megatron_het.plan.patterns import layers_of
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement_of
@@ -181,6 +183,25 @@ class Candidate:
     def world_size(self) -> int:
         """GPUs used."""
         return sum(self.gpus().values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(pattern: str, path: tuple[Place, ...], layers: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    kinds, found, at = layers_of(pattern), [[""] * len(chunks) for chunks in layers], 0
+    for stage, chunk in path:
+        count = layers[stage][chunk]
+        found[stage][chunk], at = kinds[at : at + count], at + count
+    return tuple(map(tuple, found))
+
+
+def layers_at(candidate: Candidate, pattern: str) -> tuple[tuple[str, ...], ...]:
+    """The layers of a hybrid model in every chunk of every stage, as symbols.
+
+    Args:
+        pattern: The model's.
+    """
+    counts = tuple(chunk_layers(stage.layers, candidate.chunks_of(s)) for s, stage in enumerate(candidate.stages))
+    return _cut(pattern, tuple(candidate.path), counts)
 
 
 def normalised(stages: list[tuple[int, dict[tuple[int, ...], int]]]) -> tuple[Stage, ...]:

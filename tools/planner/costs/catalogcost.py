@@ -19,6 +19,7 @@ from .layer import (
     attention_matrix_bytes,
     backward_bytes,
     catalog_uncertainty,
+    mean_of_layers,
     most_tp,
     pool_size,
 )
@@ -35,6 +36,10 @@ from .runtime import (
 )
 
 # What one rank computes and moves in a forward of one layer: matrix products, attention, element-wise traffic.
+
+
+SCAN_WIDTH = 128
+"""The recurrence of a chunk is products of about this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +74,18 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
     products = list(_attention_products(model, tokens, tp))
-    elements = tokens * (12.0 * h / split + 2.0 * (model.attention_size + 2 * model.kv_size) / tp)
+    elements = tokens * (6.0 * model.norms * h / split + 2.0 * (model.attention_size + 2 * model.kv_size) / tp)
+    if model.recurrent is not None:
+        elements += 2.0 * tokens * (model.recurrent.projected + model.recurrent.convolved + model.recurrent.inner) / tp
     keys = model.mean_keys(DIAGONAL_TOKENS)
     score = model.head_dim if model.latent is None else model.latent.nope_size + model.latent.rope_size
     routed = 0.0
     grouped: tuple[Product, ...] = ()
     x = model.experts if experts else None
-    if x is None:
+    if x is None and model.ffn_hidden_size:
         mlp, more = _mlp(model, tokens, model.ffn_hidden_size / tp)
         products, elements = products + mlp, elements + more
-    else:
+    elif x is not None:
         # The ranks of a TP group send their parts of the sequence; those that cut an expert get its tokens whole.
         routed = tokens * h / tp
         met = tokens / tp * ep * expert_tp
@@ -93,9 +100,15 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
 
 def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
     h, x = model.hidden_size, model.latent
+    r = model.recurrent
+    if r is not None:
+        scan = Product(tokens, r.scan_flops / (2 * SCAN_WIDTH) / tp, SCAN_WIDTH)
+        return [Product(tokens, r.projected / tp, h), scan, Product(tokens, h, r.inner / tp)]
+    if not model.num_attention_heads:
+        return []
     if x is None:
         return [
-            Product(tokens, (model.attention_size + 2 * model.kv_size) / tp, h),
+            Product(tokens, (model.query_size + 2 * model.kv_size) / tp, h),
             Product(tokens, h, model.attention_size / tp),
         ]
     heads = model.num_attention_heads / tp
@@ -128,6 +141,7 @@ class CatalogCosts:
         self.model, self.gpu, self.runtime = model, gpu, runtime
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._layer = cache(self._layer_times)
+        self._of_kind: dict[str, CatalogCosts] = {}
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
         """As published runs of such plans show."""
@@ -137,7 +151,8 @@ class CatalogCosts:
         """Powers of two that divide heads, groups and widths."""
         m = self.model
         sizes = (m.num_attention_heads, m.groups, m.hidden_size, m.ffn_hidden_size)
-        return tuple(t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
+        fitting = (t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
+        return tuple(t for t in fitting if all(x is None or x.divides(t) for x in (m.mamba, m.delta_net)))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Unlimited."""
@@ -150,10 +165,23 @@ class CatalogCosts:
         half = self.model.precision in ("fp16", "bf16")
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
-    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+    def sliced_share(
+        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
+    ) -> float:
         """By the formula of ``activation_bytes`` for slices and for whole sequences."""
-        sliced = activation_bytes(self.model, "layer", batch, tp, recompute, True, sliced=True)
-        return sliced / activation_bytes(self.model, "layer", batch, tp, recompute, self.fused(gpu))
+        sliced = whole = 0.0
+        counted = kinds or self.model.kinds
+        models = [(count, self.model.of_kind(kind)) for kind, count in counted] or [(1, self.model)]
+        for count, model in models:
+            sliced += count * activation_bytes(model, "layer", batch, tp, recompute, True, sliced=True)
+            whole += count * activation_bytes(model, "layer", batch, tp, recompute, self.fused(gpu))
+        return sliced / whole
+
+    def of_kind(self, kind: str) -> CatalogCosts:
+        """The same for a model of one layer of a kind."""
+        if kind not in self._of_kind:
+            self._of_kind[kind] = CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)
+        return self._of_kind[kind]
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """GPUs do not slow each other down."""
@@ -171,6 +199,11 @@ class CatalogCosts:
     def _cost(
         self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
     ) -> LayerCost:
+        if kind == "layer" and self.model.kinds:
+            alone, counted = spread._replace(kinds=()), spread.kinds or self.model.kinds
+            return mean_of_layers(
+                [(count, self.of_kind(one).cost(name, kind, batch, tp, recompute, alone)) for one, count in counted]
+            )
         model, gpu, fused = self.model, self.gpu(name), self.fused(name)
         precision = model.linear_precision
         if not gpu.peak(model.precision) or not gpu.peak(precision):
@@ -230,10 +263,12 @@ class CatalogCosts:
         element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
         attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
         each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
-        around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
+        around = model.norms / 2 * self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(
+            gpu, work, tp, spread
+        )
         dropless = experts and model.experts is not None and model.experts.dropless
         waits = kernels.dropless_launches * gpu.launch_s if dropless else 0.0
-        launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
+        launches = kernels.launches * model.norms / 2 + (kernels.expert_launches if experts else 0.0)
         host = launches * gpu.launch_s
         forward = passes * (max(once + element + each_f, host) + around + waits)
         backward = passes * (max(twice + 2 * element + each_b, 2 * host) + around + waits)

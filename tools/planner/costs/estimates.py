@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor
 from typing import Any, NamedTuple
 
@@ -12,7 +12,11 @@ from .candidate import Candidate, Group
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Per-rank figures of one replica kind at one operating point (seconds per microbatch, bytes)."""
+    """Per-rank figures of one replica kind at one operating point (seconds per microbatch, bytes).
+
+    Figures of a layer are means where layers differ.  ``kinds`` says more of the layers of one stage of a hybrid model:
+    the figures of each kind, and its layers in every chunk.
+    """
 
     layer_f: float
     layer_b: float
@@ -20,7 +24,7 @@ class Unit:
     embedding_b: float
     head_f: float
     head_b: float
-    layer_parameters: int
+    layer_parameters: float
     embedding_parameters: int
     head_parameters: int
     layer_bytes: float
@@ -35,6 +39,19 @@ class Unit:
     attention_b: float = 0.0
     pass_f: float = 0.0
     pass_b: float = 0.0
+    kinds: tuple[tuple[Unit, tuple[int, ...]], ...] = ()
+
+    def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
+        """A figure of a layer, summed over the layers of every chunk of a stage.
+
+        Args:
+            name: The figure.
+            layers: Of each chunk.
+        """
+        if not self.kinds:
+            return [n * getattr(self, name) for n in layers]
+        rows = [[n * getattr(unit, name) for n in counts] for unit, counts in self.kinds]
+        return [sum(column) for column in zip(*rows, strict=True)]
 
     def forward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
         """Forward of one microbatch through a stage (or its layers, on average).
@@ -75,13 +92,41 @@ class Unit:
             back: The backward.
             fixed_s: Host time of every operation.
         """
-        layer, each = (self.layer_b, self.pass_b) if back else (self.layer_f, self.pass_f)
-        out = [n * layer + each + fixed_s for n in layers]
+        each = self.pass_b if back else self.pass_f
+        out = [s + each + fixed_s for s in self.of_chunks("layer_b" if back else "layer_f", layers)]
         if first:
             out[0] += first * (self.embedding_b if back else self.embedding_f)
         if last:
             out[-1] += last * (self.head_b if back else self.head_f)
         return out
+
+
+def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -> Unit:
+    """The unit of a stage whose layers are of these kinds, each with its layers in every chunk."""
+    counted = [(of, sum(chunks)) for of, chunks in kinds]
+    total = sum(count for _, count in counted)
+    if not total:
+        return unit
+
+    def mean(name: str) -> float:
+        return sum(count * getattr(of, name) for of, count in counted) / total
+
+    kept = mean("layer_bytes")
+    sliced = sum(count * of.layer_bytes * of.sliced_share for of, count in counted) / total
+    return replace(
+        unit,
+        layer_f=mean("layer_f"),
+        layer_b=mean("layer_b"),
+        layer_bytes=kept,
+        layer_parameters=mean("layer_parameters"),
+        attention_f=mean("attention_f"),
+        attention_b=mean("attention_b"),
+        pass_f=mean("pass_f"),
+        pass_b=mean("pass_b"),
+        workspace_bytes=max(of.workspace_bytes for of, count in counted if count),
+        sliced_share=sliced / kept if kept else 1.0,
+        kinds=kinds,
+    )
 
 
 class GroupMemory(NamedTuple):

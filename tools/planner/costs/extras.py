@@ -11,8 +11,10 @@ from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
 from megatron_het.plan.parts import PARAMETER, vocabulary_shares
+from megatron_het.plan.patterns import WITH_ATTENTION
 
-from .candidate import Candidate, Group, chunk_layers
+from ..inputs.model import Model
+from .candidate import Candidate, Group, chunk_layers, layers_at
 from .estimates import Unit
 from .layer import pool_size
 
@@ -86,14 +88,24 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
     pairs = candidate.slices**2 / 2  # of a slice with itself or an earlier one; the former take half as long
     for s, (layers, groups) in enumerate(candidate.stages):
         for g in groups:
-            u = estimator.unit_of(candidate, g)
+            u = estimator.unit_of(candidate, g, s)
             assert u is not None
             chunks = chunk_layers(layers, candidate.chunks_of(s))
             seconds = u.chunks_s(chunks, *((0.0, 0.0) if candidate.rows else candidate.ends_of(s)), False)
-            own = [(t - n * u.attention_f) / candidate.slices for t, n in zip(seconds, chunks)]
-            attention += [u.attention_f / estimator.model.attention_share / pairs] * g.count
+            attending = u.of_chunks("attention_f", chunks)
+            own = [(t - a) / candidate.slices for t, a in zip(seconds, attending)]
+            each = sum(attending) / max(1, attention_layers(estimator.model, candidate, s))
+            attention += [each / estimator.model.attention_share / pairs] * g.count
             rest += own * g.count
     return attention, rest
+
+
+def attention_layers(model: Model, candidate: Candidate, s: int) -> int:
+    """Layers of a stage that have keys and values."""
+    if not model.kinds:
+        return candidate.stages[s].layers
+    mine = "".join(layers_at(candidate, model.pattern)[s])
+    return sum(mine.count(symbol) for symbol in WITH_ATTENTION)
 
 
 def moved_bytes(
@@ -110,8 +122,9 @@ def moved_bytes(
         held: Microbatches whose activations it holds.
     """
     model, layers = estimator.model, candidate.stages[s].layers
+    attending = attention_layers(model, candidate, s)
     tokens = candidate.micro_batch_size * model.seq_length / candidate.cp
-    pool = tokens * layers * pool_size(model, group.tp) * model.element_bytes
+    pool = tokens * attending * pool_size(model, group.tp) * model.element_bytes
     more = waiting = 0.0
     if candidate.exchange:
         more += pool / candidate.chunks_of(s) / 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from ..inputs.model import Model
@@ -71,6 +71,7 @@ class Spread(NamedTuple):
         network_bytes_per_s: Of one GPU to the network.
         intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
         slices: Passes that a sequence is cut into; costs are of all of them.
+        kinds: Of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model.
     """
 
     cp: int = 1
@@ -80,6 +81,7 @@ class Spread(NamedTuple):
     network_bytes_per_s: float = 12.5e9
     intra_node_bytes_per_s: float | None = None
     slices: int = 1
+    kinds: tuple[tuple[str, int], ...] = ()
 
     def expert_parts(self, tp: int) -> int:
         """Ranks that cut one expert, where a replica has ``tp`` of them."""
@@ -113,6 +115,21 @@ class LayerCost:
     fixed_backward_s: float = 0.0
 
 
+def mean_of_layers(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
+    """Of several kinds of layers by share; temporary memory is that of the largest."""
+    total = sum(share for share, _ in layers)
+
+    def mean(name: str) -> float:
+        return sum(share * getattr(cost, name) for share, cost in layers) / total
+
+    names = [item.name for item in fields(LayerCost) if item.name not in ("parameters", "workspace_bytes")]
+    return LayerCost(
+        parameters=round(mean("parameters")),
+        workspace_bytes=max(cost.workspace_bytes for _, cost in layers),
+        **{name: mean(name) for name in names},
+    )
+
+
 def most_tp(model: Model) -> int:
     """Largest TP size that Megatron trains a model with: with experts it has biases under TP 1 only."""
     return 1 if model.experts is not None and model.biases else 1024
@@ -143,7 +160,9 @@ class LayerCosts(Protocol):
     def update_s(self, gpu: str, parameters: float) -> float:
         """Optimizer step over so many parameters on one rank."""
 
-    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+    def sliced_share(
+        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
+    ) -> float:
         """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
 
 
@@ -179,7 +198,7 @@ def activation_bytes(
         # Keys and values stay in their pool, and the last slice's backward gives all of them gradients in fp32.
         pool = pool_size(model, tp) * (e + 4) if sliced else 0.0
         return tokens * (e * h / split + pool)
-    whole: float = 4 * e * h + (0 if model.gated else 2 * h)
+    whole: float = 2 * model.norms * e * h + (0 if model.gated or not model.ffn_hidden_size else 2 * h)
     width, x = float(model.ffn_hidden_size), model.experts
     routed = 0.0
     if x is not None:  # the ranks that cut an expert's weights gather its inputs, sort them, and keep them whole
@@ -187,6 +206,8 @@ def activation_bytes(
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
         routed = share * x.top_k * h * e * (expert_tp or tp) / tp
     mlp = (3 if model.gated else 2) * width * e
+    if model.recurrent is not None:  # inputs of the convolution and the recurrence, the gate, and the gated norm's
+        mlp += (model.recurrent.projected + model.recurrent.convolved + 2 * model.recurrent.inner) * e
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
     attention: float = (2 * model.attention_size + 2 * model.kv_size) * e
@@ -198,7 +219,11 @@ def activation_bytes(
         attention += (model.attention_size + model.kv_size) * e
     saved = 2 - INPUT_BYTES.get(model.linear_precision, 2.0)
     if saved:  # inputs of linear layers are kept in fp8 or fp4
-        whole, mlp, attention = whole - 2 * h * saved, mlp - width * saved, attention - model.attention_size * saved
+        whole, mlp, attention = (
+            whole - model.norms * h * saved,
+            mlp - width * saved,
+            attention - model.attention_size * saved,
+        )
     matrix = 0.0
     if not fused and recompute == "none":
         matrix = model.num_attention_heads * s * e
@@ -224,6 +249,8 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: in
         share = 1 - min(1.0, x.dense_layers / model.num_layers)
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
         routed = share * x.top_k * h
+    if model.recurrent is not None:
+        width = float(model.recurrent.projected)
     inner = width / tp
     most = (2 if model.gated else 1) * inner + h
     if model.sequence_parallel and tp > 1:

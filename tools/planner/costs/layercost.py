@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import PlannerError
 from ..inputs.catalog import Gpu
 from ..inputs.model import Model
-from ..inputs.profile_schema import LayerKind, LayerTiming, Profile
+from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile
 from .catalogcost import CatalogCosts
 from .layer import (
     ALONE,
@@ -23,6 +23,7 @@ from .layer import (
     Uncertainty,
     activation_bytes,
     attention_matrix_bytes,
+    mean_of_layers,
     most_tp,
 )
 from .runtime import MEGATRON_HET, Runtime
@@ -228,6 +229,9 @@ def mean_of(found: Sequence[tuple[float, Pass]]) -> Pass:
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
 
 
+Counted = tuple[tuple[str, int], ...]
+
+
 class MeasuredCosts:
     """Times from a profile, interpolated over the micro batch size (monotone cubic, Poplar's curves)."""
 
@@ -257,6 +261,7 @@ class MeasuredCosts:
         for points in (*self.points.values(), *(of for lengths in slices.values() for of in lengths.values())):
             points.sort(key=lambda t: t.micro_batch_size)
         self.slices = SlicePrices(self.points, slices, model.seq_length, runtime.profile_overhead_s)
+        self._main: LayerKind = MEASURED_AS[model.kinds[0][0]] if model.kinds else "layer"
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
 
@@ -275,20 +280,22 @@ class MeasuredCosts:
                 f"Profile a node with {gpu}, or plan without --profile",
             )
         most = most_tp(self.analytic.model)
-        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == "layer" and k.tp <= most}))
+        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == self._main and k.tp <= most}))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Twice the largest measured micro batch (times beyond it are extrapolated)."""
-        found = [p[-1].micro_batch_size for k, p in self.points.items() if k[:3] == (gpu, "layer", tp)]
+        found = [p[-1].micro_batch_size for k, p in self.points.items() if k[:3] == (gpu, self._main, tp)]
         return 2 * max(found, default=0)
 
-    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+    def sliced_share(
+        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
+    ) -> float:
         """As in the catalog's model."""
-        return self.analytic.sliced_share(gpu, batch, tp, recompute)
+        return self.analytic.sliced_share(gpu, batch, tp, recompute, kinds)
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """Time of a pass while the other devices of the machine wait, over its time while all are busy."""
-        points = self.points.get(Kind(gpu, "layer", tp, "none"), [])
+        points = self.points.get(Kind(gpu, self._main, tp, "none"), [])
         measured = [t for t in points if t.alone_s]
         if not measured:
             return 1.0
@@ -314,7 +321,7 @@ class MeasuredCosts:
     ) -> LayerCost:
         # As profiled, else scaled from how it was.
         ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
-        found = self._alone(gpu, kind, batch, tp, recompute, ep)
+        found = self._alone(gpu, kind, batch, tp, recompute, ep, spread.kinds)
         if kind != "layer" and spread.cp == spread.slices == 1:
             return found
         slices, spread = spread.slices, spread._replace(slices=1)
@@ -358,7 +365,8 @@ class MeasuredCosts:
             attention: Seconds to all keys before, in whichever documents, forward and backward.
             share: What was measured over what the catalog says.
         """
-        parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in self._kinds(key)]
+        kinds = self._kinds(key, spread.kinds)
+        parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in kinds]
         more = mean_of([(of, extra) for of, extra, _ in parts])
         # What was measured is of layers as they were measured, not of their parts.
         exact = spread.cp == 1 and spread.ep == key.ep and all(measured for *_, measured in parts)
@@ -383,18 +391,28 @@ class MeasuredCosts:
         """Whether experts were measured divided as they are here."""
         inside = spread.ep > 1 and spread.ep * spread.expert_parts(tp) == tp
         return inside and any(
-            k.gpu == gpu and k.layer == "layer" and (k.tp, k.ep) == (tp, spread.ep) for k in self.points
+            k.gpu == gpu and k.layer in ("layer", "experts") and (k.tp, k.ep) == (tp, spread.ep) for k in self.points
         )
 
-    def _alone(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1) -> LayerCost:
-        """As profiled, without context parallelism: the mean of layers with and without experts and windows."""
-        layers = [(share, self._of_kind(key, batch)) for share, key in self._kinds(Kind(gpu, kind, tp, recompute, ep))]
-        return layers[0][1] if len(layers) == 1 else _mean(layers)
+    def _alone(
+        self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1, of: Counted = ()
+    ) -> LayerCost:
+        """As profiled, without context parallelism: the mean of layers of several kinds.
 
-    def _kinds(self, key: Kind) -> list[tuple[float, Kind]]:
+        Args:
+            of: Layers of a hybrid model, counted by kind; empty: all of the model.
+        """
+        kinds = self._kinds(Kind(gpu, kind, tp, recompute, ep), of)
+        layers = [(share, self._of_kind(key, batch)) for share, key in kinds]
+        return layers[0][1] if len(layers) == 1 else mean_of_layers(layers)
+
+    def _kinds(self, key: Kind, of: Counted = ()) -> list[tuple[float, Kind]]:
         """The kinds of layers that a layer stands for, with the share of each: with and without experts and windows."""
         if key.layer != "layer":
             return [(1.0, key._replace(ep=1))]
+        if self.model.kinds:
+            counted = [(float(count), MEASURED_AS[kind]) for kind, count in of or self.model.kinds]
+            return [(n, key._replace(layer=layer, ep=key.ep if layer == "experts" else 1)) for n, layer in counted]
         x, model = self.model.experts, self.model
         share = 1 - min(1.0, x.dense_layers / model.num_layers) if x is not None else 1.0
         windowed = model.windowed_layers if model.attention_window is not None else 0.0
@@ -449,20 +467,6 @@ class MeasuredCosts:
             guess.activation_bytes,
             guess.workspace_bytes,
         )
-
-
-def _mean(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
-    """Of several kinds of layers by share; temporary memory is that of the largest."""
-    total = sum(share for share, _ in layers)
-
-    def mean(name: str) -> float:
-        return sum(share * getattr(cost, name) for share, cost in layers) / total
-
-    parameters, workspace = round(mean("parameters")), max(cost.workspace_bytes for _, cost in layers)
-    times = {name: mean(name) for name in ("forward_s", "backward_s", "fixed_forward_s", "fixed_backward_s")}
-    return LayerCost(
-        parameters=parameters, activation_bytes=mean("activation_bytes"), workspace_bytes=workspace, **times
-    )
 
 
 def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCost:

@@ -8,12 +8,14 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
+from megatron_het.plan.patterns import later_layers
+
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
-from ..inputs.model import Model
+from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
-from .candidate import Candidate, Group
-from .estimates import StageTimes, Unit
+from .candidate import Candidate, Group, layers_at
+from .estimates import StageTimes, Unit, unit_of_kinds
 from .layer import LayerCost, LayerCosts, Spread
 from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
@@ -161,6 +163,11 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
         return last
     projection = 2 * hidden * hidden // tp
     share = 1 + 4.0 * model.seq_length * hidden**2 / model.layer_flops(model.seq_length)
+    if model.kinds:  # each is made of these layers
+        each = len(later_layers(model.pattern)[0])
+        names = ("forward_s", "backward_s", "activation_bytes")
+        figures = {name: each * getattr(layer, name) for name in names}
+        layer, share = replace(layer, parameters=each * layer.parameters, **figures), 1 + (share - 1) / each
     norms = 3 * hidden * (2 if model.biases else 1)
     return replace(
         last,
@@ -228,11 +235,17 @@ class OperatingPoints:
         ep: int = 1,
         expert_tp: int = 0,
         slices: int = 1,
+        kind: str = "",
     ) -> Unit | None:
-        """Figures of a replica kind, None where there are none; times are of all slices together."""
+        """Figures of a replica kind, None where there are none; times are of all slices together.
+
+        Args:
+            kind: Of the layers of a hybrid model; empty: the mean of all.
+        """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
         spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices)
+        kinds = ((kind, 1),) if kind else ()
         if (
             tp > node.gpus_per_node
             or tp not in self.costs.tp_sizes(node.gpu)
@@ -241,12 +254,14 @@ class OperatingPoints:
             return None
         gpu = self.cluster.gpu(node.gpu)
         try:
-            layer, first, last = (
-                self.costs.cost(node.gpu, k, batch, tp, recompute, spread) for k in ("layer", "embedding", "head")
-            )
+            layer = self.costs.cost(node.gpu, "layer", batch, tp, recompute, spread._replace(kinds=kinds))
+            first = self.costs.cost(node.gpu, "embedding", batch, tp, recompute, spread)
+            last = self.costs.cost(node.gpu, "head", batch, tp, recompute, spread)
+            later = kinds_of("".join(later_layers(self.model.pattern)))
+            block = self.costs.cost(node.gpu, "layer", batch, tp, recompute, spread._replace(kinds=later))
         except PlannerError:
             return None
-        last = _with_later_tokens(self.model, layer, first, last, tp)
+        last = _with_later_tokens(self.model, block, first, last, tp)
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
         reserved += self.runtime.framework_bytes
         return Unit(
@@ -266,22 +281,41 @@ class OperatingPoints:
             last.workspace_bytes,
             gpu.memory_bytes,
             reserved,
-            self.costs.sliced_share(node.gpu, batch, tp, recompute),
+            self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),
             layer.attention_forward_s,
             layer.attention_backward_s,
             layer.fixed_forward_s,
             layer.fixed_backward_s,
         )
 
-    def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
-        """Figures of a group's replicas at the candidate's operating point, CP and EP included."""
+    def unit_of(self, candidate: Candidate, group: Group, stage: int | None = None) -> Unit | None:
+        """Figures of a group's replicas at the candidate's operating point, CP and EP included.
+
+        Args:
+            stage: Of a hybrid model: whose layers they run; None for the mean of all layers.
+        """
         c = candidate
+        if stage is not None and self.model.kinds and not c.sizes:
+            return self._unit_of_layers(c, group, layers_at(c, self.model.pattern)[stage])
         if c.sizes:
             return unit_of_group(self, c, group)
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
         return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+
+    def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
+        """The mean of the layers of some chunks, by their kinds."""
+        c, (ep, expert_tp) = candidate, candidate.cut_of(group)
+        at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices
+        kinds = []
+        for kind in sorted(set("".join(chunks))):
+            unit = self.unit(*at, kind)
+            if unit is None:
+                return None
+            kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))
+        mean_unit = self.unit_of(candidate, group)
+        return None if mean_unit is None else unit_of_kinds(mean_unit, tuple(kinds))
 
     def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
         """The same without CP and EP."""

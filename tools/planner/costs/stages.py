@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .candidate import Candidate
+from .candidate import Candidate, layers_at
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .extras import moved_bytes
 from .operating import OperatingPoints
@@ -107,11 +107,12 @@ def stages_of(
         total,
     )
     known = estimator.known_stages.setdefault(key, {})
+    layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
         ends = c.rows[s] if c.rows else (s == 0, s == last)
-        mine = stage, ends, waits, c.chunks_of(s)
+        mine = stage, ends, waits, c.chunks_of(s), layers[s] if layers else ()
         if mine not in known:
             known[mine] = _stage(estimator, c, s, blocks, total, waits)
         found = known[mine]
@@ -166,7 +167,7 @@ def _stage(
     forward: list[float] = []
     backward: list[float] = []
     for g in groups:
-        u = estimator.unit_of(candidate, g)
+        u = estimator.unit_of(candidate, g, s)
         if u is None:
             return None
         units.append(u)
@@ -205,7 +206,7 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Esti
     """
     out: list[float] = []
     for s, stage in enumerate(candidate.stages):
-        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
         sync, update = _tail(estimator, candidate, units, s)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out

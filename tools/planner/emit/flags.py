@@ -13,7 +13,7 @@ from megatron_het.features.documents.spec import BY_DATASET
 from megatron_het.plan import Plan, plan_hash
 
 from ..costs.schedules import STOCK
-from ..inputs.model_parts import Experts, FlagValue, Latent, flag_words
+from ..inputs.model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, flag_words
 from ..inputs.names import comment, default_of
 
 
@@ -32,6 +32,7 @@ class ModelOptions:
         window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
             none does).
         latent: Multi-head latent attention.
+        mamba, delta_net: Recurrent layers of a hybrid model.
         fp8: Whether linear layers compute in fp8.
         documents: Whether sequences are packed documents that do not see each other.
         flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
@@ -46,6 +47,8 @@ class ModelOptions:
     experts: Experts | None = None
     window: tuple[int, int] | None = None
     latent: Latent | None = None
+    mamba: Mamba | None = None
+    delta_net: DeltaNet | None = None
     fp8: bool = False
     documents: bool = False
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
@@ -97,7 +100,11 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
     found["swiglu"] = options.gated and "quick-geglu" not in options.flags
     found["disable-bias-linear"] = not options.biases
     found["untie-embeddings-and-output-weights"] = not model.tied_embeddings
-    if model.mtp_num_layers:
+    if model.pattern:  # which says both numbers of layers
+        del found["num-layers"]
+        found["hybrid-layer-pattern"] = model.pattern
+        found |= _recurrent_flags(options)
+    elif model.mtp_num_layers:
         found["mtp-num-layers"] = model.mtp_num_layers
     if options.fp8:  # every GPU with fp8 has this recipe
         found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
@@ -107,8 +114,22 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         # A softmax over one expert has no gradient.
         one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
         found["moe-router-pre-softmax"] = one
-    plain = options.latent is not None and not options.latent.query_rank
+    plain = options.latent is not None and not options.latent.query_rank and not model.pattern
     return flag_words(found | dict(options.flags)) + (["--spec", *LATENT_SPEC] if plain else [])
+
+
+def _recurrent_flags(options: ModelOptions) -> dict[str, FlagValue]:
+    """Sizes of a hybrid model's recurrent layers."""
+    found: dict[str, FlagValue] = {}
+    if options.mamba is not None:
+        x = options.mamba
+        found |= {"mamba-num-heads": x.heads, "mamba-head-dim": x.head_size}
+        found |= {"mamba-num-groups": x.groups, "mamba-state-dim": x.state_size}
+    if options.delta_net is not None:
+        y = options.delta_net
+        found |= {"linear-num-key-heads": y.key_heads, "linear-num-value-heads": y.value_heads}
+        found |= {"linear-key-head-dim": y.key_size, "linear-value-head-dim": y.value_size}
+    return found
 
 
 def _attention_flags(options: ModelOptions) -> dict[str, FlagValue]:

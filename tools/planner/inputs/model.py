@@ -4,174 +4,39 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_het import safe_io as untrusted
+from megatron_het.plan.patterns import (
+    ATTENTION,
+    EXPERTS,
+    GATED_DELTA_NET,
+    KINDS,
+    LATENT_ATTENTION,
+    MAMBA,
+    MLP,
+    later_layers,
+    layers_of,
+)
 from megatron_het.plan.validate import LARGEST
-from megatron_het.safe_io.reading import Inert, read_pickled
 
-from ..errors import PlannerError, command, from_file_error, validated
+from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .files import read_yaml
+from .model_arguments import checkpoint_arguments, from_arguments
 from .model_configs import from_config, is_config
-from .model_parts import MODEL_FLAGS, Experts, FlagValue, Latent, are_first, check_sizes, flag_words, pattern_text
+from .model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, check_sizes, flag_words
 from .names import text_problem
-from .profile_schema import ProfiledExperts, ProfiledLatent, ProfiledModel
-
-# Models from the arguments in a Megatron checkpoint.
+from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
 
 
-Config = Mapping[str, Any]
-
-
-def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """The arguments of the run that wrote a Megatron checkpoint, and the file that holds them.
-
-    Args:
-        path: The folder of all checkpoints, of one iteration, or the file ``common.pt``.
-
-    Raises:
-        PlannerError: No checkpoint in the folder, or one without arguments.
-    """
-    given = Path(path)
-    file = given if given.suffix == ".pt" else _common_file(given)
-    try:
-        value = read_pickled(file)
-    except untrusted.FileError as error:
-        raise from_file_error(error) from None
-    found = value.get("args") if isinstance(value, dict) else None
-    if not isinstance(found, Inert) or not found.state:
-        raise PlannerError(str(file), "args", None, "this checkpoint does not hold the arguments of its run")
-    return {str(name): plain for name, plain in found.state.items()}, str(file)
-
-
-def _common_file(folder: Path) -> Path:
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    if tracker.is_file():
-        try:
-            word = untrusted.read_text(tracker, 100).strip()
-        except untrusted.FileError as error:
-            raise from_file_error(error) from None
-        if word != "release" and not (word.isascii() and word.isdigit()):
-            raise PlannerError(str(tracker), "(file)", word[:50], "expected the number of an iteration, or 'release'")
-        folder /= word if word == "release" else f"iter_{int(word):07}"
-    if not (folder / "common.pt").is_file():
-        raise PlannerError(
-            str(folder),
-            "(folder)",
-            None,
-            "neither a Megatron checkpoint (common.pt) nor a Hugging Face model (config.json)",
-            "Name a folder that --save wrote with --ckpt-format torch_dist, or a model file",
-        )
-    return folder / "common.pt"
-
-
-def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Our model document from the arguments of a Megatron run."""
-
-    def number(name: str, default: int | None = None) -> Any:
-        value = arguments.get(name)
-        return default if value is None else value
-
-    def switched(name: str) -> bool:
-        return arguments.get(name) is True
-
-    document: dict[str, Any] = {
-        "name": Path(file).resolve().parent.name or "checkpoint",
-        "num_query_groups": number("num_query_groups") if switched("group_query_attention") else None,
-        "vocab_size": number("padded_vocab_size", number("vocab_size")),
-        "precision": "bf16" if switched("bf16") else "fp16" if switched("fp16") else "fp32",
-        "gated": switched("swiglu"),
-        "biases": switched("add_bias_linear"),
-        "tied_embeddings": not switched("untie_embeddings_and_output_weights"),
-        "distributed_optimizer": switched("use_distributed_optimizer"),
-        # Megatron clears it where TP is 1, and with experts TP needs it.
-        "sequence_parallel": switched("sequence_parallel") or bool(arguments.get("num_experts")),
-    }
-    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"):
-        document[name] = number(name)
-    document["global_batch_size"] = number("global_batch_size")
-    document["mtp_num_layers"] = number("mtp_num_layers", 0)
-    if arguments.get("position_embedding_type") == "learned_absolute":
-        document["learned_positions"] = number("max_position_embeddings")
-    document |= _parts(arguments, number, document)
-    document["flags"] = _flags(arguments, document) or None
-    return {key: value for key, value in document.items() if value is not None}
-
-
-def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValue]:
-    """Flags of the model that differ from Megatron's defaults, and those whose value a document implies otherwise."""
-    found: dict[str, FlagValue] = {}
-    for name, (argument, default) in MODEL_FLAGS.items():
-        value = arguments.get(argument, default)
-        if isinstance(value, list | tuple):
-            numbers = all(isinstance(item, int) for item in value)
-            value = pattern_text(value) if value and numbers else value[0] if len(value) == 1 else None
-        if name == "no-yarn-correction-range-round-to-int":
-            value = False if value is False else None
-            found |= {} if value is None else {name: True}
-            continue
-        if value is None or value == default or not isinstance(value, bool | int | float | str):
-            continue
-        found[name] = True if isinstance(default, bool) or name.startswith("no-yarn") else value
-    found["normalization"] = str(arguments.get("normalization") or "LayerNorm")
-    for name in ("attention-dropout", "hidden-dropout"):  # emit's default is 0, Megatron's is not
-        value = arguments.get(MODEL_FLAGS[name][0], 0)
-        found.pop(name, None)
-        if isinstance(value, int | float) and value:
-            found[name] = float(value)
-    if document.get("learned_positions") or found.get("position-embedding-type") == "rope":
-        found.pop("position-embedding-type", None)
-    dense = document.get("experts", {})
-    if not dense.get("dense_layers") or dense.get("dense_first"):
-        found.pop("moe-layer-freq", None)
-    if isinstance(found.get("window-attn-skip-freq"), int):
-        found.pop("window-attn-skip-freq")  # windowed_layers says it
-    return found
-
-
-def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: Config) -> dict[str, Any]:
-    """Experts, latent attention and wide heads."""
-    found: dict[str, Any] = {}
-    width, heads = arguments.get("kv_channels"), document["num_attention_heads"]
-    latent = arguments.get("multi_latent_attention") is True
-    if isinstance(width, int) and isinstance(heads, int) and not latent and width * heads != document["hidden_size"]:
-        found["head_size"] = width
-    if arguments.get("num_experts"):
-        pattern = arguments.get("moe_layer_freq")
-        if isinstance(pattern, int) and isinstance(document["num_layers"], int) and pattern > 0:
-            pattern = [int(layer % pattern == 0) for layer in range(min(document["num_layers"], 10_000))]
-        dense = [i for i, sparse in enumerate(pattern) if not sparse] if isinstance(pattern, list) else []
-        found["experts"] = {
-            "count": arguments["num_experts"],
-            "top_k": number("moe_router_topk", 2),
-            "ffn_hidden_size": number("moe_ffn_hidden_size", document["ffn_hidden_size"]),
-            "shared_ffn_hidden_size": number("moe_shared_expert_intermediate_size", 0),
-            "dense_layers": len(dense),
-            "dense_first": are_first(dense),
-        }
-    window, period = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
-    if isinstance(window, list | tuple) and window:
-        found["attention_window"] = window[0] + 1
-        if isinstance(period, list) and period:
-            found["windowed_layers"] = sum(map(bool, period)) / len(period)
-        else:
-            found["windowed_layers"] = 1 - 1 / period if period else 1.0
-    if latent:
-        found["latent"] = {
-            "query_rank": number("q_lora_rank", 0),
-            "key_value_rank": number("kv_lora_rank"),
-            "nope_size": number("qk_head_dim"),
-            "rope_size": number("qk_pos_emb_head_dim"),
-            "value_size": number("v_head_dim"),
-        }
-    return found
+def kinds_of(layers: str) -> tuple[tuple[str, int], ...]:
+    """Layers counted by their symbols."""
+    return tuple((kind, layers.count(kind)) for kind in sorted(set(layers)))
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -206,6 +71,9 @@ class Model(BaseModel):
         fp4: The same in fp4 (NVFP4).
         mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
             trains without them.
+        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/patterns.py``); ``num_layers`` and
+            ``mtp_num_layers`` may be left out of the file then.
+        mamba, delta_net: Sizes of its layers of these kinds.
         flags: Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
             ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
         lost: Fields of another format that Megatron has no flag for, with the reason: the model can be priced, and
@@ -244,6 +112,9 @@ class Model(BaseModel):
     fp8: bool = False
     fp4: bool = False
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
+    pattern: str = ""
+    mamba: Mamba | None = None
+    delta_net: DeltaNet | None = None
     flags: dict[str, FlagValue] = {}
     lost: dict[str, str] = {}
     unread: tuple[str, ...] = ()
@@ -266,6 +137,43 @@ class Model(BaseModel):
     def _consistent(self) -> Model:
         check_sizes(self)
         return self
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """Layers by kind; empty where all are alike."""
+        return kinds_of(layers_of(self.pattern))
+
+    @cached_property
+    def _alone(self) -> dict[str, Model]:
+        return {}
+
+    def of_kind(self, symbol: str) -> Model:
+        """The model of one layer of a kind: what that kind lacks has no size."""
+        if symbol not in self._alone:
+            values = {name: getattr(self, name) for name in type(self).model_fields}
+            values |= {"pattern": "", "num_layers": 1, "mtp_num_layers": 0}
+            if symbol != EXPERTS:
+                values["experts"] = None
+            if symbol not in (MLP, EXPERTS):
+                values["ffn_hidden_size"] = 0
+            if symbol not in (ATTENTION, LATENT_ATTENTION):
+                values |= {"num_attention_heads": 0, "num_query_groups": None, "head_size": self.head_dim}
+                values["latent"] = None
+            values["mamba"] = self.mamba if symbol == MAMBA else None
+            values["delta_net"] = self.delta_net if symbol == GATED_DELTA_NET else None
+            self._alone[symbol] = Model.model_construct(**values)
+        return self._alone[symbol]
+
+    @property
+    def recurrent(self) -> Mamba | DeltaNet | None:
+        """The recurrent part of the layers, of a model of one such kind."""
+        return None if self.pattern else self.mamba or self.delta_net
+
+    @property
+    def norms(self) -> int:
+        """Norms of a layer, one before attention and one before what follows it."""
+        first = self.num_attention_heads or self.recurrent is not None
+        return bool(first) + bool(self.ffn_hidden_size or self.experts is not None)
 
     @property
     def groups(self) -> int:
@@ -365,11 +273,17 @@ class Model(BaseModel):
             ep: Parts over which the experts are divided.
             expert_tp: Ranks that cut one expert, 0 for the rest of the TP group.
         """
+        if self.kinds:
+            counts = [(self.of_kind(kind).layer_parameters(tp, ep, expert_tp), count) for kind, count in self.kinds]
+            return round(sum(each * count for each, count in counts) / self.num_layers)
         h, f = self.hidden_size, self.ffn_hidden_size
         matrices = 3 if self.gated else 2
-        total = (self._attention_parameters() + h * f * matrices) // tp + 2 * h * (2 if self.biases else 1)
+        total = (self._attention_parameters() + h * f * matrices) // tp
+        total += self.norms * h * (2 if self.biases else 1)
+        if self.recurrent is not None:
+            total += self.recurrent.small_parameters // tp
         if self.biases:
-            total += (self.attention_size + 2 * self.kv_size + f) // tp + 2 * h
+            total += (self.attention_size + 2 * self.kv_size + f) // tp + self.norms * h
         x = self.experts
         if x is not None:
             parts = ep * (expert_tp or max(1, tp // ep))
@@ -378,10 +292,18 @@ class Model(BaseModel):
             total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total
 
+    @property
+    def query_size(self) -> int:
+        """Outputs of the projection of queries, and of their gate where there is one."""
+        return self.attention_size * (2 if self.flags.get("attention-output-gate") else 1)
+
     def _attention_parameters(self) -> int:
+        """Of the projections of attention, or of what stands in its place."""
         h, x = self.hidden_size, self.latent
+        if self.recurrent is not None:
+            return h * (self.recurrent.projected + self.recurrent.inner)
         if x is None:
-            return h * (self.attention_size + 2 * self.kv_size) + self.attention_size * h
+            return h * (self.query_size + 2 * self.kv_size) + self.attention_size * h
         heads = self.num_attention_heads
         return (
             sum(int(outputs * inputs) for outputs, inputs in x.query_products(h, heads))
@@ -407,8 +329,9 @@ class Model(BaseModel):
         """Parameters of the whole model (a tied table counts once)."""
         head = self.hidden_size if self.tied_embeddings else self.vocab_size * self.hidden_size
         later = self.layer_parameters() + 2 * self.hidden_size**2 + 3 * self.hidden_size * (2 if self.biases else 1)
+        by_kind = sum(count * self.of_kind(kind).layer_parameters() for kind, count in self.kinds)
         return (
-            self.num_layers * self.layer_parameters()
+            (by_kind or self.num_layers * self.layer_parameters())
             + self.mtp_num_layers * later
             + self.vocab_size * self.hidden_size
             + self.learned_positions * self.hidden_size
@@ -422,13 +345,17 @@ class Model(BaseModel):
             tokens: Tokens of the slice.
             context: Average number of keys per query; half the sequence by default (causal).
         """
+        if self.kinds:
+            counted = (count * self.of_kind(kind).layer_flops(tokens, context) for kind, count in self.kinds)
+            return sum(counted) / self.num_layers
         x, width = self.experts, float(self.ffn_hidden_size)
         if x is not None:
             share = 1 - min(1.0, x.dense_layers / self.num_layers)
             width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - self.ffn_hidden_size)
         matrices = self._attention_parameters() + self.hidden_size * width * (3 if self.gated else 2)
         keys = self.mean_keys() if context is None else context
-        return 2.0 * tokens * matrices + 2.0 * tokens * keys * self.score_size
+        scan = 0.0 if self.recurrent is None else self.recurrent.scan_flops
+        return 2.0 * tokens * matrices + 2.0 * tokens * keys * self.score_size + tokens * scan
 
     @property
     def score_size(self) -> int:
@@ -489,7 +416,15 @@ class Model(BaseModel):
 
     @property
     def profiled(self) -> ProfiledModel:
-        """Returns what ``profile`` measures of it."""
+        """Returns what ``profile`` measures of it.
+
+        Raises:
+            PlannerError: A hybrid model with layers that are not measured.
+        """
+        missing = [kind for kind, _ in self.kinds if kind not in MEASURED_AS]
+        if missing:
+            problem = f"layers {missing[0]} ({KINDS[missing[0]]}) are not measured: their kernels are priced only"
+            raise PlannerError("model", "pattern", self.pattern, problem, "Plan without --profile")
         x, latent = self.experts, self.latent
         experts, attention = None, None
         if x is not None:
@@ -512,12 +447,13 @@ class Model(BaseModel):
             window=self.attention_window or 0 if self.windowed_layers else 0,
             windowed=self.windowed_layers == 1,
             sequence_parallel=self.sequence_parallel,
+            kinds="".join(sorted(kind for kind, _ in self.kinds)),
         )
 
     def check_profile(self, other: ProfiledModel, file: str) -> None:
         """Raise a PlannerError when a profile belongs to another model or precision."""
         keys = "hidden_size ffn_hidden_size num_attention_heads num_query_groups vocab_size seq_length precision"
-        for key in [*keys.split(), "experts", "latent", "window"]:
+        for key in [*keys.split(), "experts", "latent", "window", "kinds"]:
             found, mine = getattr(other, key), getattr(self.profiled, key)
             if found != mine:
                 raise PlannerError(
@@ -583,4 +519,7 @@ def model_from_document(document: Any, file: str) -> Model:
     """A Model from parsed YAML; see ``load_model``."""
     if not isinstance(document, dict):
         raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping")
+    pattern = document.get("pattern")
+    if isinstance(pattern, str) and pattern:  # which says how many layers there are
+        document = {"num_layers": len(layers_of(pattern)), "mtp_num_layers": len(later_layers(pattern))} | document
     return validated(Model, document, file)

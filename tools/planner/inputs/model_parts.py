@@ -9,7 +9,25 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_het.plan.patterns import (
+    CHUNK,
+    EXPERTS,
+    GATED_DELTA_NET,
+    KINDS,
+    LATENT_ATTENTION,
+    MAMBA,
+    SPARSE_ATTENTION,
+    later_layers,
+    layers_of,
+    problem_of,
+)
+
 _STRICT = ConfigDict(extra="forbid", frozen=True)
+_SIZES_OF = {MAMBA: "mamba", GATED_DELTA_NET: "delta_net", EXPERTS: "experts", LATENT_ATTENTION: "latent"}
+CONVOLUTION = 4
+"""Tokens that the convolution of a recurrent layer sees."""
+MAMBA_CHUNK, DELTA_CHUNK = 128, 64
+"""Tokens of a chunk in the kernels of recurrent layers."""
 
 FlagValue = bool | int | float | str
 """What a flag of Megatron is given: true for a flag without a value."""
@@ -191,6 +209,132 @@ class Latent(BaseModel):
         return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
 
 
+class Mamba(BaseModel):
+    """Mamba-2 layers (``M`` in a pattern).
+
+    Attributes:
+        heads, head_size: Heads of a layer and their width.
+        groups: Groups of heads that share what reads and writes the state.
+        state_size: Numbers of a state for each number of a head.
+    """
+
+    model_config = _STRICT
+
+    heads: int = Field(ge=1)
+    head_size: int = Field(default=64, ge=1)
+    groups: int = Field(default=8, ge=1)
+    state_size: int = Field(default=128, ge=1)
+
+    @property
+    def inner(self) -> int:
+        """Width of what the output projection reads."""
+        return self.heads * self.head_size
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the input projection."""
+        return self.inner + self.convolved + self.heads
+
+    @property
+    def small_parameters(self) -> int:
+        """Parameters beside the projections: convolution, rates of the heads, gated norm."""
+        return self.convolved * (CONVOLUTION + 1) + 3 * self.heads + self.inner
+
+    @property
+    def scan_flops(self) -> float:
+        """FLOPs of a token in chunks of the recurrence: within its chunk, and from and to the state."""
+        within = MAMBA_CHUNK * (self.groups * self.state_size + self.inner)
+        return 2.0 * (within + 2 * self.state_size * self.inner)
+
+    def divides(self, tp: int) -> bool:
+        """Whether TP ranks can have equal parts."""
+        return self.heads % tp == 0 and self.groups % tp == 0
+
+
+class DeltaNet(BaseModel):
+    """Gated delta net layers (``G`` in a pattern).
+
+    Attributes:
+        key_heads, value_heads: Heads of queries and keys, and of values.
+        key_size, value_size: Widths of a head.
+    """
+
+    model_config = _STRICT
+
+    key_heads: int = Field(ge=1)
+    value_heads: int = Field(ge=1)
+    key_size: int = Field(default=128, ge=1)
+    value_size: int = Field(default=128, ge=1)
+
+    @property
+    def inner(self) -> int:
+        """Width of what the output projection reads."""
+        return self.value_heads * self.value_size
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.key_size + self.inner
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the input projection."""
+        return self.convolved + self.inner + 2 * self.value_heads
+
+    @property
+    def small_parameters(self) -> int:
+        """Parameters beside the projections: convolution, rates of the heads, gated norm."""
+        return self.convolved * CONVOLUTION + 2 * self.value_heads + self.value_size
+
+    @property
+    def scan_flops(self) -> float:
+        """FLOPs of a token in chunks of the rule: within its chunk, and from and to the state."""
+        within = DELTA_CHUNK * (3 * self.key_size + 2 * self.value_size)
+        return 2.0 * self.value_heads * (within + 3 * self.key_size * self.value_size)
+
+    def divides(self, tp: int) -> bool:
+        """Whether TP ranks can have equal parts."""
+        return self.key_heads % tp == 0 and self.value_heads % tp == 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DeltaNet:
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"key_heads = {self.key_heads} does not divide value_heads = {self.value_heads}")
+        return self
+
+
+def check_pattern(model: Any) -> None:
+    """Raise a ValueError where a hybrid model's pattern is none, or lacks the sizes of a kind of its layers."""
+    if not model.pattern:
+        lost = [name for name in ("mamba", "delta_net") if getattr(model, name) is not None]
+        if lost:
+            raise ValueError(f"{lost[0]} needs a pattern that says which layers are such")
+        return
+    problem = f"{CHUNK} has no place in it: plans say where chunks begin" if CHUNK in model.pattern else ""
+    if problem := problem or problem_of(model.pattern):
+        raise ValueError(f"pattern = {model.pattern!r}: {problem}")
+    for name, count in (("num_layers", layers_of(model.pattern)), ("mtp_num_layers", later_layers(model.pattern))):
+        if getattr(model, name) != len(count):
+            raise ValueError(
+                f"pattern = {model.pattern!r} has {len(count)} layers, and {name} = {getattr(model, name)}"
+            )
+    for symbol, name in _SIZES_OF.items():
+        if (symbol in model.pattern) != (getattr(model, name) is not None):
+            has = "has" if symbol in model.pattern else "has no"
+            raise ValueError(f"pattern = {model.pattern!r} {has} layers {symbol} ({KINDS[symbol]}), see {name}")
+    if SPARSE_ATTENTION in model.pattern:
+        raise ValueError(f"pattern = {model.pattern!r}: no prices of {KINDS[SPARSE_ATTENTION]} are known")
+    if model.experts is not None and model.experts.dense_layers:
+        raise ValueError("experts.dense_layers: in a pattern every layer - is one")
+    if model.attention_window is not None:
+        raise ValueError("attention_window: no prices of layers of several kinds with a window are known")
+
+
 def check_sizes(model: Any) -> None:
     """Raise a ValueError where the sizes of a model (``model.Model``) contradict each other."""
     if model.head_size is None and model.hidden_size % model.num_attention_heads:
@@ -214,6 +358,7 @@ def check_sizes(model: Any) -> None:
         name = model.linear_precision
         raise ValueError(f"{name} = true needs precision bf16 or fp16 for the rest, not {model.precision}")
     check_flags(model.flags)
+    check_pattern(model)
     if model.experts is not None:
         model.experts.check_layers(model.num_layers)
     if model.mtp_num_layers > model.num_layers:

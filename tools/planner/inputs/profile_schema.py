@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
+from megatron_het.plan.patterns import ATTENTION, EXPERTS, LATENT_ATTENTION, MLP
+
 from ..errors import PlannerError, command, validated
 from .files import read_json, write_json
 from .names import text_problem
@@ -19,7 +21,14 @@ from .names import text_problem
 PROFILE_FORMAT = "megatron_het.profile"
 PROFILE_VERSION = 1
 
-LayerKind = Literal["embedding", "layer", "dense", "head"]
+LayerKind = Literal["embedding", "layer", "dense", "attention", "mlp", "experts", "head"]
+MEASURED_AS: dict[str, LayerKind] = {
+    ATTENTION: "attention",
+    LATENT_ATTENTION: "attention",
+    MLP: "mlp",
+    EXPERTS: "experts",
+}
+"""Layers of a hybrid model, by their symbols in a pattern."""
 LinkScope = Literal["device", "node", "network"]
 Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
@@ -68,6 +77,7 @@ class ProfiledModel:
         window: Keys that a query sees in layers with a sliding window, 0 without such layers.
         windowed: Whether all layers have the window.
         sequence_parallel: TP groups were measured with divided sequences.
+        kinds: Of a hybrid model: the symbols of its layers, each once.
     """
 
     hidden_size: int
@@ -84,6 +94,7 @@ class ProfiledModel:
     window: int = 0
     windowed: bool = True
     sequence_parallel: bool = False
+    kinds: str = ""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -95,7 +106,8 @@ class LayerTiming:
     Attributes:
         layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all
             equal ones; with experts where the model has them), ``dense`` (one without experts, of a model that has
-            both) or ``head`` (final norm, output projection, loss).
+            both), ``attention``, ``mlp`` or ``experts`` (layers of a hybrid model) or
+            ``head`` (final norm, output projection, loss).
         micro_batch_size: Sequences per microbatch, b.
         tp: Tensor-parallel size; times include the TP collectives inside the node.
         slice_tokens: Tokens of each sequence in one pass; equals the sequence length unless

@@ -8,6 +8,7 @@ backward pass), and the update is Megatron's own optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -24,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_het.device import activate
@@ -125,11 +127,23 @@ def _special(settings: ProfileSettings, point: Point) -> tuple[type[TransformerC
 
 def has_experts(settings: ProfileSettings, point: Point) -> bool:
     """Whether the transformer layer of a point has experts."""
-    return settings.model.experts is not None and point.layer != "dense"
+    return settings.model.experts is not None and point.layer in (*ENDS, "layer", "experts")
 
 
-def _layer_spec(settings: ProfileSettings, config: TransformerConfig) -> Any:
-    """The modules that training would have."""
+def _layer_spec(settings: ProfileSettings, config: TransformerConfig, point: Point) -> Any:
+    """The modules that training would have; of a hybrid model those of one kind of layer."""
+    spec = _whole_layer_spec(settings, config)
+    if point.layer == "attention":
+        names: tuple[str, ...] = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    elif point.layer in ("mlp", "experts"):
+        names = ("input_layernorm", "self_attention", "self_attn_bda")
+    else:
+        return spec
+    without = {item.name: item.default for item in dataclasses.fields(spec.submodules) if item.name in names}
+    return ModuleSpec(module=spec.module, submodules=dataclasses.replace(spec.submodules, **without))
+
+
+def _whole_layer_spec(settings: ProfileSettings, config: TransformerConfig) -> Any:
     parts: dict[str, Any] = {"multi_latent_attention": config.multi_latent_attention}
     if config.num_moe_experts is not None:
         parts |= {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
@@ -205,7 +219,7 @@ class Part:
         vocab = -(-settings.model.vocab_size // point.tp) * point.tp
         model = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(settings, config),
+            transformer_layer_spec=_layer_spec(settings, config, point),
             vocab_size=vocab,
             max_sequence_length=settings.model.seq_length,
             position_embedding_type="rope",
@@ -219,7 +233,7 @@ class Part:
         kinds: dict[str, Callable[[], torch.nn.Module]] = {
             "embedding": lambda: _Embedding(model),
             "layer": lambda: _Layer(model, point.recompute),
-            "dense": lambda: _Layer(model, point.recompute),
+            **dict.fromkeys(("dense", "attention", "mlp", "experts"), lambda: _Layer(model, point.recompute)),
             "head": lambda: _Head(model),
         }
         self.module = DistributedDataParallel(

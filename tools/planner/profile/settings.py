@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..errors import PlannerError
-from ..inputs.profile_schema import LayerKind, LayerTiming, Profile, ProfiledExperts, ProfiledLatent, ProfiledModel
+from ..inputs.profile_schema import (
+    MEASURED_AS,
+    LayerKind,
+    LayerTiming,
+    Profile,
+    ProfiledExperts,
+    ProfiledLatent,
+    ProfiledModel,
+)
 
 ENDS: tuple[LayerKind, ...] = ("embedding", "head")
 RECOMPUTE = ("none", "selective", "full")
@@ -95,6 +103,9 @@ class ProfileSettings:
         kinds: tuple[LayerKind, ...] = ("embedding", "layer", "head")
         if self.model.experts is not None and self.model.experts.dense:
             kinds = ("embedding", "layer", "dense", "head")
+        if self.model.kinds:
+            layers = dict.fromkeys(MEASURED_AS[symbol] for symbol in self.model.kinds)
+            kinds = ("embedding", *layers, "head")
         for tp, tokens, batch, recompute, layer in itertools.product(
             self.tp, slices, self.micro_batch_sizes, self.recompute, kinds
         ):
@@ -116,7 +127,8 @@ class ProfileSettings:
     def _variants(self, layer: LayerKind, tp: int) -> Iterator[tuple[int, bool]]:
         """Expert-parallel sizes, and attention with the window and without."""
         model = self.model
-        parts = [n for n in self.ep if tp % n == 0] if layer == "layer" and model.experts is not None else [1]
+        has_experts = layer in ("layer", "experts") and model.experts is not None
+        parts = [n for n in self.ep if tp % n == 0] if has_experts else [1]
         windows = [True] if model.windowed else [False, True]
         yield from itertools.product(parts, windows if model.window and layer not in ENDS else [False])
 

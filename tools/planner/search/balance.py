@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
+
+from megatron_het.plan.patterns import layers_of
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator, Unit
@@ -178,12 +181,40 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         loads.append(load)
         rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
         caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
-    layers = _split(loads, caps, wanted)
+    layers = by_kinds(estimator, groups[0][0], like, _split(loads, caps, wanted))
     rows = like.rows
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
     ep = gcd(like.ep, max([g.tp for stage in groups for g in stage]))
     return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows, ep=ep)
+
+
+def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[int]) -> list[int]:
+    """Layers of a hybrid model's stages, cut where their work comes nearest to that of so many equal layers.
+
+    Args:
+        group: Whose times weigh the kinds of layers.
+        layers: Of each stage, if all took as long.
+    """
+    model = estimator.model
+    if not model.kinds or like.chunks > 1 or like.sizes:
+        return layers
+    weights = {}
+    ep, expert_tp = like.cut_of(group)
+    for kind, _ in model.kinds:
+        unit = estimator.unit(
+            group.pool, group.tp, like.micro_batch_size, like.recompute, like.cp, ep, expert_tp, like.slices, kind
+        )
+        if unit is None:
+            return layers
+        weights[kind] = unit.layer_f + unit.layer_b
+    work = list(accumulate((weights[kind] for kind in layers_of(model.pattern)), initial=0.0))
+    cuts, last = [0], len(layers) - 1
+    for s, wanted in enumerate(accumulate(layers[:-1])):
+        share = work[-1] * wanted / model.num_layers
+        near = range(cuts[-1] + 1, model.num_layers - (last - s) + 1)
+        cuts.append(min(near, key=lambda at: abs(work[at] - share)))
+    return [b - a for a, b in pairwise([*cuts, model.num_layers])]
 
 
 def ends_at(like: Candidate, s: int, count: int) -> tuple[float, float]:

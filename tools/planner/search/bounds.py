@@ -440,6 +440,8 @@ class Bounds:
 
     def __init__(self, estimator: Estimator, goal: Goal, scope: Scope | None = None) -> None:
         self.estimator, self.goal = estimator, goal
+        # A GPU may have more of the layers that suit it than of others, which no relaxation reckons with.
+        self.is_known = not estimator.model.kinds
         model = estimator.model
         scope = scope or Scope.of_all_plans(model)
         replicas, batches = Replicas(estimator, scope), list[int | None](reversed(scope.batches))
@@ -479,6 +481,8 @@ class Bounds:
         return self._least_usd(limits) if self.goal.objective == "cost" else self._ideal_s(limits)
 
     def _ideal_s(self, limits: Limits) -> float:
+        if not self.is_known:
+            return 0.0
         best, most = inf, self.goal.max_gpus
         for chain in self._chains:
             for relaxation in chain.up_to(best, limits, most):
@@ -488,6 +492,8 @@ class Bounds:
     def seconds(self, limits: Limits) -> float:
         """No iteration on these GPUs is shorter."""
         ideal, least, most = self._ideal_s(limits), inf, self.goal.max_gpus
+        if not self.is_known:
+            return 0.0
         for chain in self._chains:
             for relaxation in chain.up_to(least, limits, most):
                 if least == inf or relaxation.possible(least * (1 - EXACT), limits, most):
@@ -507,7 +513,7 @@ class Bounds:
 
     def _possible_s(self, seconds: float, limits: Limits) -> bool:
         most = self.goal.max_gpus
-        return any(
+        return not self.is_known or any(
             relaxation.possible(seconds, limits, most)
             for chain in self._chains
             for relaxation in chain.up_to(seconds, limits, most)
@@ -518,6 +524,8 @@ class Bounds:
         return self.seconds(limits) if self.goal.objective != "cost" else self._least_usd(limits)
 
     def _least_usd(self, limits: Limits) -> float:
+        if not self.is_known:
+            return 0.0
         best = inf
         for chain in self._chains:
             for relaxation in chain:

@@ -28,9 +28,10 @@ def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     before = after = least = 0.0
     tails = stage_tails(estimator, candidate, estimate)
     cut = 0.0 if candidate.slices > 1 else 1 / candidate.chunks
-    for stage, busy_s, tail_s in zip(candidate.stages, estimate.stage_busy_s, tails, strict=True):
+    rows = zip(candidate.stages, estimate.stage_busy_s, tails, strict=True)
+    for s, (stage, busy_s, tail_s) in enumerate(rows):
         least = max(least, before + busy_s + max(after, tail_s))
-        units = [u for g in stage.groups if (u := estimator.unit_of(candidate, g)) is not None]
+        units = [u for g in stage.groups if (u := estimator.unit_of(candidate, g, s)) is not None]
         before += cut * stage.layers * min(u.layer_f for u in units)
         after += cut * stage.layers * min(u.layer_b for u in units)
     return least
@@ -132,6 +133,6 @@ def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
     """
     out = []
     for s, stage in enumerate(candidate.stages):
-        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
         out.append(min(u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None))
     return out

@@ -236,7 +236,7 @@ def thorough(
     outcome = Outcome("auto")
     try:
         explore(book, effort, limits)
-        if gpus <= effort.exact_gpus:
+        if gpus <= effort.exact_gpus and not merged.estimator.model.kinds:
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:

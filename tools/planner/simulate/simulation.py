@@ -23,6 +23,7 @@ from ..costs.build import build_plan, in_order_of, part_of, seats
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator, Unit
 from ..costs.estimates import rank_parameters
+from ..costs.extras import attention_layers
 from ..costs.passes import passes_of_plan, unit_of_device
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.stages import sharding_s, stage_tails
@@ -53,7 +54,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     gathers: list[float] = []
     reduces: list[float] = []
     for s, stage in enumerate(whole.stages):
-        units = [estimator.unit_of(whole, g) for g in stage.groups]
+        units = [estimator.unit_of(whole, g, s) for g in stage.groups]
         counts = [rank_parameters(whole, u, s) for u in units if u is not None]
         ranks = whole.reducing(s)
         for out, bytes_each in ((gathers, element), (reduces, 4.0)):
@@ -68,6 +69,10 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
     length = model.seq_length
     share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
+    attending = [attention_layers(model, whole, s) for s in range(len(whole.stages))]
+    if model.kinds:  # of a layer with attention, and not of the mean of all
+        share *= model.num_layers / max(1, sum(attending))
+    means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
     tokens = float(batch * length) / whole.cp
     return Figures(
         gather_s=tuple(gathers[s] for s, _, _ in devices),
@@ -82,8 +87,8 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         head_forward_s=tuple(u.head_f for _, _, u in devices),
         head_backward_s=tuple(u.head_b for _, _, u in devices),
         head_bytes=tuple(u.head_bytes for _, _, u in devices),
-        attention_forward_s=tuple(share * u.layer_f for _, _, u in devices),
-        attention_backward_s=tuple(share * u.layer_b for _, _, u in devices),
+        attention_forward_s=tuple(share * u.layer_f for u in means if u is not None),
+        attention_backward_s=tuple(share * u.layer_b for u in means if u is not None),
         kv_bytes=tuple(2 * tokens * model.kv_size / g.tp * element for _, g, _ in devices),
         query_bytes=tuple(2 * tokens * model.hidden_size / g.tp * element for _, g, _ in devices),
     )
@@ -99,7 +104,7 @@ def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: S
 
     def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
         g = Group(pool, tp, 1, ep)
-        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g)
+        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g, s)
         assert unit is not None
         return s, g, unit
 
@@ -124,14 +129,14 @@ def _passes(
     least: dict[int, tuple[float, float]] = {}
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         for s, its in enumerate(whole.stages):
-            units = [estimator.unit_of(whole, g) for g in its.groups]
+            units = [estimator.unit_of(whole, g, s) for g in its.groups]
             least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
     known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
 
     def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
         layers = plan.stages[s].layers
         f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
-        a = [n * u.layer_bytes for n in layers]
+        a = u.of_chunks("layer_bytes", layers)
         if s == 0:
             a[0] += u.embedding_bytes
         if s in least:
@@ -183,8 +188,8 @@ def costs_of(
     attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
         attention = [
-            [tuple(n * a for n in plan.stages[s].layers) for s, a in row]
-            for row in zip(*(((s, u.attention_f), (s, u.attention_b)) for s, _, u in devices), strict=True)
+            [tuple(u.of_chunks(name, plan.stages[s].layers)) for s, _, u in devices]
+            for name in ("attention_f", "attention_b")
         ]
         forward, backward = (_without_attention(*rows) for rows in zip((forward, backward), attention, strict=True))
     whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences

@@ -1,14 +1,20 @@
-"""The order in which layers are captured: that of the program of every schedule."""
+"""Layers are captured in the order of the program of every schedule; what is sent leaves their memory."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import torch
 
 from benchmarks.combination_cases import ALONE, PARAMETERS, case_of, pair_row
-from megatron_het.features.layer_graphs.runtime import Passes
+from megatron_het.features.layer_graphs.runtime import LayerGraphs, Passes
+from megatron_het.features.layer_graphs.spec import BY_TE
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import boundary_map, lower
 from megatron_het.plan import Placement
+from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration
 from megatron_het.schedule.kinds import Kind
 
 SCHEDULES = [name for name in PARAMETERS["schedule"] if name != ALONE]
@@ -33,3 +39,23 @@ def test_every_pass_is_captured_once_in_the_order_of_the_program(schedule: str) 
         for chunk in {op.chunk for op in passes.forwards}:
             mine = [passes.numbers[op.key] for op in passes.forwards if op.chunk == chunk]
             assert mine == list(range(len(mine)))
+
+
+def test_what_leaves_a_chunk_is_copied_out_of_the_memory_of_the_graphs() -> None:
+    """A transfer may still read it when the next graph writes there."""
+    plan = case_of(pair_row([("schedule", "1f1b")]), "copies", 0).plan
+    program, placement = build(plan)[False], Placement(plan)
+    passes = Passes.of(lower(program, boundary_map(placement), program.shape.device(0, 0), 0))
+    graphs, call = LayerGraphs(BY_TE, passes, None), cast(Call, SimpleNamespace(forward_only=False))
+    for captured in (False, True):
+        graphs.is_captured = captured
+        inside = torch.zeros(2)
+        forward = ForwardPass(passes.forwards[0], None, print, None, ends_in_loss=False, output=inside)
+        with graphs.around_forward(forward, call):
+            pass
+        backward = BackwardPass(passes.forwards[0], result=inside)
+        with graphs.around_backward(backward, call, cast(Iteration, None)):
+            pass
+        inside.fill_(1.0)
+        for left in (forward.output, backward.result):
+            assert left is not None and bool(left.sum() == 0) == captured

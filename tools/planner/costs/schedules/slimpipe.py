@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from megatron_het.features import attention_units
 from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
 from megatron_het.plan import Plan
+from megatron_het.plan.patterns import WHOLE_SEQUENCES
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.documents import Lengths, drawn
@@ -41,7 +42,7 @@ class SlimPipe(Schedule):
         Slices that do not divide the sequence differ by as many tokens as ranks share.
         """
         model, cluster, slices = estimator.model, estimator.cluster, candidate.slices
-        if slices < len(candidate.stages):
+        if slices < len(candidate.stages) or any(kind in WHOLE_SEQUENCES for kind, _ in model.kinds):
             return False
         tps = {g.tp for s in candidate.stages for g in s.groups} if model.sequence_parallel else ()
         unit = lcm(*tps)
@@ -169,9 +170,9 @@ def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size:
 def _keys_per_token(estimator: OperatingPoints, candidate: Candidate) -> float:
     """Keys that a query attends to in the time that the rest of a layer takes, in the mean of all replicas."""
     model, rest, attention = estimator.model, 0.0, 0.0
-    for stage in candidate.stages:
+    for s, stage in enumerate(candidate.stages):
         for g in stage.groups:
-            u = estimator.unit_of(candidate, g)
+            u = estimator.unit_of(candidate, g, s)
             assert u is not None
             own = u.attention_f + u.attention_b
             rest += g.count * (u.layer_f + u.layer_b - own)

@@ -1,0 +1,146 @@
+"""What cuts inside of layers gain over whole layers: three mixed clusters, simulated, and two cores of this machine.
+
+The section ``hybrid`` of ``benchmarks.planner``.  Every model is planned twice: as a GPTModel, whose stages have whole
+layers, and as the equal hybrid model, whose stages begin at attention or at what follows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks.planner_cases import with_catalog, zorse_cluster
+from benchmarks.planner_gloo import CASES, measure
+from megatron_het.plan.patterns import ATTENTION, EXPERTS, MLP
+from tools.planner.costs.candidate import Candidate, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
+from tools.planner.report.tables import describe
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Goal, Progress
+from tools.planner.simulate.simulation import block_s
+
+ROUNDS = 3
+SEARCH_S = 30.0
+"""CPU seconds of a search."""
+_COMMON: dict[str, Any] = {"global_batch_size": 64, "distributed_optimizer": True}
+LLAMA_70B = Model(
+    name="Llama 70B",
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_attention_heads=64,
+    num_query_groups=8,
+    vocab_size=128256,
+    seq_length=8192,
+    **_COMMON,
+)
+MIXTRAL_8X7B = Model(
+    name="Mixtral 8x7B",
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=32000,
+    seq_length=4096,
+    experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
+    **_COMMON,
+)
+LLAMA_13B = Model(
+    name="Llama 13B",
+    num_layers=40,
+    hidden_size=5120,
+    ffn_hidden_size=13824,
+    num_attention_heads=40,
+    vocab_size=32000,
+    seq_length=1024,
+    **_COMMON,
+)
+
+
+def _nodes(gpu: str, count: int, network_gbit_per_s: float) -> NodeGroup:
+    return NodeGroup(gpu=gpu, count=count, gpus_per_node=8, network_bytes_per_s=network_gbit_per_s / 8 * 1e9)
+
+
+def clusters() -> dict[str, tuple[Cluster, Model]]:
+    """Mixed clusters and their models."""
+    return {
+        "16 H100, 16 A100-80: Llama 70B": (
+            Cluster(nodes=(_nodes("H100-SXM", 2, 400), _nodes("A100-80", 2, 400))),
+            LLAMA_70B,
+        ),
+        "8 H100, 16 A100-40: Mixtral 8x7B": (
+            Cluster(nodes=(_nodes("H100-SXM", 1, 400), _nodes("A100-40", 2, 400))),
+            MIXTRAL_8X7B,
+        ),
+        "Zorse's cluster B: Llama 13B": (zorse_cluster("B")[0], LLAMA_13B),
+    }
+
+
+def hybrid_twin(model: Model) -> Model:
+    """The hybrid model that is equal to a GPTModel of equal layers."""
+    layer = ATTENTION + (MLP if model.experts is None else EXPERTS)
+    values = {name: getattr(model, name) for name in Model.model_fields}
+    values |= {"name": f"{model.name}, hybrid", "pattern": layer * model.num_layers, "num_layers": 2 * model.num_layers}
+    return Model(**values)
+
+
+def in_whole_layers(candidate: Candidate) -> Candidate:
+    """A candidate of a GPTModel for its twin."""
+    return candidate.with_(stages=tuple(Stage(2 * stage.layers, stage.groups) for stage in candidate.stages))
+
+
+def _simulated_s(estimator: Estimator, candidate: Candidate) -> float:
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return block_s(estimator, candidate, estimate)
+
+
+def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
+    """The best plans of whole layers and of parts of them."""
+    whole = search("auto", with_catalog(cluster, model), Goal(), Progress(SEARCH_S), robust=False)
+    estimator = with_catalog(cluster, hybrid_twin(model))
+    parts = search("auto", estimator, Goal(), Progress(SEARCH_S), robust=False)
+    assert whole.best is not None and parts.best is not None
+    # Plans of whole layers are plans of the twin too.
+    twins = [in_whole_layers(whole.best.candidate), parts.best.candidate]
+    inside_s, best = min((_simulated_s(estimator, twin), i) for i, twin in enumerate(twins))
+    found: dict[str, Any] = {
+        "case": name,
+        "whole_layers_s": whole.best.iteration_s,
+        "inside_layers_s": inside_s,
+        "gain": whole.best.iteration_s / inside_s - 1,
+        "whole_plan": describe(estimator, twins[0]),
+        "plan": describe(estimator, twins[best]),
+        "cpu_s": whole.cpu_s + parts.cpu_s,
+    }
+    print(
+        f"  {name}: {whole.best.iteration_s:.4f} s, {inside_s:.4f} s, gain {100 * found['gain']:.1f} %",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found
+
+
+def two_cores(rounds: int = ROUNDS) -> dict[str, Any]:
+    """The same on two cores: measured and predicted gain of the best plan over the best of whole layers."""
+    case = CASES["hybrid"]
+    found = measure(case, rounds)
+    rows = [
+        row | {"whole": all(stage.layers % 2 == 0 for stage in plan.stages)}
+        for plan, row in zip(case.plans, found["runs"], strict=True)
+    ]
+    gains: dict[str, Any] = {}
+    for name in ("predicted_s", "measured_s"):
+        whole, inside = (min(row[name] for row in rows if row["whole"] is is_whole) for is_whole in (True, False))
+        gains[f"gain_{name.removesuffix('_s')}"] = whole / inside - 1
+    return gains | {"time_error": found["time_error"], "runs": rows}
+
+
+def hybrid() -> dict[str, Any]:
+    """All of it."""
+    rows = [simulated(name, cluster, model) for name, (cluster, model) in clusters().items()]
+    return {"cases": rows, "two_cores": two_cores()}

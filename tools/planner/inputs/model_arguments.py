@@ -1,0 +1,186 @@
+"""Models from the arguments in a Megatron checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_het import safe_io as untrusted
+from megatron_het.plan.patterns import GATED_DELTA_NET, MAMBA, without_chunks
+from megatron_het.safe_io.reading import Inert, read_pickled
+
+from ..errors import PlannerError, from_file_error
+from .model_parts import MODEL_FLAGS, FlagValue, are_first, pattern_text
+
+Config = Mapping[str, Any]
+
+
+def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """The arguments of the run that wrote a Megatron checkpoint, and the file that holds them.
+
+    Args:
+        path: The folder of all checkpoints, of one iteration, or the file ``common.pt``.
+
+    Raises:
+        PlannerError: No checkpoint in the folder, or one without arguments.
+    """
+    given = Path(path)
+    file = given if given.suffix == ".pt" else _common_file(given)
+    try:
+        value = read_pickled(file)
+    except untrusted.FileError as error:
+        raise from_file_error(error) from None
+    found = value.get("args") if isinstance(value, dict) else None
+    if not isinstance(found, Inert) or not found.state:
+        raise PlannerError(str(file), "args", None, "this checkpoint does not hold the arguments of its run")
+    return {str(name): plain for name, plain in found.state.items()}, str(file)
+
+
+def _common_file(folder: Path) -> Path:
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if tracker.is_file():
+        try:
+            word = untrusted.read_text(tracker, 100).strip()
+        except untrusted.FileError as error:
+            raise from_file_error(error) from None
+        if word != "release" and not (word.isascii() and word.isdigit()):
+            raise PlannerError(str(tracker), "(file)", word[:50], "expected the number of an iteration, or 'release'")
+        folder /= word if word == "release" else f"iter_{int(word):07}"
+    if not (folder / "common.pt").is_file():
+        raise PlannerError(
+            str(folder),
+            "(folder)",
+            None,
+            "neither a Megatron checkpoint (common.pt) nor a Hugging Face model (config.json)",
+            "Name a folder that --save wrote with --ckpt-format torch_dist, or a model file",
+        )
+    return folder / "common.pt"
+
+
+def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Our model document from the arguments of a Megatron run."""
+
+    def number(name: str, default: int | None = None) -> Any:
+        value = arguments.get(name)
+        return default if value is None else value
+
+    def switched(name: str) -> bool:
+        return arguments.get(name) is True
+
+    document: dict[str, Any] = {
+        "name": Path(file).resolve().parent.name or "checkpoint",
+        "num_query_groups": number("num_query_groups") if switched("group_query_attention") else None,
+        "vocab_size": number("padded_vocab_size", number("vocab_size")),
+        "precision": "bf16" if switched("bf16") else "fp16" if switched("fp16") else "fp32",
+        "gated": switched("swiglu"),
+        "biases": switched("add_bias_linear"),
+        "tied_embeddings": not switched("untie_embeddings_and_output_weights"),
+        "distributed_optimizer": switched("use_distributed_optimizer"),
+        # Megatron clears it where TP is 1, and with experts TP needs it.
+        "sequence_parallel": switched("sequence_parallel") or bool(arguments.get("num_experts")),
+    }
+    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"):
+        document[name] = number(name)
+    document["global_batch_size"] = number("global_batch_size")
+    document["mtp_num_layers"] = number("mtp_num_layers", 0)
+    if arguments.get("position_embedding_type") == "learned_absolute":
+        document["learned_positions"] = number("max_position_embeddings")
+    document |= _parts(arguments, number, document) | _hybrid(arguments, number)
+    document["flags"] = _flags(arguments, document) or None
+    return {key: value for key, value in document.items() if value is not None}
+
+
+def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValue]:
+    """Flags of the model that differ from Megatron's defaults, and those whose value a document implies otherwise."""
+    found: dict[str, FlagValue] = {}
+    for name, (argument, default) in MODEL_FLAGS.items():
+        value = arguments.get(argument, default)
+        if isinstance(value, list | tuple):
+            numbers = all(isinstance(item, int) for item in value)
+            value = pattern_text(value) if value and numbers else value[0] if len(value) == 1 else None
+        if name == "no-yarn-correction-range-round-to-int":
+            value = False if value is False else None
+            found |= {} if value is None else {name: True}
+            continue
+        if value is None or value == default or not isinstance(value, bool | int | float | str):
+            continue
+        found[name] = True if isinstance(default, bool) or name.startswith("no-yarn") else value
+    found["normalization"] = str(arguments.get("normalization") or "LayerNorm")
+    for name in ("attention-dropout", "hidden-dropout"):  # emit's default is 0, Megatron's is not
+        value = arguments.get(MODEL_FLAGS[name][0], 0)
+        found.pop(name, None)
+        if isinstance(value, int | float) and value:
+            found[name] = float(value)
+    if document.get("learned_positions") or found.get("position-embedding-type") == "rope":
+        found.pop("position-embedding-type", None)
+    dense = document.get("experts", {})
+    if not dense.get("dense_layers") or dense.get("dense_first"):
+        found.pop("moe-layer-freq", None)
+    if isinstance(found.get("window-attn-skip-freq"), int):
+        found.pop("window-attn-skip-freq")  # windowed_layers says it
+    return found
+
+
+def _hybrid(arguments: Mapping[str, Any], number: Callable[..., Any]) -> dict[str, Any]:
+    """Layers of several kinds."""
+    pattern = arguments.get("hybrid_layer_pattern")
+    if not isinstance(pattern, str):
+        return {}
+    found: dict[str, Any] = {"pattern": without_chunks(pattern)}
+    if MAMBA in pattern:
+        size = number("mamba_head_dim", 64)
+        heads = number("mamba_num_heads") or 2 * number("hidden_size") // size
+        found["mamba"] = {
+            "heads": heads,
+            "head_size": size,
+            "groups": number("mamba_num_groups", 8),
+            "state_size": number("mamba_state_dim", 128),
+        }
+    if GATED_DELTA_NET in pattern:
+        found["delta_net"] = {
+            "key_heads": number("linear_num_key_heads", 16),
+            "value_heads": number("linear_num_value_heads", 32),
+            "key_size": number("linear_key_head_dim", 128),
+            "value_size": number("linear_value_head_dim", 128),
+        }
+    return found
+
+
+def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: Config) -> dict[str, Any]:
+    """Experts, latent attention and wide heads."""
+    found: dict[str, Any] = {}
+    width, heads = arguments.get("kv_channels"), document["num_attention_heads"]
+    latent = arguments.get("multi_latent_attention") is True
+    if isinstance(width, int) and isinstance(heads, int) and not latent and width * heads != document["hidden_size"]:
+        found["head_size"] = width
+    if arguments.get("num_experts"):
+        pattern = arguments.get("moe_layer_freq")
+        if isinstance(pattern, int) and isinstance(document["num_layers"], int) and pattern > 0:
+            pattern = [int(layer % pattern == 0) for layer in range(min(document["num_layers"], 10_000))]
+        dense = [i for i, sparse in enumerate(pattern) if not sparse] if isinstance(pattern, list) else []
+        found["experts"] = {
+            "count": arguments["num_experts"],
+            "top_k": number("moe_router_topk", 2),
+            "ffn_hidden_size": number("moe_ffn_hidden_size", document["ffn_hidden_size"]),
+            "shared_ffn_hidden_size": number("moe_shared_expert_intermediate_size", 0),
+            "dense_layers": len(dense),
+            "dense_first": are_first(dense),
+        }
+    window, period = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if isinstance(window, list | tuple) and window:
+        found["attention_window"] = window[0] + 1
+        if isinstance(period, list) and period:
+            found["windowed_layers"] = sum(map(bool, period)) / len(period)
+        else:
+            found["windowed_layers"] = 1 - 1 / period if period else 1.0
+    if latent:
+        found["latent"] = {
+            "query_rank": number("q_lora_rank", 0),
+            "key_value_rank": number("kv_lora_rank"),
+            "nope_size": number("qk_head_dim"),
+            "rope_size": number("qk_pos_emb_head_dim"),
+            "value_size": number("v_head_dim"),
+        }
+    return found
