@@ -1,6 +1,7 @@
 """``--limit-s`` counts from the start of the command, not from that of the search."""
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from benchmarks.planner_pools import random_pool
 from tools.planner.__main__ import main
 from tools.planner.cli import commands
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.report.tables import MOST_ROWS, summary_tables
-from tools.planner.search import limit, thorough
+from tools.planner.search import finish, limit, methods, thorough
 from tools.planner.search.auto import search_auto
 from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
 from tools.planner.search.outcome import Goal, Outcome, Progress
@@ -89,6 +92,42 @@ def test_the_error_names_the_option_as_it_was_given() -> None:
         while True:
             time.process_time()
     assert "from the start of the command" in str(caught.value)
+
+
+@pytest.fixture
+def small() -> Any:
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1),))
+    return with_catalog(cluster, Model(**MODEL))  # type: ignore[arg-type]
+
+
+def ring(*_: Any) -> None:
+    signal.raise_signal(signal.SIGPROF)
+
+
+def test_what_was_found_stands_whenever_the_time_is_over(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of the search and its return, and after that."""
+    monkeypatch.setattr(methods, "choose", ring)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", small, Goal(), progress)
+        ring()
+    assert outcome.best is not None and outcome.interrupted
+
+
+def test_a_search_that_is_stopped_while_it_finishes_has_its_plans(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told once, and has had a quarter of its time more."""
+    confirm = finish.confirm
+
+    def stopped(*given: Any) -> Any:
+        ring()
+        ring()
+        return confirm(*given)
+
+    monkeypatch.setattr(finish, "confirm", stopped)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", small, Goal(), progress)
+    assert outcome.best is not None and outcome.interrupted
 
 
 def test_large_clusters_leave_time_to_write_the_plan(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What a candidate costs: time, memory, traffic and money of layers, stages and plans."""
+"""Prices candidates: time, memory, traffic and money of layers, stages and plans."""

@@ -163,7 +163,7 @@ def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[
 
 
 def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
-    """The same of one of the equal pipelines."""
+    """Routes the microbatches of one of the equal pipelines."""
     seconds = [
         [_unit_time(estimator, candidate, s, g) for g in stage.groups for _ in range(g.count)]
         for s, stage in enumerate(candidate.block().stages)
@@ -210,7 +210,7 @@ def build_plan(
         for g in groups
     )
     for s, routes in enumerate(all_routes):
-        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
+        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, rank=len(per_rank))
         stages.append(stage)
         per_rank += predicted
     parameters = _parameters(estimator, candidate, estimate, all_routes)
@@ -276,7 +276,9 @@ def _stage(
         for mine in islice(waiting, g.count):
             ranks = tuple(range(rank, rank + g.tp * candidate.cp))
             rank += len(ranks)
-            replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
+            replicas.append(
+                Replica(ranks, tuple(mine), node.gpu, speed, zone, cp=candidate.cp, state_share=share, ep=ep)
+            )
             per_rank += [RankPrediction(r, len(mine) * time_s, *figures) for r in ranks]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
 
@@ -352,10 +354,10 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         training.micro_batch_size,
         training.recompute,
         plan.schedule.name,
-        plan.most_chunks,
-        int(_number(parameters, "slices", 1, file, least=1)),
-        int(zero),
-        bool(parameters.get("offload", False)),
+        chunks=plan.most_chunks,
+        slices=int(_number(parameters, "slices", 1, file, least=1)),
+        zero_stage=int(zero),
+        offload=bool(parameters.get("offload", False)),
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
         depths=_depths(parameters, len(plan.stages), file),

@@ -1,4 +1,4 @@
-"""What the search varies: a plan without rank numbers."""
+"""Defines what the search varies: a plan without rank numbers."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class Candidate:
         return self.chunk_counts[s] if self.chunk_counts else self.chunks
 
     def as_of(self, s: int) -> Candidate:
-        """The same for what only looks at one stage: its number of chunks is that of all."""
+        """Returns the candidate for what only looks at one stage: its number of chunks is that of all."""
         return replace(self, chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
     def in_pools(self, pools: Sequence[int]) -> Candidate:
-        """The same where the pools have other numbers: ``pools[p]`` in place of ``p``."""
+        """Renumbers the pools: ``pools[p]`` in place of ``p``."""
         stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
         groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
         sizes = tuple(self.sizes[i] for i in sorted(range(len(groups)), key=lambda i: groups[i]))

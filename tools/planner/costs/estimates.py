@@ -1,4 +1,4 @@
-"""What the closed form says of a candidate, and of its stages and groups: plain figures."""
+"""Holds the closed form's figures of a candidate, its stages and its groups."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Unit:
         return seconds + last * self.head_f if last else seconds
 
     def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
-        """The same of the backward."""
+        """Backward of one microbatch through a stage (or its layers, on average)."""
         seconds = layers * self.layer_b + chunks * self.pass_b
         if first:
             seconds += first * self.embedding_b

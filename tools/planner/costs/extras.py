@@ -1,4 +1,4 @@
-"""What a plan may have besides its schedule: a split vocabulary, the context exchange, activations in main memory.
+"""Extras of a plan besides its schedule: a split vocabulary, the context exchange, activations in main memory.
 
 Candidates say it in ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the schedule.
 """

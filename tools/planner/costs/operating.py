@@ -71,7 +71,7 @@ class Network:
         return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
 
     def _around(self, pools: tuple[int, ...]) -> dict[int, tuple[float, float, float, bool]]:
-        """Of each of some pools, the worst of its connections to all of them.
+        """Finds the worst connection of each of some pools to all of them.
 
         Latency, rate of the nodes, rate of one stream, and whether rates between any two of them are measured.
         """
@@ -244,7 +244,7 @@ class OperatingPoints:
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices)
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices)
         kinds = ((kind, 1),) if kind else ()
         if (
             tp > node.gpus_per_node
@@ -265,27 +265,27 @@ class OperatingPoints:
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
         reserved += self.runtime.framework_bytes
         return Unit(
-            layer.forward_s,
-            layer.backward_s,
-            first.forward_s,
-            first.backward_s,
-            last.forward_s,
-            last.backward_s,
-            layer.parameters,
-            first.parameters,
-            last.parameters,
-            layer.activation_bytes,
-            first.activation_bytes,
-            last.activation_bytes,
-            layer.workspace_bytes,
-            last.workspace_bytes,
-            gpu.memory_bytes,
-            reserved,
-            self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),
-            layer.attention_forward_s,
-            layer.attention_backward_s,
-            layer.fixed_forward_s,
-            layer.fixed_backward_s,
+            layer_f=layer.forward_s,
+            layer_b=layer.backward_s,
+            embedding_f=first.forward_s,
+            embedding_b=first.backward_s,
+            head_f=last.forward_s,
+            head_b=last.backward_s,
+            layer_parameters=layer.parameters,
+            embedding_parameters=first.parameters,
+            head_parameters=last.parameters,
+            layer_bytes=layer.activation_bytes,
+            embedding_bytes=first.activation_bytes,
+            head_bytes=last.activation_bytes,
+            workspace_bytes=layer.workspace_bytes,
+            head_workspace_bytes=last.workspace_bytes,
+            capacity_bytes=gpu.memory_bytes,
+            reserved_bytes=reserved,
+            sliced_share=self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),
+            attention_f=layer.attention_forward_s,
+            attention_b=layer.attention_backward_s,
+            pass_f=layer.fixed_forward_s,
+            pass_b=layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group, stage: int | None = None) -> Unit | None:
@@ -302,7 +302,9 @@ class OperatingPoints:
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+        return self.unit(
+            group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp=expert_tp, slices=c.slices
+        )
 
     def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
         """The mean of the layers of some chunks, by their kinds."""
@@ -318,11 +320,13 @@ class OperatingPoints:
         return None if mean_unit is None else unit_of_kinds(mean_unit, tuple(kinds))
 
     def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
-        """The same without CP and EP."""
+        """Figures of a group's replicas without CP and EP."""
         c = candidate
         if c.slices == 1:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, group.tp, c.slices)
+        return self.unit(
+            group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, expert_tp=group.tp, slices=c.slices
+        )
 
     @property
     def boundary_bytes_per_sequence(self) -> float:
@@ -334,7 +338,7 @@ class OperatingPoints:
         return self.ways_s([s.groups for s in candidate.stages], candidate.micro_batch_size, candidate.cp)
 
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
-        """The same for the groups of each stage."""
+        """Seconds of one transfer over each boundary between the groups of these stages."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
         known = self.known_ways.get(size)
         if known is None:
@@ -345,7 +349,7 @@ class OperatingPoints:
         return out
 
     def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
-        """The same of the boundary after stage ``i``."""
+        """Seconds of one transfer over the boundary after stage ``i``."""
         a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])
         local: bool | None = None
         if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?

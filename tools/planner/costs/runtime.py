@@ -1,4 +1,4 @@
-"""What the training software does with hardware and memory: the constants that are not the model's or the GPU's."""
+"""Constants of the training software: what it does with hardware and memory that are not the model's or the GPU's."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
 
 
 def searching_s(options: argparse.Namespace, gpus: int) -> float:
-    """The same for the search of ``plan``: a third of it at least, less what putting the plan together takes.
+    """CPU seconds left for the search of ``plan``: a third at least, less what putting the plan together takes.
 
     Args:
         gpus: Of the cluster.
@@ -100,6 +100,8 @@ def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None
 
     def interrupt(*_: object) -> None:
         nonlocal fired
+        if progress.is_over:
+            return
         fired += 1
         if not progress.finishing or fired > 1:
             raise KeyboardInterrupt

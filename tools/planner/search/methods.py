@@ -121,13 +121,15 @@ WORTH = 0.01
 """A change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken."""
 LONG = 32768
 """Sequences from which on context parallelism, the exchange and offload are tried."""
-TRIED = 3
-"""Plans of different kinds that are changed."""
+TRIED = 1, 2
+"""Plans of a schedule that are changed, and of 1F1B."""
+MOST_REGULAR = 3
+"""Regular plans that are changed, for long sequences."""
 MOST_STEPS = 12
 """Changes of one plan, one after the other."""
-MOST_OPERATIONS = 12_000
-"""Compute operations of the simulations of all changes, but for long sequences, where plans differ by more."""
-MOST_OPERATIONS_LONG = 240_000
+MOST_OPERATIONS = 4_000
+"""Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
+MOST_OPERATIONS_LONG = 80_000
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of activations in main memory."""
 SIZES = (2, 4, 8, 16)
@@ -142,7 +144,6 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     if outcome.interrupted or progress.spent:
         return
     is_long = estimator.model.seq_length >= LONG
-    left = MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS
     starts = _starts(outcome, goal)
     if not starts and outcome.nearest is not None:
         first = _fitting(estimator, goal, outcome.nearest[0])
@@ -151,14 +152,11 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     better: list[Found] = []
     progress.text = "choices"
     if is_long:
-        for candidate, estimate in regular_pipelines(estimator, goal, TRIED):
+        for candidate, estimate in regular_pipelines(estimator, goal, MOST_REGULAR):
             regular = _simulated(estimator, candidate, estimate)
             starts += [] if regular is None else [regular]
-    starts.sort(key=lambda f: f.value(goal))
-    for i, start in enumerate(starts):
-        share = left // (len(starts) - i)
-        found, rest = _climb(estimator, goal, progress, start, share)
-        left += rest - share
+    for start in sorted(starts, key=lambda f: f.value(goal)):
+        found = _climb(estimator, goal, progress, start, MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS)
         if found not in outcome.found:
             better.append(found)
     if better or (starts and outcome.best is None):
@@ -167,22 +165,28 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
 
 
 def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
-    """The best plans of different schedules and numbers of stages."""
-    best: dict[object, Found] = {}
+    """The best plan of every schedule, and of another number of stages under 1F1B."""
+    best: dict[tuple[str, int], Found] = {}
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
-        best.setdefault((found.candidate.schedule, len(found.candidate.stages)), found)
-    return list(best.values())[:TRIED]
+        schedule = found.candidate.schedule
+        if sum(key[0] == schedule for key in best) < TRIED[schedule == PLAIN.name]:
+            best.setdefault((schedule, len(found.candidate.stages)), found)
+    return list(best.values())
 
 
-def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> tuple[Found, int]:
-    """The plan with all changes that pay, and the operations that are left to simulate."""
+def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> Found:
+    """The plan with all changes that pay.
+
+    Args:
+        left: Operations that may be simulated.
+    """
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
         best = current
         for candidate, estimate in _promising(estimator, goal, current, tried):
             left -= _work(estimator, candidate)
             if left < 0 or progress.spent:
-                return best, left
+                return best
             tried.add(candidate)
             found = _simulated(estimator, candidate, estimate)
             if found is not None and found.value(goal) < best.value(goal):
@@ -192,7 +196,7 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
         if best.value(goal) > current.value(goal) * (1 - WORTH):
             break
         current = best
-    return current, left
+    return current
 
 
 def _work(estimator: Estimator, candidate: Candidate) -> int:
@@ -366,14 +370,22 @@ def search(
         robust: Of plans that are about as fast, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
-    # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
-    bound = Bounds(estimator, goal).value(all_gpus(estimator))
-    outcome = _search(method, estimator, goal, progress)
+    outcome, bound = Outcome(method), 0.0
+    try:
+        # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
+        bound = Bounds(estimator, goal).value(all_gpus(estimator))
+        outcome = _search(method, estimator, goal, progress)
+        if method == "auto":
+            choose(estimator, goal, progress, outcome)
+            prefer_plain(estimator, goal, outcome)
+            if robust:
+                prefer_steady(estimator, goal, outcome)
+        progress.is_over = True
+    except KeyboardInterrupt:
+        progress.is_over = outcome.interrupted = True
+    if outcome.interrupted and not outcome.found:
+        outcome.found = sorted(progress.kept, key=lambda found: found.value(goal))
     if method == "auto":
-        choose(estimator, goal, progress, outcome)
-        prefer_plain(estimator, goal, outcome)
-        if robust:
-            prefer_steady(estimator, goal, outcome)
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
     return outcome

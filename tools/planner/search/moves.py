@@ -56,7 +56,7 @@ def neighbours(
     spare = dict(enumerate(limits))
     for pool, used in candidate.gpus().items():
         spare[pool] -= used
-    for changed in chain(
+    changes = (
         _resized(stages, spare, bottleneck),
         _moved(stages, bottleneck),
         _retyped(estimator, stages),
@@ -66,7 +66,8 @@ def neighbours(
         _respread(estimator, stages, limits) if spread else (),
         _equalised(stages, spare),
         _without(stages),
-    ):
+    )
+    for changed in chain.from_iterable(changes):
         closed = _close(changed, stages, groups)
         if closed is not None:
             yield closed, candidate
@@ -94,7 +95,7 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """The same stages under other schedules."""
+    """Puts the stages under other schedules."""
     plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
     for schedule in goal.allowed:
         yield from schedule.variants(estimator, plain)
@@ -148,7 +149,7 @@ def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator
 
 
 def _equalised(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
-    """The same number of replicas everywhere: in all stages, and in the stages of each pool."""
+    """Gives stages equal numbers of replicas: in all stages, and in the stages of each pool."""
     widths = [sum(s.values()) for s in stages]
     if len(stages) < 2 or any(len([n for n in s.values() if n]) != 1 for s in stages):
         return
@@ -218,7 +219,7 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
 
 
 def _respread(estimator: Estimator, stages: Stages, limits: Limits) -> Iterator[Stages]:
-    """As many stages of equal width, or one more or less, in place of those that are of one pool alone."""
+    """Makes as many stages of equal width, or one more or less, in place of those that are of one pool alone."""
     own: dict[int, list[int]] = {}
     for i, stage in enumerate(stages):
         pools = {pool for pool, _ in stage}

@@ -89,7 +89,7 @@ def _overlaps(estimator: Estimator) -> bool:
 
 
 def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
-    """Of plans that are about as fast as the best, put the one first that takes least where transfers block.
+    """Puts the plan first, of those about as fast as the best, that takes least where transfers block.
 
     It must gain more there than it loses where they do not.  Under a goal of cost the cheapest plan stays.
     """

@@ -89,7 +89,7 @@ def _before(size: int) -> int:
 
 
 def _fitting(estimator: Estimator, candidate: Candidate, size: int, wanted: list[int]) -> list[int]:
-    """Of the wanted groups, those with figures and memory for a pass of this size."""
+    """Filters the wanted groups: those with figures and memory for a pass of this size."""
     stage, found = candidate.stages[0], []
     for i in wanted:
         one = tuple(((size if j == i else 1,),) * g.count for j, g in enumerate(stage.groups))
@@ -213,6 +213,6 @@ def search_poplar(
     if not book.good:
         for candidate in plain:
             book.try_candidate(candidate)
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound_s)
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound=bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome

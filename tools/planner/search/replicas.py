@@ -59,7 +59,7 @@ class Scope:
 
     @classmethod
     def of_searched_parts(cls, model: Model) -> Scope:
-        """What the search tries on a part of a cluster: equal microbatches, neither context nor expert parallelism."""
+        """Scope of a search of a part of a cluster: equal microbatches, neither context nor expert parallelism."""
         return cls(model.batch_sizes)
 
 
@@ -214,7 +214,7 @@ class Replicas:
         pool, tp, ep = kind
         if cp == ep == 1:
             return self.estimator.unit(pool, tp, batch, recompute)
-        return self.estimator.unit(pool, tp, batch, recompute, cp, ep, tp // ep)
+        return self.estimator.unit(pool, tp, batch, recompute, cp, ep, expert_tp=tp // ep)
 
     # -- times -------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Replicas:
 
 
 def _least_attention(model: Model) -> float:
-    """Of the first sequences of documents, however many, over the mean of all."""
+    """Attention of the first sequences of documents, however many, over the mean of all."""
     if model.document_lengths is None:
         return 1.0
     shares = shares_left(model.document_lengths, model.seq_length, model.attention_window, model.windowed_layers)

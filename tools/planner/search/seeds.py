@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN
 from ..search.book import Book, Groups
 from ..search.pools import Limits
 from .outcome import Goal
@@ -181,7 +182,7 @@ class _Cut:
 
 
 def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, mixed: bool) -> list[dict[int, int]]:
-    """The same TP level everywhere (as far as nodes and figures allow), and what stages of some depth need.
+    """Lists TP sizes: the same level everywhere (as far as nodes and figures allow), and by depth of stages.
 
     Args:
         mixed: A pool of little memory may get a larger TP size than the others.
@@ -279,7 +280,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
                     if book.goal.objective == "cost":
                         guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
-                    if guess < book.to_beat and work_s <= slowest_s and guess <= book.simulated:
+                    if guess < book.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= book.simulated:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
     for _, _, chosen, point in nsmallest(count, found):

@@ -167,7 +167,7 @@ class Sketch:
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
         """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
         count, like = len(groups), point.like
-        inner = ends_at(like, 1, count) if like.rows else _NO_ENDS
+        inner = ends_at(like, 0, count) if like.rows else _NO_ENDS
         met = point.known.get(inner) or point.known.setdefault(inner, {})
         found: list[Any] = [*map(met.get, groups)]
         for s in range(count) if like.rows and len(like.rows) == count else () if like.rows else {0, count - 1}:
@@ -223,7 +223,7 @@ class Sketch:
         stage = self.stages[key]
         if stage is None:
             return None
-        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, 0.0)
+        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, slack=0.0)
         unit = self.estimator.unit_of(like, groups[0])
         return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
 

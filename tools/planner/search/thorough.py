@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, combinations, product
 from math import inf
 
@@ -94,7 +95,7 @@ class _Tree:
                 continue
             rest = tuple(n - u for n, u in zip(left, use))
             cost = price + sum(self.estimator.price[p] * u for p, u in enumerate(use))
-            self._layers(stages, groups, units, rest, layers, before, cost)
+            self._layers(stages, groups, units, rest, layers, before, price=cost)
 
     def _layers(
         self,
@@ -120,6 +121,7 @@ class _Tree:
                 return
             here = [*stages, Stage(n, groups)]
             if last:
+                self.nodes -= 1
                 self.book.try_slack(self.point.with_(stages=tuple(here)))
                 return
             if not rate_left:
@@ -210,6 +212,12 @@ class Ground:
         return whole <= (self.asked or effort_for(whole)).near_gpus
 
     @property
+    def is_small(self) -> bool:
+        """Whether it is so small that even what is left of it is searched as if there were nothing else."""
+        whole = sum(self.whole)
+        return whole <= (self.asked or effort_for(whole)).small_gpus
+
+    @property
     def has_many_pools(self) -> bool:
         """Whether it is large, of so many pools that not every choice of them is searched."""
         return not self.is_near and len(self.whole) > MOST_POOLS
@@ -231,7 +239,7 @@ def thorough(
     effort = effort or ground.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
     beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
-    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten, bound)
+    book = Book(merged.estimator, goal, progress, limits, ground.first, bound=beaten, simulated=bound)
     ground.first = ground.first or book
     outcome = Outcome("auto")
     try:
@@ -240,7 +248,7 @@ def thorough(
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits, gpus <= effort.near_gpus)
+            _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
@@ -252,7 +260,8 @@ def thorough(
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
     if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
-    finish(book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound)
+    place = partial(expand, merged, ground.estimator.cluster)
+    finish(book, outcome, ground.estimator, goal, effort, place, bound=bound)
     return outcome
 
 
@@ -276,7 +285,7 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
 
 
 def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
-    """The same on every part of the cluster that can hold a better plan than the best so far.
+    """Explores every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
     less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
@@ -308,9 +317,12 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
             if limits not in seen and not bounds.excludes(limits, known):
                 yield limits
 
+    better = []
     for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
         seen.add(limits)
+        before = book.best
         explore(book, smaller, limits)
+        better += [limits] if book.best < before else []
         left -= 1
         if not left:
             break
@@ -321,10 +333,10 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
     if len(whole) <= MOST_POOLS:
         further += nodes_left_out(book.estimator, whole, 2)
     for _ in range(MOST_LEFT_OUT):
-        better = [limits for limits in hopeful(further) if is_better(limits, brief)]
+        better += [limits for limits in hopeful(further) if is_better(limits, brief)]
         if not better:
             return
-        further = nodes_left_out(book.estimator, better[-1])
+        further, better = nodes_left_out(book.estimator, better[-1]), []
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
@@ -384,7 +396,7 @@ def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: 
     while spent < budget and not book.progress.out_of_time:
         step = current, hasty
         if step not in book.steps:
-            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget - spent)
+            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget=budget - spent)
             spent += tried
             if whole:
                 book.steps[step] = best
@@ -452,10 +464,9 @@ def _bottleneck(book: Book, candidate: Candidate) -> int:
 
 def _variants(book: Book, effort: Effort, limits: Limits) -> None:
     """Other schedules for the best stages, then again for what got better."""
-    starts = [c for c, _ in book.top(effort.beam)]
+    starts = [c for c, _ in book.top(effort.beam, PLAIN.name)]
     starts += [c for _, (_, c) in sorted(book.by_stages.items())[: 2 * effort.beam] if c not in starts]
-    if any(schedule.needs_equal_widths for schedule in book.goal.allowed):
-        starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
+    starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
     if not starts and book.nearest is not None:
         starts = [book.nearest[1]]
     for candidate in starts:
@@ -482,7 +493,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         if kind not in known:
             known[kind] = _even_variants(book, groups, like)
         for variant in known[kind]:
-            value = book.sketch.value(groups, variant, POLISHED * book.to_beat, book.simulated)
+            value = book.sketch.value(groups, variant, POLISHED * book.to_beat_under(variant.schedule), book.simulated)
             if value < inf:
                 mine = looked_at.setdefault((variant.schedule, bool(variant.rows)), [])
                 mine.append((value, len(mine), groups, variant))
@@ -518,7 +529,7 @@ def _cut_anew(book: Book, limits: Limits) -> None:
     """Stages of one kind cut anew, for the best 1F1B plan, as long as that makes it better."""
     for plan, _ in book.top(1, PLAIN.name):
         current, score = plan, book.try_candidate(plan)
-        while score < POLISHED * book.to_beat:
+        while score < POLISHED * book.to_beat_under(PLAIN.name):
             tried = [book.try_groups(groups, current) for groups in cut_anew(book.estimator, current, limits)]
             found, best = min(tried, key=lambda item: item[0], default=(inf, None))
             if best is None or found >= score * (1 - 1e-9):
@@ -533,13 +544,13 @@ def _polish(book: Book) -> None:
             for refined in schedule.refined(candidate):
                 book.try_groups(tuple(s.groups for s in candidate.stages), refined)
         for candidate, _ in book.top(2, schedule.name):
-            if book.try_candidate(candidate) < POLISHED * book.to_beat:
+            if book.try_candidate(candidate) < POLISHED * book.to_beat_under(schedule.name):
                 _swap_stages(book, candidate)
                 _shift_layers(book, candidate)
 
 
 def _swap_stages(book: Book, candidate: Candidate) -> None:
-    """The same stages with two of them in each other's place: the simulator tells apart what the closed form cannot."""
+    """Tries two stages in each other's place: the simulator tells apart what the closed form cannot."""
     groups = [s.groups for s in candidate.stages]
     for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
         if groups[i] != groups[j]:

@@ -69,7 +69,7 @@ class SlimPipe(Schedule):
         yield c.with_(exchange=not c.exchange)
 
     def most_pieces(self, estimator: OperatingPoints) -> int:
-        """As many slices as are worth their launches."""
+        """Tries as many slices as are worth their launches."""
         return max(1, estimator.model.seq_length // LEAST_TOKENS)
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
@@ -117,7 +117,7 @@ class SlimPipe(Schedule):
         return unit.sliced_share
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Of all slices: the last stage goes through all of them before the backward of the last one, which is first.
+        """Sums over all slices: the last stage passes all of them before the first backward, that of the last one.
 
         Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
         used up and all keys and values have gradients.
@@ -160,7 +160,7 @@ def _dividing(length: int, wanted: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
-    """Of one microbatch, which has ``size`` sequences from the ``at``-th on."""
+    """Cuts one microbatch, which has ``size`` sequences from the ``at``-th on."""
     if lengths is None:
         return cutting.parts(None, units)
     sequences = drawn(lengths, cutting.length)
