@@ -43,7 +43,7 @@ _MODULES = (
         "rich.table",
         "rich.console",
         "matplotlib.figure",
-        "megatron_het.launch.flags",
+        "megatron_het.arguments.flags",
         "megatron_het.lowering.programs",
     ),
     *(
@@ -122,7 +122,7 @@ def _doctor(words: list[str]) -> int:
 
 def _start(words: list[str]) -> int:
     """Returns what a training start does with the flags and the plan before Megatron is imported."""
-    from megatron_het.launch.flags import split_arguments
+    from megatron_het.arguments.flags import split_arguments
     from megatron_het.lowering.programs import build
     from megatron_het.plan import PlanError
 

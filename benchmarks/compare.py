@@ -137,20 +137,21 @@ def relative(values: Sequence[float], expected: Sequence[float], what: str) -> f
 def gathered(folder: Path, ranks: Sequence[int]) -> Arrays:
     """The full gradients of one replica, put together from the shards of its TP ranks."""
     shards = [dict(np.load(folder / f"gradients-{rank}.npz")) for rank in ranks]
-    dims: dict[str, list[int]] = {}
+    dims: dict[str, tuple[int, list[int]]] = {}
     for rank in ranks:
         dims.update(json.loads((folder / f"gradients-{rank}.json").read_text(encoding="utf-8")))
     full: Arrays = {}
-    for name, (dim, stride) in dims.items():
+    for name, (dim, sizes) in dims.items():
         # An expert is on some of the ranks, everything else on all of them.
         parts = [shard[name] for shard in shards if name in shard or ".experts." not in name]
         if dim < 0:
             if any(not np.array_equal(part, parts[0]) for part in parts):
                 raise ComparisonError(f"{name}: TP ranks {list(ranks)} hold different gradients")
             full[name] = parts[0]
-        else:  # a gated weight is [gate, up] in full and [gate_t, up_t] on TP rank t: stride 2
-            blocks = [np.split(part, stride, axis=dim) for part in parts]
-            full[name] = np.concatenate([b[i] for i in range(stride) for b in blocks], axis=dim)
+        else:  # a gated weight is [gate, up] in full and [gate_t, up_t] on TP rank t: two blocks
+            ends = np.cumsum(sizes)[:-1] * parts[0].shape[dim] // sum(sizes)
+            blocks = [np.split(part, ends, axis=dim) for part in parts]
+            full[name] = np.concatenate([b[i] for i in range(len(sizes)) for b in blocks], axis=dim)
     return full
 
 

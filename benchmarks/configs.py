@@ -17,8 +17,9 @@ from typing import Any
 from benchmarks.config_files import FILES, Config
 from benchmarks.machine import command_line, write_report
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.model_configs import from_config, tables
-from tools.planner.inputs.model_families import INSIDE, NOT_OF_THE_MODEL
+from tools.planner.inputs.model_configs import RULES, from_config
+from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MODEL
+from tools.planner.inputs.model_parts import FlagValue
 
 SEQ_LENGTH = 4096
 MOST = 1e-5
@@ -40,6 +41,11 @@ _WITHOUT_MEANING = {
     "attn_scale": "of a temperature that is off below a length",
     "floor_scale": "of a temperature that is off below a length",
     "attn_temperature_tuning": "off below a length",
+    "norm_eps": "another name of layer_norm_epsilon",
+    "rope_theta": "no rotary positions",
+    "partial_rotary_factor": "no rotary positions",
+    "full_attention_interval": "the layers are listed",
+    "n_shared_experts": "Nemotron's are one MLP",
     "rope_local_base_freq": "refused as it is",
     "num_key_value_heads": "latent attention has none",
     "intermediate_size": "no layer has an ordinary MLP",
@@ -112,6 +118,22 @@ def logits() -> dict[str, float]:
 
     with one_rank():
         return {name: logit_difference(name) for name in SMALL}
+
+
+def tables() -> str:
+    """The tables of fields and of families, in Markdown."""
+    lines = ["| fields of `config.json` | become |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.becomes} |" for rule in RULES]
+    lines += ["", "| `model_type` | models | always | not in Megatron |", "|---|---|---|---|"]
+    for kind, family in sorted(FAMILIES.items()):
+        always = ", ".join(f"`{_word(name, value)}`" for name, value in family.flags.items())
+        lost = "; ".join(dict.fromkeys(family.lost.values()))
+        lines.append(f"| `{kind}` | {family.title} | {always} | {lost} |")
+    return "\n".join(lines) + "\n"
+
+
+def _word(name: str, value: FlagValue) -> str:
+    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 def write_tables(path: Path) -> None:

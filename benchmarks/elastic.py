@@ -17,11 +17,6 @@ With ``--sizes`` only join, death and leave are made, at each hidden size, and c
 over that of the first size, as measured (``pause_grew_s``) and as assumed (``model_grew_s``).  Of three sizes or more
 the last one is predicted from those before (``predicted_s``, ``prediction_error``): ``line`` as ``replay --pauses``
 does, over state, and ``learned`` as the controller does, by the share of a change in which state moved.
-
-With ``--changes N`` a tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come
-back: ``grew`` says by which share memory, descriptors and threads of the controller, of an agent and of a worker that
-live from the start, and the bytes of the job's folder, are larger in the last quarter than in the second one (at most
-0.02); ``loss_difference`` is to an undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ import functools
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -39,7 +33,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -55,23 +48,24 @@ from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tools.planner.replay.policies import pauses_by_state
 
-_LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
-_LIMIT_S, _END_S, _SHORT = 600.0, 30.0, 16
-_ITERATIONS, _EACH, _MANY = 80, 200, 10_000
-"""Of a job; of a long run for each of its changes; of a job that is ended before it has done them all."""
+_HIDDEN, _SEQUENCE, _BATCH, SHORT = 128, 256, 12, 16
+_LIMIT_S, _END_S = 600.0, 30.0
+_TAIL_BYTES = 4096
+_ITERATIONS, _MANY = 80, 10_000
+"""Of a job, and of one that is ended before it has done them all."""
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
 
 
-def plan_of(replicas: int) -> Plan:
+def plan_of(replicas: int, layers: tuple[int, int] = (2, 3), batch: int = _BATCH) -> Plan:
     """Two stages; so many replicas of the second one, with a divided optimizer."""
-    routes = [tuple(range(q, _BATCH, replicas)) for q in range(replicas)]
+    routes = [tuple(range(q, batch, replicas)) for q in range(replicas)]
     second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
     return Plan(
-        ModelShape(_LAYERS, _HIDDEN, 8, 4, _SEQUENCE, 3 * _HIDDEN // 2),
-        TrainingShape(1, _BATCH, distributed_optimizer=True),
-        (Stage((2,), (Replica((0,), tuple(range(_BATCH))),)), Stage((3,), second)),
+        ModelShape(sum(layers), _HIDDEN, 8, 4, _SEQUENCE, 3 * _HIDDEN // 2),
+        TrainingShape(1, batch, distributed_optimizer=True),
+        (Stage(layers[:1], (Replica((0,), tuple(range(batch))),)), Stage(layers[1:], second)),
     )
 
 
@@ -82,6 +76,7 @@ def flags(iterations: int, out: Path, plan: Plan | None = None, device: Device =
     size = f"--hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}"
     size += f" --seq-length {model.seq_length} --max-position-embeddings {model.seq_length}"
     size += f" --global-batch-size {plan.training.global_batch_size}"
+    size += f" --micro-batch-size {plan.training.micro_batch_size}"
     common = [*common_flags(Weights(layers=model.num_layers), steps=iterations, device=device), *size.split()]
     return [*common, "--mock-data", "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
 
@@ -188,8 +183,14 @@ class ElasticJob:
         return code
 
     def has_reached(self, iteration: int) -> bool:
-        """Whether an iteration was logged; logs are rotated."""
-        return max((number for _, number in self.lines()), default=0) >= iteration
+        """Whether an iteration was logged lately; logs are rotated, and large."""
+        newest = 0
+        for log in (self.folder / "job").glob("node-*/worker-*/log.txt"):
+            with contextlib.suppress(OSError), log.open("rb") as text:  # it has just been rotated or dropped
+                text.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+                found = _LINE.findall(text.read().decode(errors="replace"))
+                newest = max([newest, *(int(number) for _, number in found)])
+        return newest >= iteration
 
     def notify(self, node: str) -> float:
         """SIGTERM to the agent; when it was sent."""
@@ -262,6 +263,7 @@ class ForkedJob(ElasticJob):
         copy_every: See ``het-run --help``.
         make: Plan by the replicas of its second stage.
         setup: Called first in every worker.
+        nodes: Workers of every node at the start.
     """
 
     def __init__(
@@ -271,9 +273,11 @@ class ForkedJob(ElasticJob):
         copy_every: str,
         make: Callable[[int], Plan] = plan_of,
         setup: Callable[[], None] = lambda: None,
+        *,
+        nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
     ) -> None:
         self._setup, self._others = setup, descendants(os.getpid())
-        super().__init__(folder, iterations, copy_every, make)
+        super().__init__(folder, iterations, copy_every, make, nodes=nodes)
 
     def _begin(self, name: str, words: list[str]) -> Any:
         return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())
@@ -450,7 +454,7 @@ def sized(hidden: int) -> Callable[[int], Plan]:
 
     def make(replicas: int) -> Plan:
         plan = plan_of(replicas)
-        model = replace(plan.model, hidden_size=hidden, ffn_hidden_size=3 * hidden // 2, seq_length=_SHORT)
+        model = replace(plan.model, hidden_size=hidden, ffn_hidden_size=3 * hidden // 2, seq_length=SHORT)
         return replace(plan, model=model)
 
     return make
@@ -490,60 +494,6 @@ def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
     }
 
 
-def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
-    """Memory, descriptors and threads of some processes, and bytes in a folder."""
-    found: dict[str, float] = {"disk_bytes": sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file())}
-    for name, number in processes.items():
-        where = Path(f"/proc/{number}")
-        found[f"{name} memory_bytes"] = 4096.0 * int((where / "statm").read_text(encoding="ascii").split()[1])
-        found[f"{name} descriptors"] = len(list((where / "fd").iterdir()))
-        found[f"{name} threads"] = len(list((where / "task").iterdir()))
-    return found
-
-
-def long_run(folder: Path, iterations: int, changes: int, seed: int) -> dict[str, Any]:
-    """See the module's text on ``--changes``."""
-    rng, made, samples = random.Random(seed), Counter[str](), list[dict[str, float]]()
-    with ForkedJob(folder / "long", iterations, "1", sized(64)) as job:
-        acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
-        job.until(functools.partial(job.has_logged, 4), "the first iterations")
-        steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
-        away = ""
-        for number in range(1, changes + 1):
-            at = number * iterations // (changes + 1)
-            job.until(functools.partial(job.has_reached, at), f"iteration {at}")
-            samples.append(used(steady, job.folder / "job"))
-            act, node = ("join", away) if away else (rng.choice(("death", "leave")), rng.choice("bc"))
-            acts[act](node)
-            job.until(functools.partial(job.has_opened, number), f"change {number}, {act} of {node} (--iterations)")
-            away = "" if act == "join" else node
-            made[act] += 1
-        samples.append(used(steady, job.folder / "job"))
-        job.end()
-        losses, generations = losses_of(folder / "long" / "report"), len(job.history())
-    with ForkedJob(folder / "undisturbed", iterations, "0", sized(64)) as job:
-        job.end()
-        expected = losses_of(folder / "undisturbed" / "report")
-    quarter = max(1, len(samples) // 4)
-    grew = {}
-    for key in samples[0]:
-        early, late = (
-            statistics.median(s[key] for s in part) for part in (samples[quarter : 2 * quarter], samples[-quarter:])
-        )
-        grew[key] = late / early - 1.0
-    both = losses.keys() & expected.keys()
-    return {
-        "iterations": iterations,
-        "seed": seed,
-        "changes": dict(made),
-        "generations": generations,
-        "grew": grew,
-        "samples": samples,
-        "losses_compared": len(both),
-        "loss_difference": max(abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in losses[i]),
-    }
-
-
 def with_and_without_restart(folder: Path, rounds: int, iterations: int) -> dict[str, Any]:
     """See the module's text."""
     changes, restarts, lost, losses = [], [], [], []
@@ -577,22 +527,16 @@ def main() -> None:
     """Command line."""
     parser = command_line("benchmarks.elastic", __doc__)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--iterations", type=int, help="of each job (default 80; with --changes 200 for each of them)")
-    parser.add_argument("--changes", type=int, default=0, metavar="N", help="only a long run with so many changes")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--iterations", type=int, default=_ITERATIONS, help=f"of each job (default {_ITERATIONS})")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="HIDDEN", help="only pauses, at these hidden sizes")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     with scratch("elastic-", options.keep) as folder:
-        if options.changes or options.sizes:
+        if options.sizes:
             prepare(folder)
-        if options.changes:
-            iterations = options.iterations or _EACH * (options.changes + 1)
-            document = long_run(folder, iterations, options.changes, options.seed)
-        elif options.sizes:
             document = {"sizes": pauses_by_size(folder, options.sizes)}
         else:
-            document = with_and_without_restart(folder, options.rounds, options.iterations or _ITERATIONS)
+            document = with_and_without_restart(folder, options.rounds, options.iterations)
     write_report(options.json, document)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def work() -> None:
     """The entry of a process: its settings are in the file that HET_JOB names, by rank."""
-    from megatron_het import pretrain_gpt
+    from megatron_het import gpt_training
     from megatron_het.elastic.worker import Setting, Worker
 
     rank = int(os.environ["RANK"])
@@ -33,7 +33,7 @@ def work() -> None:
         "same",
         identity=str(own["process"]),
     )
-    code = Worker(setting, sys.argv[1:], pretrain_gpt.main).run()
+    code = Worker(setting, sys.argv[1:], gpt_training.main).run()
     sys.stdout.flush()
     os._exit(code)
 

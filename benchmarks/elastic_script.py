@@ -19,7 +19,7 @@ def run() -> None:
     """The entry of every process: go through the steps of the script that HET_SCRIPT names."""
     import sys
 
-    from megatron_het import pretrain_gpt
+    from megatron_het import gpt_training
     from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
     from megatron_het.elastic.copies import Copies
     from megatron_het.elastic.generation import Generation
@@ -46,7 +46,7 @@ def run() -> None:
         if process in ranks:
             leaves = functools.partial(int.__eq__, step["until"]) if step["until"] else lambda _: False
             boundary = ElasticBoundary(generation, process, store, _WAIT_S, copies, leaves, vocabulary, datasets)
-            outcome = run_session(boundary, flags, own, pretrain_gpt.main)
+            outcome = run_session(boundary, flags, own, gpt_training.main)
             if outcome.how == "failed":
                 raise SystemExit(f"step {number} failed: {outcome.error}")
             left = _models_left()

@@ -96,6 +96,7 @@ _LATENT = words(
     "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --q-lora-rank 24 --qk-layernorm"
 )
 _HYBRID = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec megatron_het.hybrid_layers local_stack_spec"))
+_RECURRENT = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec testing.recurrent_layers stack_spec"))
 _HYBRID_EXPERTS = words(
     "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
@@ -109,6 +110,18 @@ HYBRID_FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid-latent-experts": (*_HYBRID, *_LATENT, *_HYBRID_EXPERTS),
     "hybrid-later": (*_HYBRID, *words("--mtp-loss-scaling-factor 0.3")),
 }
+# Layers that pass a state along the sequence, on the CPU by plain stand-ins for their kernels.
+RECURRENT_FAMILIES: dict[str, tuple[str, ...]] = {
+    "hybrid-delta": (
+        *_RECURRENT,
+        *words("--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
+    ),
+    "hybrid-mamba": (
+        *_RECURRENT,
+        *words("--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 8"),
+    ),
+}
+HYBRID_FAMILIES |= RECURRENT_FAMILIES
 _REPEATED = {
     "hybrid": ("*-", ""),
     "hybrid-norms": ("*-", ""),
@@ -116,6 +129,8 @@ _REPEATED = {
     "hybrid-latent": ("+-", ""),
     "hybrid-latent-experts": ("+E+-", ""),
     "hybrid-later": ("*-", "/*-"),
+    "hybrid-delta": ("G-*-", ""),
+    "hybrid-mamba": ("M-*-", ""),
 }
 """The layers that a pattern repeats, and those for multi-token prediction."""
 

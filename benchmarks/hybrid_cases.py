@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.cases import Case
-from benchmarks.families import HYBRID_FAMILIES, has_latent_attention, hybrid_pattern
+from benchmarks.families import HYBRID_FAMILIES, RECURRENT_FAMILIES, has_latent_attention, hybrid_pattern
 from megatron_het.plan import Plan
 from megatron_het.plan.patterns import later_layers
 
@@ -52,7 +52,7 @@ def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[i
         num_query_groups=groups,
     )
     training = plan.training
-    if "experts" in family and max(r.tp for s in plan.stages for r in s.replicas) > 1:
+    if ("experts" in family or "G" in pattern) and max(r.tp for s in plan.stages for r in s.replicas) > 1:
         training = replace(training, sequence_parallel=True)
     chosen = {**case.chosen, "family": family, "sequence_parallel": training.sequence_parallel, "layers": counts}
     return replace(
@@ -61,8 +61,8 @@ def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[i
 
 
 def families_for(plan: Plan) -> list[str]:
-    """The hybrid families that a plan can train."""
-    found = list(HYBRID_FAMILIES)
+    """The hybrid families without recurrent layers that a plan can train."""
+    found = [name for name in HYBRID_FAMILIES if name not in RECURRENT_FAMILIES]
     # Its loss is divided by the tokens of a microbatch, and the reference has microbatches of one sequence.
     if plan.schedule.parameters.get("vocabulary") or plan.training.micro_batch_size > 1:
         found.remove("hybrid-later")
@@ -76,8 +76,17 @@ def with_hybrid(cases: Sequence[Case], seed: int) -> list[Case]:
         cases: Of a dense model; those in fp32 count.
         seed: Of the choice.
     """
-    rng, found = random.Random(f"hybrid {seed}"), []
+    return _drawn(cases, random.Random(f"hybrid {seed}"), families_for)
+
+
+def with_recurrent(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The cases with layers that pass a state along the sequence, as :func:`with_hybrid` has others."""
+    return _drawn(cases, random.Random(f"recurrent {seed}"), lambda plan: list(RECURRENT_FAMILIES))
+
+
+def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan], list[str]]) -> list[Case]:
+    found = []
     for case in cases:
         if case.plan.training.precision == "fp32":
-            found.append(as_hybrid(case, rng.choice(families_for(case.plan)), rng))
+            found.append(as_hybrid(case, rng.choice(families(case.plan)), rng))
     return found

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, random_case, with_schedule
 from benchmarks.compare import BAR, BOUNDS, compare, failures
 from benchmarks.expert_cases import is_routed, with_experts
-from benchmarks.hybrid_cases import with_hybrid
+from benchmarks.hybrid_cases import with_hybrid, with_recurrent
 from benchmarks.lab import Lab
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.optimizer_cases import optimizer_cases
@@ -47,6 +47,7 @@ MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
     "packed": with_documents,
     "attention": with_attention,
     "hybrid": with_hybrid,
+    "recurrent": with_recurrent,
 }
 """What the cases of a schedule train: from those of a dense model and a seed."""
 
@@ -230,7 +231,8 @@ def main() -> int:
         choices=sorted(MODELS),
         default="dense",
         help="dense (default); in fp32 alone: moe (layers of experts), packed (documents that do not see each other), "
-        "attention (sliding windows and softmax offsets), hybrid (a kind of layer for every symbol of a pattern)",
+        "attention (sliding windows and softmax offsets), hybrid (a kind of layer for every symbol of a pattern), "
+        "recurrent (Mamba and gated delta net)",
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")

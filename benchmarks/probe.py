@@ -176,8 +176,10 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
         rank: This rank.
         whole: Gradients that are not in the parameter's ``main_grad``, by parameter.
     """
+    from megatron_het.lowering.ranks import stride_of
+
     arrays: dict[str, Any] = {}
-    places = {}
+    places: dict[str, tuple[int, list[int]]] = {}
     for name, parameter in _named_parameters(model):
         split = getattr(parameter, "tensor_model_parallel", False)
         gradient = whole.get(parameter)
@@ -187,7 +189,9 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
         if not np.array_equal(arrays.get(name, array), array):  # both ends of the model may be on one rank
             raise AssertionError(f"two copies of {name} have different gradients")
         arrays[name] = array
-        places[name] = [parameter.partition_dim, parameter.partition_stride] if split else [-1, 1]
+        stride = stride_of(parameter)
+        sizes = [1] * stride if isinstance(stride, int) else list(stride)
+        places[name] = (parameter.partition_dim, sizes) if split else (-1, [1])
     np.savez(out / f"gradients-{rank}.npz", **arrays)
     (out / f"gradients-{rank}.json").write_text(json.dumps(places), encoding="utf-8")
 

@@ -45,7 +45,7 @@ def _gated_as_plain() -> None:
 
     original = resharding.segments
 
-    def segments(full_size: int, tp: int, tp_rank: int, stride: int = 1) -> Any:
+    def segments(full_size: int, tp: int, tp_rank: int, stride: Any = 1) -> Any:
         return original(full_size, tp, tp_rank, 1)
 
     resharding.segments = segments

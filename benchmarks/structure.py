@@ -75,7 +75,8 @@ OPENING = re.compile(r"(Of|What|Those|Likewise|The same|As)\b")
 MAX_POSITIONAL = 6
 BUDGET = {
     "megatron_het": 420,  # pretrain_gpt and run
-    "megatron_het/launch": 1_100,
+    "megatron_het/arguments": 1_000,
+    "megatron_het/launch": 100,
     "megatron_het/plan": 1_500,
     "megatron_het/schedule": 6_500,
     "megatron_het/lowering": 800,

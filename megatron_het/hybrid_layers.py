@@ -32,9 +32,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_het.latent_attention import LatentAttention, LatentCoreAttention
-from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
+from megatron_het.plan.patterns import GATED_DELTA_NET, KINDS, MAMBA, SPARSE_ATTENTION
 
 _LOCAL = LocalSpecProvider()
+_OWN_LAYERS = {MAMBA: "mamba_layer", GATED_DELTA_NET: "gdn_layer", SPARSE_ATTENTION: "dsa_layer"}
+"""Layers that a specification without Transformer Engine has only where somebody wrote them."""
 
 
 def norm(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
@@ -67,7 +69,8 @@ class LocalHybridStack(HybridStack):
     def __init__(
         self, config: Any, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True, **keywords: Any
     ) -> None:
-        missing = sorted(set(keywords.get("layer_type_list") or ()) & set(WHOLE_SEQUENCES))
+        asked = sorted(set(keywords.get("layer_type_list") or ()) & set(_OWN_LAYERS))
+        missing = [kind for kind in asked if getattr(submodules, _OWN_LAYERS[kind]) is IdentityOp]
         if missing:
             raise ValueError(f"{missing[0]} ({KINDS[missing[0]]}): there are no such layers without Transformer Engine")
         super().__init__(config, submodules, post_layer_norm=False, **keywords)

@@ -8,7 +8,9 @@ at the same time, because devices of one node may share what makes them fast.
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +21,9 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.device import Platform
+from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Placement, Plan, Replica
+from megatron_het.plan.run_config import HetConfig
 
 WHOLE = 100
 """Shares of a replica add up to about this: measured speeds are not better than a part in a hundred."""
@@ -166,3 +170,19 @@ def _kernel(query: torch.Tensor) -> Kernel | None:
         return choose_kernel(Setting.of(query))
     except ValueError:
         return None
+
+
+def measured_config(config: HetConfig, device: Platform) -> HetConfig:
+    """Returns the configuration with parts that this run's devices were measured for, on all ranks at once.
+
+    Raises:
+        PlanError: The plan cannot have these parts.
+    """
+    assert config.plan is not None
+    rank = int(os.environ.get("RANK", "0"))
+    plan = measured_on(config.plan, device, rank)
+    check_plan_alone(plan)
+    if rank == 0:
+        sys.stderr.write(f"megatron_het: {described(plan)}\n")
+        sys.stderr.flush()
+    return replace(config, plan=plan)

@@ -48,7 +48,7 @@ def train(args: Any) -> None:
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_het import pretrain_gpt
+    from megatron_het import gpt_training
     from megatron_het.families import family_of
 
     now_s = time.time()
@@ -57,9 +57,9 @@ def train(args: Any) -> None:
         pretrain_cfg_container_from_args(args, family_of(args).model_config(args)),
         samples_provider(args),
         ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
+        gpt_training.forward_step,
         store=None,
-        get_embedding_ranks=pretrain_gpt.embedding_ranks,
+        get_embedding_ranks=gpt_training.embedding_ranks,
     )
 
 
@@ -247,9 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
     """Start the rank's training, which the session turns into measurements."""
     from megatron_het import device as platform
+    from megatron_het.arguments import hooks
     from megatron_het.auto_batch.exchange import measure_links
     from megatron_het.device.memory import limited_memory
-    from megatron_het.launch import start as hooks
 
     rank, world_size = request["rank"], request["world_size"]
     device = platform.activate()

@@ -260,8 +260,9 @@ def mark_sharded(model: list[torch.nn.Module]) -> None:
     """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
 
     The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
-    would be taken for a copy: in the exchange between classes, and in norms.  And Transformer Engine's layers of
-    experts do not say that their gated projection is cut in two halves.
+    would be taken for a copy: in the exchange between classes, and in norms.  Transformer Engine's layers of
+    experts do not say that their gated projection is cut in two halves, and gated delta nets do not say of which parts
+    their projection and convolution are.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.utils import get_model_config
@@ -273,6 +274,12 @@ def mark_sharded(model: list[torch.nn.Module]) -> None:
             gated = ".experts." in name and ".linear_fc1." in name and get_model_config(chunk).gated_linear_unit
             if gated and getattr(parameter, "tensor_model_parallel", False):
                 parameter.partition_stride = 2  # type: ignore[attr-defined]
+        for module in chunk.modules():
+            if hasattr(module, "in_proj_split_sections"):
+                parts: Any = module
+                parts.in_proj.weight.partition_sizes = list(parts.in_proj_split_sections)
+                query_or_key, value = parts.qk_dim_local_tp, parts.v_dim_local_tp
+                parts.conv1d.weight.partition_sizes = [query_or_key, query_or_key, value]
 
 
 def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) -> None:

@@ -27,11 +27,13 @@ from megatron_het.lowering.ranks import (
     ExpertName,
     Overlap,
     Segment,
+    Stride,
     expert_name,
     expert_segments,
     held_experts,
     overlaps,
     segments,
+    stride_of,
 )
 from megatron_het.plan import Cut
 
@@ -61,7 +63,7 @@ class ShardedParameter:
     name: str
     tensor: torch.Tensor
     dim: int
-    stride: int
+    stride: Stride
     full: int = 0
     partial: bool = False
     expert: int | None = None
@@ -111,7 +113,7 @@ def sharded_parameters(
                 name,
                 tensor,
                 dim,
-                getattr(parameter, "partition_stride", 1) if partitioned else 1,
+                stride_of(parameter) if partitioned else 1,
                 tensor.shape[dim] * ranks if dim >= 0 else 0,
                 partial and not partitioned,
             )

@@ -70,8 +70,8 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
     Returns:
         Flags that the machine needs and that are missing, with the reason; all other problems.
     """
-    from megatron_het.launch.flags import split_arguments
-    from megatron_het.launch.start import argument_problems
+    from megatron_het.arguments.flags import split_arguments
+    from megatron_het.arguments.hooks import argument_problems
     from megatron_het.runtime.session import HetSession
 
     said, before = io.StringIO(), sys.argv

@@ -346,7 +346,7 @@ def _start(
     words = [*flags_of(plan, machine), "--het-plan", str(folder / f"plan-{rank}.json"), "--het-report", str(folder)]
     if world_size > 1 and seat.transport != "auto":
         words += ["--het-transport", seat.transport]
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_het.pretrain_gpt", *words]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_het.gpt_training", *words]
     with _log(seat.folder, name).open("wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_het.arguments.flags import TRANSPORTS
 from megatron_het.doctor.check import Check
 from megatron_het.doctor.expectations import Expectations, load_expectations
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.flags import TRANSPORTS
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash
 from megatron_het.safe_io import amount, check_replaces, check_target
 
@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, str]:
     given = {name: _value(words, name) for name in ("--het-plan", "--het-schedule", "--het-transport")}
     if not (given["--het-plan"] or given["--het-schedule"]):
         raise PlanError("--plan", None, "no plan was given", "Name one, or give the training's flags after '--'")
-    from megatron_het.launch.flags import split_arguments
+    from megatron_het.arguments.flags import split_arguments
 
     config, _ = split_arguments(words)
     assert config.plan is not None

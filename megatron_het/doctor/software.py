@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_het.arguments.megatron_args import check_device_kind, environment_of
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, grouped, rate
 from megatron_het.doctor.devices import query
-from megatron_het.launch.megatron_args import check_device_kind, environment_of
 from megatron_het.plan import PlanError
 from megatron_het.store import Documents
 

@@ -71,7 +71,7 @@ def _stand_for(ranks: Sequence[int], flags: Sequence[str]) -> None:
     Raises:
         SystemExit: Flags without a plan, or a rank that the plan does not have.
     """
-    from megatron_het.launch.flags import split_arguments
+    from megatron_het.arguments.flags import split_arguments
     from megatron_het.plan import PlanError
 
     try:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_het import device as platform
-from megatron_het import pretrain_gpt
+from megatron_het import gpt_training
+from megatron_het.arguments import hooks
 from megatron_het.device import Platform
 from megatron_het.distributed import loss_source
 from megatron_het.dry_run import device_streams as fake_cuda
@@ -27,7 +28,6 @@ from megatron_het.dry_run.tracker import Tracker
 from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import asked_by
-from megatron_het.launch import start as hooks
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import optimizer_tensors
@@ -277,9 +277,9 @@ def _train(args: Any) -> None:
             container,
             samples_provider(args),
             ModelType.encoder_or_decoder,
-            pretrain_gpt.forward_step,
+            gpt_training.forward_step,
             store=None,
-            get_embedding_ranks=pretrain_gpt.embedding_ranks,
+            get_embedding_ranks=gpt_training.embedding_ranks,
         )
     except SystemExit as stop:
         if stop.code not in (None, 0):

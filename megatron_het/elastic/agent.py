@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ _END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
 MAX_LOG_BYTES = 16 * 2**20
+_KEPT_LOGS = 4
+"""Ended workers of each device whose logs stay."""
 _PIPE_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -259,6 +262,7 @@ class Agent:
         folder, identity = file.parent, secrets.token_hex(8)
         with contextlib.suppress(OSError):  # a full disk: the log is lost
             folder.mkdir(parents=True, exist_ok=True)
+            self._drop_old_logs(folder)
         setting = replace(
             self._node.setting, device=self._node.device(slot), process=number, folder=str(folder), identity=identity
         )
@@ -281,6 +285,13 @@ class Agent:
 
     def _log(self, number: int) -> Path:
         return self._node.folder / f"worker-{number}" / "log.txt"
+
+    def _drop_old_logs(self, new: Path) -> None:
+        """Keep what the last few workers that have ended wrote: each change may bring another one."""
+        own = {new, *(self._log(worker.number).parent for worker in self._workers)}
+        ended = [folder for folder in self._node.folder.glob("worker-*") if folder not in own]
+        for folder in sorted(ended, key=lambda one: one.stat().st_mtime)[: -_KEPT_LOGS * self._node.workers]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _look_after(self) -> None:
         name = self._node.setting.node

@@ -29,7 +29,7 @@ from megatron_het.elastic.members import (
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.recalled import StateFile, recalled
-from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing
+from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing, summed_up
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
@@ -505,6 +505,7 @@ class Controller:
         )
         stopped_s = left_s if self._failed_since is None else since.wall_s
         entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}
+        self.history[-1:] = [summed_up(old) for old in self.history[-1:]]
         self.history.append({**entry, "reached": self._reached()})
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s

@@ -96,13 +96,16 @@ def run_session(
 
 
 def _written(generation: Generation, folder: Path) -> Path:
-    """File with the plan, in another folder where the disk is full."""
+    """File with the plan, in another folder where the disk is full; those of earlier generations go."""
     failures = []
     for place in (folder, Path(tempfile.gettempdir()), Path("/dev/shm")):
-        name = f"plan-{generation.number}.json" if place == folder else f"het-{os.getpid()}-{generation.number}.json"
+        name = f"plan-{generation.number}.json" if place == folder else f"het-{os.getpid()}.json"
         try:
             # For this generation only, which checks it: a change waits neither for the disk nor for another check.
             write_json(place / name, generation.plan.to_json(), durable=False)
+            for older in folder.glob("plan-[0-9]*.json"):
+                if older != place / name:
+                    older.unlink(missing_ok=True)
             return place / name
         except (OSError, ValueError) as error:
             failures.append(str(error))

@@ -47,8 +47,8 @@ MODULES = (
     "megatron.training.datasets.fim_dataset",
     "megatron.training.datasets.sft_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron_het.pretrain_gpt",
-    "megatron_het.launch.start",
+    "megatron_het.gpt_training",
+    "megatron_het.arguments.hooks",
     "megatron_het.runtime.training",
     "megatron_het.checkpoint.loading",
     "torch.utils.tensorboard",
@@ -440,7 +440,9 @@ def main() -> None:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         os.environ.setdefault(name, "0")
     from megatron_het import device as platform
-    from megatron_het.pretrain_gpt import main as train
+    from megatron_het import gpt_training
+    from megatron_het.arguments import hooks
+    from megatron_het.auto_batch.cp_shares import measured_config
 
     platform.activate()
     warm_up()  # what takes seconds is done before the worker says that it is ready
@@ -448,6 +450,8 @@ def main() -> None:
     gc.freeze()  # sessions are collected when they end; what was imported is not looked through each time
     code = 1
     try:
+        install = functools.partial(hooks.install, measure=measured_config)
+        train = functools.partial(gpt_training.main, install=install)
         code = Worker(setting, sys.argv[1:], train).run()
     except StoreError as error:
         _say(str(error))

@@ -90,6 +90,21 @@ def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | 
     return (now_s - first_s) / done if done >= _FEW and now_s > first_s else None
 
 
+def summed_up(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a generation that is over, with one line for all of its ranks: the slowest one's times.
+
+    The whole history is shown every second and read at a start: it grows with the changes, not with the ranks too.
+    """
+    told = list(entry.get("opened", {}).values())
+    if not told:
+        return entry
+    names = {name for one in told for name in one["times"]}
+    times = {name: max(one["times"][name] for one in told if name in one["times"]) for name in sorted(names)}
+    found = {name: max(one[name] for one in told) for name in ("iteration", "last") if all(name in one for one in told)}
+    sent_bytes = sum(one.get("sent_bytes", 0) for one in told)
+    return entry | {"opened": {"all": {**found, "times": times, "sent_bytes": sent_bytes}}}
+
+
 def duration(seconds: float) -> str:
     """A time for a reader: ``45 s``, ``12 min``, ``3 h 20 min``."""
     minutes = round(seconds / 60)

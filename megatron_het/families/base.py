@@ -99,6 +99,10 @@ class ModelFamily(abc.ABC):
             *(AttentionLayer(layer, runs) for layer in self._attending(later)),
         ]
 
+    def recurrent_layers(self, model: Any) -> list[Any]:
+        """The Mamba mixers and gated delta nets of a chunk, which pass a state along the sequence, in order."""
+        return []
+
     @abc.abstractmethod
     def _inner(self, later: Any) -> Sequence[Any]:
         """The layers that one for multi-token prediction is made of."""

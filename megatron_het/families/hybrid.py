@@ -11,11 +11,13 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.patterns import (
     CHUNK,
     EXPERTS,
+    GATED_DELTA_NET,
     KINDS,
     LATENT_ATTENTION,
+    MAMBA,
     MLP,
+    RECURRENT,
     SPARSE_ATTENTION,
-    WHOLE_SEQUENCES,
     WITH_ATTENTION,
     later_layers,
     layers_of,
@@ -27,6 +29,7 @@ from megatron_het.plan.patterns import (
 LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
 """``--spec`` of a hybrid model without Transformer Engine."""
 _MODELS = "megatron.core.models.hybrid"
+_STATES = "megatron.core.ssm"
 _FLAG = "--hybrid-layer-pattern"
 
 
@@ -56,6 +59,19 @@ class HybridFamily(ModelFamily):
         "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": (
             "d135f82f521103d9c8b191ed8c07ece963cd77bc46e12302ad8c6f01f2df5cfc"
         ),
+        # What recurrent layers over slices compute in their place.
+        f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": (
+            "53343d60909c2072d637c833b842eb3f4da837286965f01a37cd3a04773e5aba"
+        ),
+        f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": (
+            "85c3dfb6987a8d95c40c32d5071911719a451e2ea6a1d4b6c6841bf2f6bf0320"
+        ),
+        f"{_STATES}.mamba_mixer.MambaMixer.forward": (
+            "1bc195f63bbb803f546397e66417d9ba6e17a6bdc2995e37dcb79b66802e5037"
+        ),
+        f"{_STATES}.mamba_mixer.MambaMixer._ssm_training": (
+            "51570310435a6ec1d96c644fdb5ac6637ceab91b081fab4e5faac682a611fb20"
+        ),
     }
 
     def complete(self, plan: Plan, args: Any) -> None:
@@ -72,7 +88,7 @@ class HybridFamily(ModelFamily):
                 f"chunks begin at other layers than in the plan, which has {planned}",
                 f"Leave {CHUNK} out",
             )
-        for symbol in WHOLE_SEQUENCES:
+        for symbol in (*RECURRENT, SPARSE_ATTENTION):
             if symbol in given and args.spec is None and args.transformer_impl == "local":
                 raise PlanError(
                     _FLAG,
@@ -80,6 +96,7 @@ class HybridFamily(ModelFamily):
                     f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
                     "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
                 )
+        _check_recurrent(plan, given, args)
         args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
         args.num_layers = len(layers_of(given))
         args.mtp_num_layers = len(later_layers(given)) or None
@@ -121,12 +138,43 @@ class HybridFamily(ModelFamily):
         """A chunk finds its layers in the pattern by the rank that torch says."""
         return True
 
+    def recurrent_layers(self, model: Any) -> list[Any]:
+        """Returns what layers with such a symbol compute with, those for multi-token prediction last."""
+        decoder, *others = self.blocks(model)
+        later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
+        found = [getattr(layer, "mixer", getattr(layer, "self_attention", None)) for layer in (*decoder.layers, *later)]
+        return [module for module in found if hasattr(module, "gated_delta_rule") or hasattr(module, "d_conv")]
+
     def _inner(self, later: Any) -> Sequence[Any]:
         layers: Sequence[Any] = later.layers
         return layers
 
     def _attending(self, layers: Sequence[Any]) -> list[Any]:
         return [layer for layer in layers if hasattr(getattr(layer, "self_attention", None), "core_attention")]
+
+
+def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
+    """Refuse TP sizes that do not divide the heads of recurrent layers."""
+    sizes = {replica.tp for stage in plan.stages for replica in stage.replicas}
+    if GATED_DELTA_NET in pattern and max(sizes) > 1 and not plan.training.sequence_parallel:
+        raise PlanError(
+            _FLAG,
+            pattern,
+            f"with TP, Megatron adds up what TP ranks find for the norm in layers {GATED_DELTA_NET} "
+            f"({KINDS[GATED_DELTA_NET]}) only under sequence parallelism",
+            "Use --sequence-parallel, with training.sequence_parallel in the plan",
+        )
+    counted = {
+        MAMBA: ("mamba_num_heads", "mamba_num_groups"),
+        GATED_DELTA_NET: ("linear_num_key_heads", "linear_num_value_heads"),
+    }
+    for name in (name for symbol, names in counted.items() if symbol in pattern for name in names):
+        count = getattr(args, name, None)
+        if name == "mamba_num_heads" and count is None:  # as Megatron derives them
+            count = 2 * args.hidden_size // args.mamba_head_dim
+        for tp in sorted(sizes):
+            if count and count % tp:
+                raise PlanError(f"--{name.replace('_', '-')}", count, f"TP ranks divide them, and the plan has TP {tp}")
 
 
 HYBRID = HybridFamily()

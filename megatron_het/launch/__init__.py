@@ -1,1 +1,1 @@
-"""Steps between the command line and Megatron's training: flags, checks, application of a plan."""
+"""The front door: what a training script calls, with the optional packages that flags ask for."""

@@ -1,38 +1,21 @@
-"""Switching the extension on in a process that is about to run ``megatron.training``.
+"""The call that switches the extension on; a training script makes it before it imports ``megatron.training``.
 
-``install()`` is called once, before ``megatron.training`` is imported.  It takes the ``--het-*``
-flags off the command line, activates the platform, and, if there is a plan, rebinds the few
-functions of ``megatron.training`` that have no public hook (see ``megatron_patches/plan_hooks.py``).
+``install()`` takes the ``--het-*`` flags off the command line, activates the platform, and, if there is a plan,
+installs it (:mod:`megatron_het.arguments.hooks`).  Automatic batches and plans that take turns are packages of their
+own, which are imported where flags ask for them.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from megatron_het.families import family_for
-from megatron_het.features import features_of
+from megatron_het.arguments import hooks
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.flags import het_help, split_arguments
-from megatron_het.launch.megatron_args import (
-    apply_after_validation,
-    apply_plan,
-    check_arguments,
-    check_device_kind,
-    check_skipping,
-    environment_of,
-)
-from megatron_het.megatron_patches import releases
-from megatron_het.megatron_patches.found import PatchError, find
-from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.run_config import HetConfig, check_batch_schedule, errors_of
-from megatron_het.safe_io import FileError, check_target
+from megatron_het.plan.run_config import HetConfig
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.device import Platform
@@ -58,48 +41,16 @@ def install(
     """
     if _ENTERED:  # the script runs for one of several plans, and everything is ready for it
         return _ENTERED[-1]
-    argv = sys.argv if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        sys.stdout.write(het_help() + "\nMegatron's own flags:\n\n")
-    try:
-        config, rest = split_arguments(argv[1:])
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if config.plan is not None and world_size != config.plan.world_size:
-            raise PlanError(
-                "WORLD_SIZE",
-                world_size,
-                f"the plan {config.plan_path} has {config.plan.world_size} ranks",
-                "Start as many processes as the plan has ranks, or make a plan for this world size",
-            )
-        if config.plan is not None:
-            _refuse_yaml(rest)
-        releases.check(find())
-    except (PlanError, PatchError) as error:
-        _exit_with(error)
-    if config.turns:
-        from megatron_het.elastic.turns import take_turns
+    words = list(sys.argv if argv is None else argv)
 
-        take_turns(list(argv), config.turns, config.turn_files, _enter)
-    if boundary is not None:
-        config = replace(config, turns=boundary.plans)
-    _check_outputs(config)
-    if config.auto_batch is not None:
-        config, rest = _with_measured_plan(config, rest)
-    argv[1:] = rest
-    if config.plan is not None:
-        for name, value in environment_of(config.plan).items():
-            os.environ.setdefault(name, value)  # before anything asks for a device
+    def choose_plan(config: HetConfig, rest: list[str]) -> tuple[HetConfig, list[str]]:
+        if config.turns:
+            from megatron_het.elastic.turns import take_turns
 
-    from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
+            take_turns(words, config.turns, config.turn_files, _enter)
+        return (config, rest) if config.auto_batch is None else _with_measured_plan(config, rest)
 
-    device = platform.activate()
-    upstream.install("stock")
-    if config.measured_cp_shares:
-        config = _with_measured_shares(config, device)
-    if config.plan is not None:
-        _install_plan(config, device, make_session, boundary)
-    return config
+    return hooks.install(argv, make_session, boundary, choose_plan, _with_measured_shares)
 
 
 _ENTERED: list[HetConfig] = []
@@ -121,235 +72,14 @@ def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig,
     from megatron_het.auto_batch.coordinate import plan_for
 
     assert config.auto_batch is not None
-    try:
-        _refuse_yaml(words)
-        plan, file, words = plan_for(config.auto_batch, words, config.least_zero)
-        check_plan_alone(plan)
-    except PlanError as error:
-        _exit_with(error)
+    hooks.refuse_yaml(words)
+    plan, file, words = plan_for(config.auto_batch, words, config.least_zero)
+    check_plan_alone(plan)
     return replace(config, plan=plan, plan_path=file), words
 
 
 def _with_measured_shares(config: HetConfig, device: Platform) -> HetConfig:
-    """Context-parallel parts come from measurements, on all ranks at once."""
-    from megatron_het.auto_batch.cp_shares import described, measured_on
+    """Imports what measures only where flags ask for it."""
+    from megatron_het.auto_batch.cp_shares import measured_config
 
-    assert config.plan is not None
-    rank = int(os.environ.get("RANK", "0"))
-    plan = measured_on(config.plan, device, rank)
-    try:
-        check_plan_alone(plan)
-    except PlanError as error:
-        _exit_with(error)
-    if rank == 0:
-        sys.stderr.write(f"megatron_het: {described(plan)}\n")
-        sys.stderr.flush()
-    return replace(config, plan=plan)
-
-
-def _check_outputs(config: HetConfig) -> None:
-    """Before anything starts: a folder that cannot be written to would be noticed after the training."""
-    rank = int(os.environ.get("RANK", "0"))
-    for file in (config.report_file(rank), config.trace_file(rank)):
-        try:
-            if file is not None:
-                check_target(file)
-        except FileError as error:  # of this machine perhaps, so that every rank says it
-            sys.stderr.write(f"megatron_het: rank {rank}: {error}\n")
-            sys.stderr.flush()
-            raise SystemExit(2) from None
-
-
-def _refuse_yaml(words: list[str]) -> None:
-    """Before Megatron reads the file: its parser fails over it, and the plan's checks would never see it."""
-    for i, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if len(name) > 3 and "--yaml-cfg".startswith(name):
-            file = value or next(iter(words[i + 1 : i + 2]), "")
-            raise PlanError("--yaml-cfg", file, "cannot be used with a plan", "Give the options as flags")
-
-
-def _exit_with(error: Exception) -> NoReturn:
-    """One message on one rank, and a failure everywhere."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        sys.stderr.write(f"megatron_het: {error}\n")
-        sys.stderr.flush()
-    raise SystemExit(2) from error
-
-
-def _install_plan(
-    config: HetConfig,
-    device: Platform,
-    make_session: Callable[[HetConfig, Platform, int], HetSession] | None,
-    boundary: Boundary | None,
-) -> None:
-    from megatron_het import megatron_patches as upstream
-    from megatron_het.checkpoint.loading import LoadHook
-    from megatron_het.megatron_patches import torch_metadata
-    from megatron_het.runtime.session import HetSession
-    from megatron_het.runtime.training import Boundary, PretrainHook, single_iterations
-
-    assert config.plan is not None
-    for feature, _ in features_of(config.plan):
-        upstream.watch(f"the feature {feature.name}", feature.upstream_names)
-    family = family_for(config.plan)
-    upstream.watch(f"training a {family.model} under a plan", family.upstream_names)
-    try:
-        session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
-    except PlanError as error:
-        _exit_with(error)
-    torch_metadata.guard(trusts=config.trust_checkpoint)
-    boundary = boundary or Boundary()
-    pretrain = PretrainHook(session, boundary)
-    upstream.install(
-        "plan",
-        builders={
-            "plan_arguments": _validate_args_hook(config, device, session, boundary.prepare),
-            "plan_schedule": pretrain.wrap_schedule_getter,
-            "plan_pretrain": pretrain.wrap,
-            "plan_log": single_iterations,
-            "plan_save": pretrain.wrap_generate_state_dict,
-            "plan_load": LoadHook(config.plan, pretrain.restore, pretrain.before_loading).wrap,
-        },
-    )
-
-
-def _check_transport(transport: str, backend: str, device: Platform) -> None:
-    from megatron_het.lowering.programs import choose_transport
-
-    if backend == "gloo" and (device.is_cuda or device.plays_cuda):
-        raise PlanError(
-            "--distributed-backend",
-            backend,
-            "groups of gloo cannot train with CUDA tensors: they cannot sum gradients, and change tensors that a "
-            "backward pass still needs",
-            "Leave the flag out. Ranks that share a device use NCCL, too: torchrun and het-run prepare them for it. "
-            "--het-transport staged moves activations by way of host memory",
-        )
-    try:
-        choose_transport(transport, backend, device.has_nccl, ())
-    except ValueError as error:
-        raise PlanError("--het-transport", transport, str(error)) from error
-
-
-def _check_platform(device: Platform, args: Any) -> None:
-    """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
-    if getattr(args, "cuda_graph_impl", "none") != "none" and not (device.is_cuda or device.plays_cuda):
-        raise PlanError(
-            "--cuda-graph-impl",
-            args.cuda_graph_impl,
-            f"this machine ({device.device_name}) has no CUDA device",
-            "Leave it out",
-        )
-    missing = device.unmet_flags(args)
-    if missing:
-        raise PlanError(
-            "--" + missing[0].attribute.replace("_", "-"),
-            getattr(args, missing[0].attribute),
-            f"this machine ({device.device_name}) needs other flags",
-            "Add " + ", ".join(str(flag) for flag in missing),
-        )
-
-
-def _check_wandb(args: Any) -> None:
-    """Where Megatron logs, which is the last rank, it looks for wandb once all groups exist."""
-    project = getattr(args, "wandb_project", None)
-    if project and args.rank == args.world_size - 1 and importlib.util.find_spec("wandb") is None:
-        error = PlanError("--wandb-project", project, "wandb is not installed", "Install it, or leave the flag out")
-        sys.stderr.write(f"megatron_het: rank {args.rank}: {error}\n")
-        sys.stderr.flush()
-        raise SystemExit(2)
-
-
-def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
-    """Problems of Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
-
-    What this machine lacks is not among it; see ``Platform.unmet_flags``.
-
-    Args:
-        config: With a plan.
-        device: What this process computes on.
-        session: Of the same configuration; not open.
-        args: What Megatron's ``parse_args`` returned.
-    """
-    plan = config.plan
-    assert plan is not None
-    checks: tuple[Callable[[], None], ...] = (
-        lambda: check_batch_schedule(config.turns or (plan,), args),
-        *(functools.partial(_check_turn, one, config.turns, args) for one in config.turns or (plan,)),
-        lambda: session.check(args),
-        *(functools.partial(_check_programs, one, config.turns, args) for one in config.turns if one is not plan),
-        lambda: _check_transport(config.transport, args.distributed_backend, device),
-    )
-    for check in checks:
-        try:
-            check()
-        except PlanError as error:
-            yield error
-
-
-def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """The arguments must fit every plan of the job: its turn may come hours later."""
-    with errors_of(_turn_of(plan), turns):
-        check_arguments(plan, args, args.world_size)
-
-
-def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """Checks the programs of a plan whose session is not this one."""
-    from megatron_het.runtime.session import check_programs
-
-    with errors_of(_turn_of(plan), turns):
-        check_programs(plan, args)
-
-
-def _turn_of(plan: Plan) -> str:
-    return f"the plan for a global batch size of {plan.training.global_batch_size}"
-
-
-def _validate_args_hook(
-    config: HetConfig, device: Platform, session: HetSession, prepare: Callable[[Any], None]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Builds the replacement of ``megatron.training.arguments.validate_args``."""
-    from megatron_het.checkpoint.choice import CheckpointError, check_tracked_form
-
-    plan = config.plan
-    assert plan is not None
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-            try:
-                for problem in argument_problems(config, device, session, args):
-                    raise problem
-                _check_platform(device, args)
-            except PlanError as error:
-                _exit_with(error)
-            _check_wandb(args)
-            if getattr(args, "sequence_parallel", False) and not plan.training.sequence_parallel and args.rank == 0:
-                sys.stderr.write("megatron_het: --sequence-parallel is left out: the plan has TP 1 everywhere\n")
-            if device.is_cuda:
-                import torch
-
-                name = torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count())
-                try:
-                    check_device_kind(plan, args.rank, name)
-                except PlanError as error:  # of this rank only
-                    sys.stderr.write(f"megatron_het: {error}\n")
-                    raise SystemExit(2) from None
-            prepare(args)
-            world_size = args.world_size
-            args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
-            result = original(args, defaults or {})
-            args.world_size = world_size
-            try:
-                check_skipping(plan, args)  # validation has read more iterations to skip from a file
-                check_tracked_form(args)
-            except (PlanError, CheckpointError) as error:
-                _exit_with(error)
-            apply_after_validation(plan, args)
-            args.het_plan = config.plan_path
-            return result
-
-        return validate_args
-
-    return wrap
+    return measured_config(config, device)

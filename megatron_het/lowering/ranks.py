@@ -153,9 +153,13 @@ def _placed(blocks: Blocks) -> Iterator[tuple[int, tuple[int, int]]]:
 #
 # Megatron splits a parameter along ``partition_dim``.  A plain parameter is cut into n equal
 # intervals.  A gated one (SwiGLU's fused gate and up projection, ``partition_stride`` 2) is
-# ``[gate, up]`` in full and ``[gate_t, up_t]`` on rank t.  Fused QKV weights are stored group by
+# ``[gate, up]`` in full and ``[gate_t, up_t]`` on rank t.  The input projection of a recurrent layer
+# is likewise made of parts, of different sizes.  Fused QKV weights are stored group by
 # group, so cutting them into n intervals keeps whole query groups together as long as TP divides
 # the number of groups, which plans guarantee.
+
+Stride = int | tuple[int, ...]
+"""Blocks that are each split over TP ranks: how many equal ones, or the sizes to each other of unequal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +180,30 @@ class Overlap:
     length: int
 
 
-def segments(full_size: int, tp: int, tp_rank: int, stride: int = 1) -> list[Segment]:
+def segments(full_size: int, tp: int, tp_rank: int, stride: Stride = 1) -> list[Segment]:
     """The segments of a shard in local order.
 
     Args:
         full_size: Size of the full parameter along the partition dimension.
         tp: Tensor-parallel size.
         tp_rank: Rank within it.
-        stride: Number of blocks that are each split over the ranks (2 for gated weights).
+        stride: The blocks that are each split over the ranks (2 for gated weights).
     """
-    if full_size % (tp * stride):
-        raise ValueError(f"{full_size} rows cannot be split into {stride} blocks over TP {tp}")
-    block = full_size // stride
-    length = block // tp
-    return [Segment(i * length, i * block + tp_rank * length, length) for i in range(stride)]
+    sizes = (1,) * stride if isinstance(stride, int) else stride
+    unit, rest = divmod(full_size, sum(sizes))
+    if rest or any(unit * size % tp for size in sizes):
+        raise ValueError(f"{full_size} rows cannot be split into blocks {sizes} over TP {tp}")
+    lengths = [unit * size // tp for size in sizes]
+    begins = itertools.accumulate(lengths[:-1], initial=0)
+    return [
+        Segment(first, tp * first + tp_rank * length, length) for first, length in zip(begins, lengths, strict=True)
+    ]
+
+
+def stride_of(parameter: object) -> Stride:
+    """The blocks of a parameter that TP cuts, by what Megatron's layers say of it."""
+    sizes = getattr(parameter, "partition_sizes", None)
+    return tuple(sizes) if sizes else int(getattr(parameter, "partition_stride", 1))
 
 
 def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
@@ -253,7 +267,7 @@ def held_experts(experts: int, cut: Cut, tp_rank: int) -> range:
     return range(first, first + each)
 
 
-def expert_segments(full_size: int, cut: Cut, tp_rank: int, stride: int, expert: int, experts: int) -> list[Segment]:
+def expert_segments(full_size: int, cut: Cut, tp_rank: int, stride: Stride, expert: int, experts: int) -> list[Segment]:
     """The segments that a rank holds of a parameter of one expert; none of an expert that it does not hold.
 
     Args:

@@ -113,7 +113,9 @@ def _read() -> set[tuple[str, str]]:
     """Upstream names with each of the hashes that a release has of them."""
     from megatron_het.megatron_patches.releases import RELEASES
 
-    changes = [sources for _, sources in _owners()] + [release.changed for release in RELEASES]
+    changes = [sources for _, sources in _owners()]
+    for release in RELEASES:
+        changes += [release.changed, release.earlier]
     return {item for sources in changes for item in sources.items()}
 
 

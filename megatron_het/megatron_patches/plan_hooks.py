@@ -1,6 +1,6 @@
 """The functions of ``megatron.training`` that a plan replaces or wraps.
 
-Their builders belong to one run, so they are handed to ``install`` by ``megatron_het.launch.start``.
+Their builders belong to one run, so they are handed to ``install`` by ``megatron_het.arguments.hooks``.
 """
 
 from __future__ import annotations

@@ -209,9 +209,12 @@ def moved(sources: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PatchError: Upstream has no such name.
     """
-    here = {**sources, **installed_release().changed}
+    release = installed_release()
+    here = {**sources, **release.changed}
     found = {dotted: source_hash(dotted) for dotted in sources}
-    return {dotted: value for dotted, value in found.items() if value != here[dotted]}
+    return {
+        dotted: value for dotted, value in found.items() if value not in (here[dotted], release.earlier.get(dotted))
+    }
 
 
 def watch(what: str, sources: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ _CORE, _TRAINING = "megatron.core", "megatron.training"
 _ROPE, _LINEAR = f"{_CORE}.models.common.embeddings.rope_utils", f"{_CORE}.tensor_parallel.layers"
 _SCHEDULES, _MTP = f"{_CORE}.pipeline_parallel.schedules", f"{_CORE}.transformer.multi_token_prediction"
 _HYBRID, _MODELS = f"{_CORE}.models.hybrid", f"{_TRAINING}.models"
+_STATES = f"{_CORE}.ssm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,28 @@ class Release:
         version: The newest version of it that was read.
         origin: Where it comes from.
         changed: Hashes of names whose source differs from that of the first release.
+        earlier: Hashes of names whose source was written otherwise in an earlier version of this release, and does the
+            same.
     """
 
     name: str
     version: str
     origin: str
     changed: Mapping[str, str] = field(default_factory=dict)
+    earlier: Mapping[str, str] = field(default_factory=dict)
 
 
 RELEASES = (
-    Release("0.19", "0.19.2", "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2"),
+    Release(
+        "0.19",
+        "0.19.2",
+        "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2",
+        earlier={
+            f"{_MTP}.MultiTokenPredictionBlock.forward": (
+                "4d5ae68542ef05d7584b580ff052b73e80c3e8cd8862616406909ee6ce186617"
+            )
+        },
+    ),
     Release(
         "0.20",
         "0.20.0",
@@ -54,6 +67,15 @@ RELEASES = (
             ),
             f"{_HYBRID}.hybrid_model.HybridModel.forward": (
                 "a93ca14d12d078d6c05448fea37b4e7020537924ea5bf381b980b36579d24ff8"
+            ),
+            f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": (
+                "62adcc9829218bee01f7e63d6fcd99d37e383ef5821927a4eeff2f4323e7701b"
+            ),
+            f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": (
+                "8e7ec1e808fd4facfdc2e00a6d43893d89b052ea95a9ea492f5c1dffc87bc021"
+            ),
+            f"{_STATES}.mamba_mixer.MambaMixer.forward": (
+                "b3b9db860f8901e59892d9837198b6a149ef4169ce5fa5e7938c8c550e725b59"
             ),
             f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable": (
                 "7cdfe48e0461fc9b5d3b70c8892a59834cf3f7ede29be4e8deb361039f139708"

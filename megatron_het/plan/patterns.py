@@ -24,8 +24,8 @@ KINDS = {
 """What the symbols stand for."""
 WITH_ATTENTION = (ATTENTION, LATENT_ATTENTION)
 """Layers with keys and values that slices share."""
-WHOLE_SEQUENCES = (MAMBA, GATED_DELTA_NET, SPARSE_ATTENTION)
-"""Layers that pass something along a sequence which slices of it do not hand on."""
+RECURRENT = (MAMBA, GATED_DELTA_NET)
+"""Layers that pass a state along a sequence, which slices of it hand on."""
 
 
 def layers_of(pattern: str) -> str:

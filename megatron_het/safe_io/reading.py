@@ -211,12 +211,13 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
     return parse_json(read_text(path, limit), path)
 
 
-def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
+def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         text: The whole text.
         path: What errors name.
+        constants_as_text: Whether ``NaN`` and ``Infinity``, which Python writes, are read as these words.
 
     Raises:
         FileError: Not JSON, a key twice in one object, NaN or infinity, a number of more than 64 bits,
@@ -228,7 +229,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         value = json.loads(
             text,
             object_pairs_hook=reader.object,
-            parse_constant=reader.constant,
+            parse_constant=str if constants_as_text else reader.constant,
             parse_int=reader.integer,
             parse_float=reader.float,
         )

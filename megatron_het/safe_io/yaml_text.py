@@ -29,14 +29,20 @@ _AMBIGUOUS = re.compile(
 _WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Any:
+def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
     """The value in a YAML file, or in a JSON file (``.json``).
+
+    Args:
+        path: Of the file.
+        constants_as_text: See :func:`parse_json`.
 
     Raises:
         FileError: see :func:`read_text`, :func:`parse_yaml` and :func:`parse_json`.
     """
     text = read_text(path, MAX_YAML_BYTES)
-    return parse_json(text, path) if str(path).lower().endswith(".json") else parse_yaml(text, path)
+    if not str(path).lower().endswith(".json"):
+        return parse_yaml(text, path)
+    return parse_json(text, path, constants_as_text=constants_as_text)
 
 
 def parse_yaml(text: str, path: str | os.PathLike[str]) -> Any:

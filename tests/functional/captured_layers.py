@@ -134,14 +134,14 @@ def observe(*, rank: int, out: str, gradients: bool = False) -> None:
     from megatron.core import tensor_parallel
     from megatron.core.transformer import cuda_graphs, transformer_layer
 
+    from megatron_het.arguments import hooks
     from megatron_het.features.layer_graphs import spec
-    from megatron_het.launch import start
 
     for name in _MODULES:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
     _OUT.append(Path(out) / f"replays-{rank}")
-    start._check_platform = lambda *_: None
+    hooks._check_platform = lambda *_: None
     spec._problems_of_te = lambda *_: iter(())
     seed = tensor_parallel.model_parallel_cuda_manual_seed
     tensor_parallel.model_parallel_cuda_manual_seed = lambda number, *_, **more: seed(number, **more)

@@ -65,8 +65,59 @@ CASES = [
     ),
     as_hybrid(dense("selective", [[2], [1]], recompute="selective", sequence_parallel=True), "hybrid", [[3], [1]]),
 ]
+DELTA, MAMBA = "hybrid-delta", "hybrid-mamba"
+RECURRENT = [
+    as_hybrid(dense("delta-1f1b", [[1], [1, 1]]), DELTA, [[1], [3]]),
+    as_hybrid(dense("delta-replicas", [[1, 1], [1]], distributed_optimizer=True), DELTA, [[2], [2]]),
+    as_hybrid(in_chunks(dense("delta-interleaved", [[1], [1]]), "interleaved"), DELTA, [[1, 1], [1, 1]]),
+    as_hybrid(in_chunks(dense("delta-zb-v", [[1], [1]]), "zb-v"), DELTA, [[1, 1], [1, 1]]),
+    as_hybrid(
+        in_chunks(dense("delta-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
+        DELTA,
+        [[1, 1], [1, 1]],
+    ),
+    as_hybrid(dense("delta-recompute", [[1], [1]], recompute="full"), DELTA, [[3], [1]]),
+    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "gpipe", 1, {}), name="delta-gpipe"), DELTA, [[1], [3]]),
+    as_hybrid(dense("mamba-1f1b", [[1], [1, 1]]), MAMBA, [[1], [3]]),
+    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="mamba-zb-h1"), MAMBA, [[2], [2]]),
+    as_hybrid(in_chunks(dense("mamba-v-half", [[1], [1]]), "v-half"), MAMBA, [[1, 1], [1, 1]]),
+    as_hybrid(in_chunks(dense("mamba-interleaved", [[1, 1], [1]]), "interleaved"), MAMBA, [[1, 1], [1, 1]]),
+    as_hybrid(
+        in_chunks(dense("mamba-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
+        MAMBA,
+        [[2, 1], [1, 0]],
+    ),
+    # TP cuts heads, and with them the parts of the input projection.
+    as_hybrid(dense("delta-tp", [[2], [1]], sequence_parallel=True), DELTA, [[1], [3]]),
+    as_hybrid(dense("delta-mixed", [[2, 1], [1]], distributed_optimizer=True), DELTA, [[3], [1]]),
+    as_hybrid(dense("mamba-tp", [[1], [2]]), MAMBA, [[1], [3]]),
+    as_hybrid(dense("mamba-mixed", [[2, 1], [1]], even_routing=False), MAMBA, [[3], [1]]),
+]
+# The state passes from slice to slice.
+RECURRENT_SLICES = [
+    as_hybrid(sliced("delta-slices"), DELTA, [[1], [3]]),
+    as_hybrid(sliced("delta-slices-chunks", chunks=2, slices=8), DELTA, [[1, 1], [1, 1]]),
+    as_hybrid(sliced("delta-slices-full", recompute="full", microbatches=3), DELTA, [[3], [1]]),
+    as_hybrid(sliced("delta-slices-tp", tp=2, recompute="selective"), DELTA, [[2], [2]]),
+    as_hybrid(sliced("delta-slices-exchange", exchange=_EXCHANGE), DELTA, [[5], [3]]),
+    as_hybrid(sliced("delta-seq1f1b", schedule="seq1f1b", parameters={"slices": 3}), DELTA, [[1], [3]]),
+    as_hybrid(sliced("delta-terapipe", schedule="terapipe", parameters={"slices": 7}, tp=2), DELTA, [[1], [3]]),
+    as_hybrid(sliced("mamba-slices", microbatches=4), MAMBA, [[3], [1]]),
+    as_hybrid(sliced("mamba-slices-vocabulary", vocabulary=True, offload=0.5), MAMBA, [[1], [3]]),
+    as_hybrid(sliced("mamba-slices-full", recompute="full", chunks=2), MAMBA, [[1, 1], [1, 1]]),
+    as_hybrid(sliced("mamba-slices-tp", tp=2, distributed_optimizer=True), MAMBA, [[2], [2]]),
+    as_hybrid(sliced("mamba-slices-work", parameters={"slice_lengths": "work"}, slices=16), MAMBA, [[5], [3]]),
+    as_hybrid(in_slices(dense("mamba-slices-mixed", [[2, 1], [1]])), MAMBA, [[1], [3]]),
+]
+CASES += RECURRENT + RECURRENT_SLICES
 BY_NAME = {case.name: case for case in CASES}
-FULL = {"latent-slices", "later-slices", "vocabulary", "interleaved", "selective"}
+FULL = {case.name for case in RECURRENT + RECURRENT_SLICES} - {"delta-mixed", "mamba-slices-full"} | {
+    "latent-slices",
+    "later-slices",
+    "vocabulary",
+    "interleaved",
+    "selective",
+}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_het.lowering.ranks import Segment, expert_name, held_experts, segments
+from megatron_het.lowering.ranks import Segment, expert_name, held_experts, segments, stride_of
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
@@ -213,7 +213,7 @@ class InitialWeightsByName(RuntimeFeature):
         elif getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim  # type: ignore[attr-defined]
             size = parameter.shape[dim] * tp
-            parts = segments(size, tp, tp_rank, getattr(parameter, "partition_stride", 1))
+            parts = segments(size, tp, tp_rank, stride_of(parameter))
         else:
             size = parameter.shape[0]
             parts = [Segment(0, 0, size)]

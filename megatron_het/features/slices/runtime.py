@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,10 @@ from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
+
+if TYPE_CHECKING:
+    from megatron_het.attention.kv_cache import KVCache
+    from megatron_het.attention.recurrent import StateCache
 
 # How a FORWARD operation is run over one slice of a sequence.
 #
@@ -93,6 +97,7 @@ class SlicedSequences(Batches):
         """
         from megatron_het.attention.core import replace_core_attention
         from megatron_het.attention.kernel_choice import kernels_of_backend
+        from megatron_het.attention.recurrent import carry_states
         from megatron_het.features.thrifty_layers.light import lighten_linear_layers
 
         first = len(self._models)
@@ -101,6 +106,7 @@ class SlicedSequences(Batches):
         for chunk, model in enumerate(models, first):
             slots = max(most_held(passes[chunk]) for passes in self._passes.values())
             replace_core_attention(model, slots, self._device, kernels, self._largest)
+            carry_states(model)
         lighten_linear_layers(models)
         self._current.attach(models)
 
@@ -171,7 +177,7 @@ class SlicedSequences(Batches):
     @contextlib.contextmanager
     def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
         """A context for the forward of one operation."""
-        from megatron_het.attention.core import SliceParams, slice_caches
+        from megatron_het.attention.core import SliceParams
 
         starts, blocks = self.starts(op.microbatch), self._blocks(op)
         shown, tokens = self._args.seq_length, self._parts(op)
@@ -183,25 +189,21 @@ class SlicedSequences(Batches):
             self._args.seq_length = shown
             self._current.params = None
         if forward_only and self.is_last(op):
-            for cache in slice_caches([self._models[op.chunk]]):
+            for cache in _caches([self._models[op.chunk]]):
                 cache.drop(op.microbatch)
 
     def check_empty(self) -> None:
         """All passes of an iteration are done.
 
         Raises:
-            CacheError: Keys and values are left in a cache.
+            CacheError: Keys and values, or states, are left in a cache.
         """
-        from megatron_het.attention.core import slice_caches
-
-        for cache in slice_caches(self._models):
+        for cache in _caches(self._models):
             cache.check_empty()
 
     def pools(self) -> list[torch.Tensor]:
-        """The slabs of all key-value caches, and the gradients that they collect."""
-        from megatron_het.attention.core import slice_caches
-
-        return [tensor for cache in slice_caches(self._models) for tensor in cache.tensors()]
+        """The slabs of all key-value caches, the states between slices, and the gradients that both collect."""
+        return [tensor for cache in _caches(self._models) for tensor in cache.tensors()]
 
     def finish(self) -> None:
         """See :class:`Batches`."""
@@ -242,6 +244,15 @@ class SlicedSequences(Batches):
         if self.is_last(op):
             del self._batches[op.microbatch, op.chunk]
         yield cut_batch(batch, self._blocks(op))
+
+
+def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
+    """Returns what the layers of model chunks hold from slice to slice."""
+    from megatron_het.attention.core import slice_caches
+    from megatron_het.attention.recurrent import state_caches
+
+    yield from slice_caches(models)
+    yield from state_caches(models)
 
 
 def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron_het.families import family_of
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.parts import least_tokens
-from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
+from megatron_het.plan.patterns import KINDS, RECURRENT, SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
@@ -259,14 +259,23 @@ def not_sliced(plan: Plan, given: Option) -> PlanError:
 
 def _check_kinds(plan: Plan) -> None:
     """Refuse layers that hand on along a sequence what its parts do not."""
-    found = next((symbol for symbol in plan.model.pattern if symbol in WHOLE_SEQUENCES), None)
-    if found is not None:
+    pattern = plan.model.pattern
+    if SPARSE_ATTENTION in pattern:
         raise PlanError(
             "model.pattern",
-            plan.model.pattern,
-            f"layers {found} ({KINDS[found]}) need whole sequences, and passes run parts of them: every part but the "
-            "first would begin without what the layer knows of those before it",
+            pattern,
+            f"layers {SPARSE_ATTENTION} ({KINDS[SPARSE_ATTENTION]}) choose among the keys of a whole sequence, and "
+            "passes run parts of it",
             "Use a schedule without slices, and no context parallelism",
+        )
+    found = next((symbol for symbol in pattern if symbol in RECURRENT), None)
+    if found is not None and plan.most_cp > 1:
+        raise PlanError(
+            "model.pattern",
+            pattern,
+            f"layers {found} ({KINDS[found]}) go through a sequence in order, and each rank of a context-parallel "
+            "group has a block from the start and one from the end of it",
+            "Use slices or TP instead of context parallelism",
         )
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.attention.kernels import CpuFlash
 from megatron_het.auto_batch import cp_shares
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.device import activate
-from megatron_het.launch.flags import split_arguments
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 
 

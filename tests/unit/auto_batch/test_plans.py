@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_het import device as platforms
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.auto_batch.allocation import Allocation, allocated, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.coordinate import VARIABLE, memory_limit
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.flags import split_arguments
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError
 from megatron_het.plan.validate import check_plan

@@ -14,7 +14,7 @@ from benchmarks.config_files import FILES  # noqa: E402
 from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
 from benchmarks.runner import words  # noqa: E402
 from tools.planner.__main__ import main  # noqa: E402
-from tools.planner.inputs.model_configs import from_config, tables  # noqa: E402
+from tools.planner.inputs.model_configs import from_config  # noqa: E402
 from tools.planner.inputs.model_families import FAMILIES  # noqa: E402
 from tools.planner.inputs.model_parts import MODEL_FLAGS  # noqa: E402
 
@@ -22,7 +22,7 @@ SHAPES = words(
     """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size
     n_embd n_layer n_head n_positions num_experts num_local_experts n_routed_experts moe_intermediate_size
     shared_expert_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-    intermediate_size_mlp num_experts_per_tok head_dim"""
+    intermediate_size_mlp num_experts_per_tok head_dim layers_block_type layer_types"""
 )
 
 
@@ -83,7 +83,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_code():
 
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     made = page.split(configs.START)[1].split(configs.END)[0]
-    assert made.strip() == tables().strip(), "run python -m benchmarks.configs --json OUT --markdown docs/models.md"
+    assert made.strip() == configs.tables().strip(), (
+        "run python -m benchmarks.configs --json OUT --markdown docs/models.md"
+    )
 
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 8}]}

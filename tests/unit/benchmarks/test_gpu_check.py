@@ -21,8 +21,8 @@ from benchmarks.gpu.offload import VARIANTS, figures
 from benchmarks.lab import Lab
 from benchmarks.parity import measure
 from benchmarks.runner import JobError
+from megatron_het.arguments.megatron_args import _check_fp8
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.megatron_args import _check_fp8
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
 

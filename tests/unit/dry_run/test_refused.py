@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bad_input_files import PLAN, document_text
+from megatron_het.arguments.hooks import exit_with
 from megatron_het.dry_run import __main__ as command
 from megatron_het.dry_run import run as dry
-from megatron_het.launch.start import _exit_with
 from megatron_het.plan import PlanError
 
 
@@ -21,7 +21,7 @@ def test_the_reason_is_said_once(
         monkeypatch.setenv(name, "0")
 
     def refused(setting: dry.Setting, flags: object) -> None:
-        _exit_with(PlanError("--seed", "x", "is no number"))
+        exit_with(PlanError("--seed", "x", "is no number"))
 
     monkeypatch.setattr(dry, "run", refused)
     (tmp_path / "plan.json").write_text(document_text(PLAN), encoding="utf-8")

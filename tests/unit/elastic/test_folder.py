@@ -6,6 +6,7 @@ import ast
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import megatron_het
 from megatron_het.elastic import agent as agents
 from megatron_het.elastic import recalled, sessions
-from megatron_het.elastic.agent import Log
+from megatron_het.elastic.agent import Agent, Log, Node
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.members import ReplacedError, Saves
@@ -22,6 +23,7 @@ from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.recalled import FolderLock, StateFile
 from megatron_het.safe_io import FileError
 from tests.unit.elastic.notes import Notes
+from tests.unit.elastic.test_away import setting_of
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan
 
@@ -93,6 +95,29 @@ def test_a_plan_is_written_elsewhere_where_the_disk_is_full(monkeypatch: pytest.
     monkeypatch.setattr(sessions.tempfile, "gettempdir", lambda: str(tmp_path))
     found = sessions._written(Generation(2, plan([[1]]), (1,), (), ("n1",)), tmp_path / "no" / "folder" / "x")
     assert found.exists()
+
+
+def test_plans_of_earlier_generations_are_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "plan-to-check.json").touch()
+    for number in range(12):
+        sessions._written(Generation(number, plan([[1]]), (1,), (), ("n1",)), tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plan-11.json", "plan-to-check.json"]
+
+
+def test_logs_of_workers_that_have_ended_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every join, and every death that a worker comes back from, brings a worker with a folder of its own."""
+    run = subprocess.Popen
+    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["true"], stdout=more["stdout"]))
+    agent = Agent(Node(setting_of(1, tmp_path), 2, tmp_path, (), 3), lambda _: None)
+    agent._start(0, 1)  # runs on
+    for number in range(2, 30):
+        agent._start(1, number)
+        agent._workers.pop().process.wait()
+        (tmp_path / f"worker-{number}" / "log.txt").touch()
+        os.utime(tmp_path / f"worker-{number}", (number, number))
+    agent._workers.pop().process.wait()
+    found = sorted(int(folder.name.removeprefix("worker-")) for folder in tmp_path.iterdir())
+    assert found == [1, *range(21, 30)]
 
 
 def test_a_folder_has_one_controller(tmp_path: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
+from tests.unit.elastic.notes import Notes
+from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan
 
 
@@ -31,6 +37,31 @@ def test_time_that_counts():
     # 20 iterations in 20 s, of which two are done again; then 5 in 5 s; 40 s in all
     assert goodput([START], 20, 130.0) == pytest.approx(20 / 30)
     assert goodput([START, DEATH], 23, 140.0) == pytest.approx((18 + 5) / 40)
+
+
+def test_a_generation_that_is_over_takes_one_line_whatever_its_ranks(tmp_path: Path):
+    """The controller shows the whole history every second."""
+    ranks = {str(i): told | {"times": {**told["times"], "loaded": 110.0 - i}, "sent_bytes": 2}
+             for told in START["opened"].values() for i in range(50)}  # fmt: skip
+    whole = START | {"opened": ranks}
+    one = summed_up(whole)
+    assert len(json.dumps(one)) < 400
+    assert one["opened"]["all"]["sent_bytes"] == 100
+    for entries in ([whole, DEATH], [one, DEATH]):
+        assert goodput(entries, 23, 140.0) == pytest.approx((18 + 5) / 40)
+        assert last_iteration(entries[:1]) == 40
+    assert summed_up({"why": "start"}) == {"why": "start"}
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
+    come(board, 1, "n1")
+    for generation in range(2):
+        controller._step()
+        opened = {"type": "opened", "process": 1, **START["opened"]["4"], "padded_vocab_size": None}
+        board.post({**opened, "generation": generation})
+        board.post({"type": "ended", "process": 1, "how": "failed", "error": "", "iteration": 30 * generation,
+                    "unsaved": None, "generation": generation})  # fmt: skip
+        controller._step()
+    assert [list(entry.get("opened", {})) for entry in controller.history][:-1] == [["all"]] * 2
 
 
 def test_before_the_first_iteration_there_is_none():

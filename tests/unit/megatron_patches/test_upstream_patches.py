@@ -11,9 +11,9 @@ import torch
 
 from megatron_het import device as platform
 from megatron_het import megatron_patches as upstream
+from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
-from megatron_het.launch import start as hooks
 from megatron_het.megatron_patches import registry
 from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
@@ -98,6 +98,9 @@ def test_sources_are_those_of_the_installed_release(monkeypatch):
     assert upstream.moved({dotted: first}) == {dotted: upstream.source_hash(dotted)}
     monkeypatch.setattr(registry, "installed_release", lambda: RELEASES[0])
     assert upstream.moved({dotted: "0" * 64}) == {dotted: upstream.source_hash(dotted)}
+    earlier = Release("0.19", "0.19.2", "elsewhere", earlier={dotted: upstream.source_hash(dotted)})
+    monkeypatch.setattr(registry, "installed_release", lambda: earlier)
+    assert upstream.moved({dotted: "0" * 64}) == {}
 
 
 def test_upstream_is_what_the_families_lean_on():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments.megatron_args import LAST_IN_FIRST_OUT, _check_fp8
 from megatron_het.features.base import ATTENTION_REFUSED
-from megatron_het.launch.megatron_args import LAST_IN_FIRST_OUT, _check_fp8
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags

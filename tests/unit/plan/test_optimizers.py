@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments.megatron_args import apply_plan, check_arguments
 from megatron_het.features.optimizers.spec import PACKAGE, TESTED, name_of
-from megatron_het.launch.megatron_args import apply_plan, check_arguments
 from megatron_het.plan import Placement, Plan, PlanError, Replica
 from tests.unit.plan.test_refusals import arguments, made
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments.megatron_args import apply_after_validation, apply_plan, check_arguments
 from megatron_het.families import GPT, HYBRID, family_of
 from megatron_het.families.hybrid import LOCAL_SPEC
 from megatron_het.features.context_exchange.runtime import windows_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.features.slices.spec import cutting_of, keys_per_token
-from megatron_het.launch.megatron_args import apply_after_validation, apply_plan, check_arguments
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
@@ -149,24 +149,69 @@ def test_the_layout_is_written_into_the_pattern() -> None:
     assert args.hybrid_layer_pattern == "*|-*-/*-" and args.virtual_pipeline_model_parallel_size == 2
 
 
-@pytest.mark.parametrize("symbol", ["M", "G", "D"])
-def test_layers_that_need_whole_sequences(symbol: str) -> None:
-    pattern = f"{symbol}-+-" if symbol == "D" else f"{symbol}-*-"
+def test_sparse_attention_needs_whole_sequences() -> None:
+    pattern = "D-+-"
     check_plan_alone(plan(pattern))
     check_arguments(plan(pattern), given(pattern, transformer_impl="transformer_engine"), 2)
-    with pytest.raises(PlanError, match=f"layers {symbol} .*need whole sequences"):
+    with pytest.raises(PlanError, match="layers D .*keys of a whole sequence"):
         check_plan_alone(plan(pattern, "slimpipe", slices=4))
-    with pytest.raises(PlanError, match=f"layers {symbol} .*need whole sequences"):
+    with pytest.raises(PlanError, match="layers D .*keys of a whole sequence"):
         check_plan_alone(plan(pattern, more="--context-parallel-size 2", ranks=4))
-    with pytest.raises(PlanError, match=f"layers {symbol} .*of Transformer Engine only"):
+    with pytest.raises(PlanError, match="layers D .*of Transformer Engine only"):
         check_arguments(plan(pattern), given(pattern), 2)
     made = plan(pattern, ranks=8)
     replicas = made.stages[0].replicas
     mixed = (replace(replicas[0], ranks=(0, 1)), *replicas[2:])
     stages = (replace(made.stages[0], replicas=mixed), made.stages[1])
-    with pytest.raises(PlanError, match=f"different TP or EP.*layers {symbol} "):
+    with pytest.raises(PlanError, match="different TP or EP.*layers D "):
         check_arguments(
             replace(made, stages=stages), given(pattern, transformer_impl="transformer_engine"), made.world_size
+        )
+
+
+RECURRENT: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "mamba_num_heads": None,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("symbol", ["M", "G"])
+def test_recurrent_layers(symbol: str) -> None:
+    """They run over slices, and what they cannot do is said before anything starts."""
+    pattern = f"{symbol}-*-"
+    for made in (plan(pattern), plan(pattern, "slimpipe", slices=4)):
+        check_plan_alone(made)
+        check_arguments(made, given(pattern, **RECURRENT), 2)
+    with pytest.raises(PlanError, match=f"layers {symbol} .*go through a sequence in order"):
+        check_plan_alone(plan(pattern, more="--context-parallel-size 2", ranks=4))
+    with pytest.raises(PlanError, match=f"layers {symbol} .*of Transformer Engine only"):
+        check_arguments(plan(pattern), given(pattern), 2)
+    with pytest.raises(PlanError, match=f"--reset-attention-mask.*layers {symbol} .*into the next one"):
+        check_arguments(plan(pattern), given(pattern, **RECURRENT, reset_attention_mask=True), 2)
+
+
+def test_tp_divides_the_heads_of_recurrent_layers() -> None:
+    more, named = "--tensor-model-parallel-size 2 --sequence-parallel", {"sequence_parallel": True, **RECURRENT}
+    for pattern in ("M-*-", "G-*-"):
+        check_arguments(plan(pattern, more=more, ranks=4), given(pattern, **named, tensor_model_parallel_size=2), 4)
+    for pattern, changed, flag in (
+        ("M-*-", {"mamba_num_groups": 1}, "--mamba-num-groups = 1"),
+        ("M-*-", {"mamba_num_heads": 3}, "--mamba-num-heads = 3"),
+        ("G-*-", {"linear_num_key_heads": 1}, "--linear-num-key-heads = 1"),
+    ):
+        with pytest.raises(PlanError, match=f"{flag}.*the plan has TP 2"):
+            check_arguments(
+                plan(pattern, more=more, ranks=4), given(pattern, **named | changed, tensor_model_parallel_size=2), 4
+            )
+    with pytest.raises(PlanError, match="layers G .*only under sequence parallelism"):
+        check_arguments(
+            plan("G-*-", more="--tensor-model-parallel-size 2", ranks=4),
+            given("G-*-", **RECURRENT, tensor_model_parallel_size=2),
+            4,
         )
 
 

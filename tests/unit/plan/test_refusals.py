@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments import hooks
+from megatron_het.arguments.megatron_args import check_arguments
 from megatron_het.features.experts.spec import Experts
-from megatron_het.launch import start as hooks
-from megatron_het.launch.megatron_args import check_arguments
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.features import options_of
 from megatron_het.features.context_exchange.spec import ExchangeOptions
 from megatron_het.features.documents.spec import Documents
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.flags import split_arguments
 from megatron_het.plan import Cut, Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.placement import Location

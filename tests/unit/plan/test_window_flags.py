@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.launch.flags import split_arguments
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.plan import PlanError, ScheduleSpec, save_plan
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 

@@ -1,22 +1,26 @@
 """Hybrid models: prices of each kind of layer, stages cut between them, and what is written of them."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
+from benchmarks.config_files import FILES
 from megatron_het.plan.patterns import later_layers, layers_of, with_chunks
 from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.extras import carried_bytes
 from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model, model_from_document
+from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_arguments import from_arguments
+from tools.planner.inputs.model_configs import from_config
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 from tools.planner.simulate.simulation import simulate_candidate
@@ -126,14 +130,14 @@ def test_known_models_have_their_known_sizes():
     assert hybrid_of(**NEMOTRON_H_8B).parameters == pytest.approx(8.1e9, rel=0.005)
 
 
-def test_no_bound_is_claimed_and_no_slices_of_recurrent_layers_are_planned():
+def test_no_bound_is_claimed_and_slices_of_recurrent_layers_are_planned():
     e = priced(hybrid_of(**NEMOTRON_H_8B), ("H100-SXM", 4), ("A100-80", 4))
     outcome = search("sailor", e, Goal())
     assert outcome.best is not None and outcome.gap(Goal()) is None
     candidate = two_stages(26, 26, schedule="slimpipe", slices=2)
     from tools.planner.costs.schedules import schedule_of
 
-    assert not schedule_of(candidate).runs(e, candidate)
+    assert schedule_of(candidate).runs(e, candidate)
 
 
 def test_plan_and_flags_have_the_pattern():
@@ -196,3 +200,34 @@ def test_a_checkpoint_says_the_pattern():
     document = from_arguments(arguments, "common.pt")
     assert document["pattern"] == "M-*-/*-"
     assert document["mamba"] == {"heads": 2, "head_size": 64, "groups": 8, "state_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("nemotron-h-8b", 8.1), ("nemotron-3-nano-30b-a3b", 31.6), ("qwen3-next-80b-a3b", 79.7)]
+)
+def test_published_hybrid_models_are_read(name, billions, tmp_path):
+    """Their files say that steps have no upper bound, by a word that is no number of JSON."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(FILES[name]), encoding="utf-8")
+    model = load_model(file, seq_length=4096, global_batch_size=8)
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
+    estimator = priced(model, ("H100-SXM", 8))
+    assert estimator.unit(0, 2, 1, "none", 1, 1, 2, 1) is not None
+    assert estimator.unit(0, 1, 1, "none", 2, 1, 1, 1) is None  # context parallelism is refused by plans
+
+
+def test_files_with_layers_of_no_kind_are_refused():
+    for changed in ({"hybrid_override_pattern": "M-X"}, {"num_hidden_layers": 3}):
+        with pytest.raises(PlannerError, match="layers are"):
+            from_config({**FILES["nemotron-h-8b"], **changed}, "config.json")
+
+
+def test_slices_hold_the_states_that_they_leave():
+    model = hybrid_of("M-*-" * 4, mamba=MAMBA)
+    estimator = priced(model, ("H100-SXM", 2))
+    sliced = two_stages(8, 8, schedule="slimpipe", slices=4)
+    state = 128 * 64 * 128
+    assert carried_bytes(estimator, sliced, Group(0, 2, 1), 0) == 4 * 4 * 2 * state / 2
+    assert estimator.estimate(sliced) is not None
+    dense = hybrid_of("*-" * 4)
+    assert carried_bytes(priced(dense, ("H100-SXM", 2)), two_stages(4, 4, slices=4), Group(0, 1, 1), 0) == 0

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from examples.llama.job import CPU_ARGUMENTS
+from megatron_het.arguments.megatron_args import check_device_kind
 from megatron_het.elastic.agent import Node as AgentNode
 from megatron_het.elastic.pool import Process
 from megatron_het.elastic.searched import limited
-from megatron_het.launch.megatron_args import check_device_kind
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
 from tests.functional.launch import free_port
 from tests.unit.elastic.test_away import setting_of

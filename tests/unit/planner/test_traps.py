@@ -216,7 +216,7 @@ def test_a_kind_of_operation_that_is_not_known():
     ],
 )
 def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
-    from megatron_het.launch.megatron_args import check_device_kind
+    from megatron_het.arguments.megatron_args import check_device_kind
     from megatron_het.plan import PlanError
 
     replicas = [SimpleNamespace(ranks=(i,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]

@@ -79,7 +79,7 @@ def _ends(name: str) -> bool:
 def test_every_flag_of_the_documentation_exists() -> None:
     import argparse
 
-    from megatron_het.launch.flags import add_het_arguments
+    from megatron_het.arguments.flags import add_het_arguments
 
     parser = argparse.ArgumentParser()
     add_het_arguments(parser)

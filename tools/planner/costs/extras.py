@@ -11,7 +11,7 @@ from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
 from megatron_het.plan.parts import PARAMETER, vocabulary_shares
-from megatron_het.plan.patterns import WITH_ATTENTION
+from megatron_het.plan.patterns import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
 
 from ..inputs.model import Model
 from .candidate import Candidate, Group, chunk_layers, layers_at
@@ -106,6 +106,15 @@ def attention_layers(model: Model, candidate: Candidate, s: int) -> int:
         return candidate.stages[s].layers
     mine = "".join(layers_at(candidate, model.pattern)[s])
     return sum(mine.count(symbol) for symbol in WITH_ATTENTION)
+
+
+def carried_bytes(estimator: OperatingPoints, candidate: Candidate, group: Group, s: int) -> float:
+    """Bytes that the slices of a microbatch leave for each other in the recurrent layers of a rank, in fp32."""
+    model = estimator.model
+    mine = "".join(layers_at(candidate, model.pattern)[s])
+    sizes = ((MAMBA, model.mamba), (GATED_DELTA_NET, model.delta_net))
+    numbers = sum(mine.count(symbol) * x.state_numbers for symbol, x in sizes if x is not None)
+    return 4.0 * candidate.slices * candidate.micro_batch_size * numbers / group.tp
 
 
 def moved_bytes(

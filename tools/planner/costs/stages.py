@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .candidate import Candidate, layers_at
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate, divided_alike, rank_parameters
-from .extras import moved_bytes
+from .extras import carried_bytes, moved_bytes
 from .operating import OperatingPoints
 from .passes import passes_of
 from .schedules import schedule_of
@@ -45,6 +45,8 @@ def _of_group(
     if candidate.host_activations or candidate.exchange:
         more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, held)
         activations, waiting = activations + more, waiting + offloaded
+    if candidate.slices > 1 and estimator.model.kinds:
+        activations += held * carried_bytes(estimator, candidate, groups[i], s)
     logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
     if logits:
         activations += schedule.logits(candidate, held, u.head_bytes) * logits

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.expectations import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.features.documents.spec import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.launch.megatron_args import environment_of
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 

@@ -10,14 +10,14 @@ from megatron_het import safe_io as untrusted
 from ..errors import PlannerError, from_file_error
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Parsed YAML, or JSON where the name ends in ``.json``.
+def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
+    """Parsed YAML, or JSON where the name ends in ``.json``; see ``untrusted.read_yaml``.
 
     Raises:
         PlannerError: see ``untrusted.read_yaml``.
     """
     try:
-        return untrusted.read_yaml(path)
+        return untrusted.read_yaml(path, constants_as_text=constants_as_text)
     except untrusted.FileError as error:
         raise from_file_error(error) from None
 

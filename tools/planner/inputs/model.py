@@ -56,7 +56,8 @@ class Model(BaseModel):
         gated: SwiGLU or similar (three matrices in the MLP instead of two).
         learned_positions: Rows of a learned position table, at least ``seq_length``; 0 without one (RoPE).
         distributed_optimizer: Whether optimizer state may be sharded over data parallelism.
-        sequence_parallel: Whether norms and residuals are split over TP; on by default with experts.
+        sequence_parallel: Whether norms and residuals are split over TP; on by default with experts and gated delta
+            nets.
         recompute: Allowed activation recompute granularities.
         attention: ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere;
             or ``fused`` everywhere.
@@ -100,8 +101,9 @@ class Model(BaseModel):
     learned_positions: int = Field(default=0, ge=0, le=LARGEST["seq_length"])
     distributed_optimizer: bool = False
     experts: Experts | None = None
-    # Megatron trains experts with TP under sequence parallelism only.
-    sequence_parallel: bool = Field(default_factory=lambda given: given.get("experts") is not None)
+    delta_net: DeltaNet | None = None
+    # Megatron trains both with TP under sequence parallelism only.
+    sequence_parallel: bool = Field(default_factory=lambda given: bool(given.get("experts") or given.get("delta_net")))
     recompute: tuple[Recompute, ...] = ("none", "full")
     attention: Literal["flash", "unfused", "fused"] = "flash"
     head_size: int | None = Field(default=None, ge=1)
@@ -114,7 +116,6 @@ class Model(BaseModel):
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
     pattern: str = ""
     mamba: Mamba | None = None
-    delta_net: DeltaNet | None = None
     flags: dict[str, FlagValue] = {}
     lost: dict[str, str] = {}
     unread: tuple[str, ...] = ()
@@ -408,8 +409,9 @@ class Model(BaseModel):
                 "the planner prices this, but runs with a plan do not have it yet",
                 f"Remove {', '.join(self.not_run)} to write launch files",
             )
-        if self.experts is not None and not self.sequence_parallel:
-            problem = "with experts Megatron trains TP under sequence parallelism only"
+        if (self.experts or self.delta_net) is not None and not self.sequence_parallel:
+            what = "experts" if self.experts is not None else "gated delta nets"
+            problem = f"with {what} Megatron trains TP under sequence parallelism only"
             raise PlannerError(
                 file, "sequence_parallel", False, problem, "Set sequence_parallel to true and plan again"
             )
@@ -490,8 +492,10 @@ def load_model(
         arguments, file = checkpoint_arguments(file)
         document: Any = from_arguments(arguments, file)
     else:
-        document = read_yaml(file)
-        if is_config(document):
+        document = read_yaml(file, constants_as_text=True)  # Nemotron's have an upper bound that is Infinity
+        if not is_config(document):
+            document = read_yaml(file)
+        else:
             document = from_config(document, file, seq_length)
             for key, given in (("seq_length", seq_length), ("global_batch_size", global_batch_size)):
                 if given is None:

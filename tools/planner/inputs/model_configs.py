@@ -11,9 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.plan.patterns import EXPERTS as SPARSE
+from megatron_het.plan.patterns import layers_of
+
 from ..errors import PlannerError
-from .model_families import EXPERTS, FAMILIES, INSIDE, NONE, NOT_OF_THE_MODEL, SHAPES_ONLY, Config, Reading
-from .model_parts import FlagValue, are_first, pattern_text
+from .model_families import (
+    EXPERTS,
+    FAMILIES,
+    HYBRID,
+    INSIDE,
+    NOT_OF_THE_MODEL,
+    ONLY_WHEN,
+    SHAPES_ONLY,
+    Config,
+    Reading,
+    dense_layers,
+    pattern_of,
+    read_kinds_of_layers,
+)
+from .model_parts import are_first, pattern_text
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SOFT_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -108,7 +124,7 @@ def _sizes(r: Reading) -> None:
     latent = _latent_attention(r)
     ffn = r.get("intermediate_size_mlp") if r.kind == "llama4_text" else None
     r.document |= {
-        "num_layers": r.whole("num_hidden_layers"),
+        "num_layers": r.whole("num_hidden_layers", len(layers_of(pattern_of(r))) or None),
         "hidden_size": hidden,
         "ffn_hidden_size": ffn
         or (4 * hidden if r.kind == "gpt2" and not r.get("intermediate_size") else None)
@@ -152,6 +168,7 @@ def _norms(r: Reading) -> None:
     r.flags["normalization"] = "LayerNorm" if r.family.layer_norm else "RMSNorm"
     name = "layer_norm_eps" if r.family.layer_norm else "rms_norm_eps"
     r.flags["norm-epsilon"] = float(r.number(name, 1e-6))
+    r.used |= {"norm_eps"} if r.kind == "nemotron_h" else set()  # what older files call it besides
     if _latent_attention(r) and r.flags["norm-epsilon"] != 1e-6:
         r.notes.append(
             "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
@@ -189,6 +206,9 @@ def _biases(r: Reading) -> None:
 def _positions(r: Reading) -> None:
     if r.kind == "gpt2":
         r.document["learned_positions"] = r.whole("max_position_embeddings", 1024)
+        return
+    if r.kind == "nemotron_h":  # attention knows positions from the layers before it
+        r.used |= {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
         return
     scaling = dict(r.get("rope_parameters") or r.get("rope_scaling") or {})
     r.used.add("rope_scaling")
@@ -355,7 +375,13 @@ def _window(r: Reading) -> None:
 def _experts(r: Reading) -> None:
     if r.kind not in EXPERTS | {"llama4_text"}:
         return
-    name = "n_routed_experts" if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe") else "num_local_experts"
+    if r.kind in HYBRID and SPARSE not in pattern_of(r):
+        return
+    name = (
+        "n_routed_experts"
+        if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h")
+        else "num_local_experts"
+    )
     if name == "num_local_experts" and r.config.get("num_experts") is not None:
         name = "num_experts"
     count = r.whole(name)
@@ -366,7 +392,8 @@ def _experts(r: Reading) -> None:
     shared = r.get("shared_expert_intermediate_size") or (r.get("n_shared_experts") or 0) * width
     if r.kind == "llama4_text":
         shared = width
-    dense = _dense_layers(r)
+    r.used |= {"n_shared_experts"} if r.kind == "nemotron_h" else set()  # all of them together are one MLP
+    dense = [] if r.kind in HYBRID else dense_layers(r)
     if dense and len(dense) == r.layers:
         return
     r.document["experts"] = {
@@ -381,26 +408,12 @@ def _experts(r: Reading) -> None:
         r.flags["moe-layer-freq"] = pattern_text([int(layer not in dense) for layer in range(r.layers)])
 
 
-def _dense_layers(r: Reading) -> list[int]:
-    if r.kind == "llama4_text":
-        step, given = r.whole("interleave_moe_layer_step"), r.get("moe_layers")
-        sparse = set(given) if given else {n for n in range(r.layers) if (n + 1) % step == 0}
-        return [layer for layer in range(r.layers) if layer not in sparse]
-    first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
-    only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
-    return [
-        layer
-        for layer in range(r.layers)
-        if layer < first or layer % freq != 0 or layer in only or (layer + 1) % step != 0
-    ]
-
-
 def _routing(r: Reading) -> None:
     if "experts" not in r.document:
         return
     top_k, scores = r.document["experts"]["top_k"], r.get("scoring_func")
     normed, method = r.get("norm_topk_prob", True), r.get("topk_method")
-    usual = "sigmoid" if r.kind in ("deepseek_v3", "glm4_moe") else "softmax"
+    usual = "sigmoid" if r.kind in ("deepseek_v3", "glm4_moe", "nemotron_h") else "softmax"
     if scores not in (None, usual):
         r.lose("scoring_func", scores, f"models of this kind have {usual}")
     if method not in (None, "greedy", "noaux_tc" if usual == "sigmoid" else "group_limited_greedy"):
@@ -421,7 +434,9 @@ def _routing(r: Reading) -> None:
     scale = r.get("routed_scaling_factor") or 1.0
     if scale != 1:
         r.flags["moe-router-topk-scaling-factor"] = float(scale)
-    if r.kind.startswith(("deepseek", "glm")):
+    if r.kind == "nemotron_h":
+        r.flags["moe-router-enable-expert-bias"] = True
+    if r.kind.startswith(("deepseek", "glm", "nemotron")):
         r.flags["moe-router-dtype"] = "fp32"
     if r.get("router_jitter_noise"):
         r.flags["moe-input-jitter-eps"] = float(r.number("router_jitter_noise"))
@@ -472,25 +487,11 @@ def _dropout(r: Reading) -> None:
         r.lose("embd_pdrop", embedding, f"Megatron drops of embeddings what it drops elsewhere: {hidden:g}")
 
 
-_ONLY_WHEN: dict[str, tuple[Any, str]] = {
-    "use_parallel_residual": (False, "attention and MLP beside each other: " + NONE),
-    "final_logit_softcapping": (None, "soft capping of logits: " + NONE),
-    "attn_logit_softcapping": (None, "soft capping of scores: " + NONE),
-    "use_bidirectional_attention": (False, "attention to later tokens: " + NONE),
-    "scale_attn_weights": (True, "attention without a scale: " + NONE),
-    "scale_attn_by_inverse_layer_idx": (False, "a scale of attention by layer: " + NONE),
-    "clip_qkv": (None, "clipping of queries, keys and values: " + NONE),
-    "embedding_multiplier": (1.0, "a factor of embeddings: " + NONE),
-    "logits_scaling": (1.0, "a factor of logits: " + NONE),
-    "residual_multiplier": (1.0, "a factor of residuals: " + NONE),
-    "attention_multiplier": (None, "a scale of attention: no flag says it"),
-    "layer_norm_elementwise_affine": (True, "norms without weights: " + NONE),
-}
-"""Fields that Megatron has no flag for, and the value under which they change nothing."""
-
-
 def _only_when(r: Reading) -> None:
-    for name, (nothing, reason) in _ONLY_WHEN.items():
+    limit = r.get("time_step_limit")
+    if limit is not None and list(limit) not in ([0.0, math.inf], [0.0, "Infinity"]):
+        r.lose("time_step_limit", list(limit), "bounds of steps in Mamba layers: no flag says them")
+    for name, (nothing, reason) in ONLY_WHEN.items():
         value = r.get(name)
         if value is not None and value != nothing:
             r.lose(name, value, reason)
@@ -512,6 +513,15 @@ RULES: tuple[Rule, ...] = (
         "`num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `num_query_groups`, `head_size`, "
         "`vocab_size`",
         _sizes,
+    ),
+    Rule(
+        (
+            *("hybrid_override_pattern", "layers_block_type", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+            *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "full_attention_interval"),
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        ),
+        "`pattern`, `mamba`, `delta_net` (Nemotron, Qwen3-Next)",
+        read_kinds_of_layers,
     ),
     Rule(("torch_dtype", "dtype", "tie_word_embeddings"), "`precision`, `tied_embeddings`", _kind_of_weights),
     Rule(
@@ -580,21 +590,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("num_nextn_predict_layers",), "`mtp_num_layers`", _later_tokens),
     Rule(("initializer_range",), "`--init-method-std`", _start),
     Rule(("attention_dropout", "hidden_dropout", "embd_pdrop"), "`--attention-dropout`, `--hidden-dropout`", _dropout),
-    Rule((*_ONLY_WHEN, "query_pre_attn_scalar"), "refused where they change anything: no flag says them", _only_when),
+    Rule(
+        (*ONLY_WHEN, "query_pre_attn_scalar", "time_step_limit"),
+        "refused where they change anything: no flag says them",
+        _only_when,
+    ),
 )
-
-
-def tables() -> str:
-    """The tables of fields and of families, in Markdown."""
-    lines = ["| fields of `config.json` | become |", "|---|---|"]
-    lines += [f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.becomes} |" for rule in RULES]
-    lines += ["", "| `model_type` | models | always | not in Megatron |", "|---|---|---|---|"]
-    for kind, family in sorted(FAMILIES.items()):
-        always = ", ".join(f"`{_word(name, value)}`" for name, value in family.flags.items())
-        lost = "; ".join(dict.fromkeys(family.lost.values()))
-        lines.append(f"| `{kind}` | {family.title} | {always} | {lost} |")
-    return "\n".join(lines) + "\n"
-
-
-def _word(name: str, value: FlagValue) -> str:
-    return f"--{name}" if value is True else f"--{name} {value}"

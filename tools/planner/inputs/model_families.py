@@ -7,6 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_het.plan.patterns import (
+    ATTENTION,
+    CHUNK,
+    GATED_DELTA_NET,
+    LATER,
+    MAMBA,
+    MLP,
+    later_layers,
+    layers_of,
+    problem_of,
+)
+from megatron_het.plan.patterns import EXPERTS as SPARSE
+
 from ..errors import PlannerError
 from .model_parts import FlagValue
 
@@ -240,10 +253,60 @@ FAMILIES: dict[str, Family] = {
         biases="qkv",
     ),
 }
+FAMILIES["nemotron_h"] = Family(
+    "Nemotron-H, Nemotron Nano 2, Nemotron 3",
+    {
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "shared_expert_intermediate_size": 7688,
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "mtp_layers_block_type": ("full_attention", "moe"),
+    },
+    {"position-embedding-type": "none"},
+    names={
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "mlp_hidden_act",
+        "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    },
+)
+FAMILIES["qwen3_next"] = Family(
+    "Qwen3-Next, Qwen3-Coder-Next",
+    {
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    {"qk-layernorm": True, "attention-output-gate": True, "apply-layernorm-1p": True, "moe-shared-expert-gate": True},
+)
 FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
 INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 """Models of text and pictures, whose text model is in ``text_config``."""
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
+HYBRID = {"nemotron_h", "qwen3_next"}
+"""Models whose layers are of several kinds."""
+EXPERTS = HYBRID | {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
 NOT_OF_THE_MODEL = frozenset(
     # Of files, tokens, generation, other tasks, how weights are stored, and of numerics that change no result.
     """_attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map
@@ -258,9 +321,38 @@ NOT_OF_THE_MODEL = frozenset(
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tf_legacy_loss tokenizer_class torch_dtype
     torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vision_config
     multimodal_projector_bias vision_feature_layer spatial_merge_size projector_hidden_act mm_tokens_per_image
-    bos_token eos_token max_length""".split()  # noqa: SIM905
+    bos_token eos_token max_length num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype chunk_size expand
+    rescale_prenorm_residual moe_shared_expert_overlap""".split()  # noqa: SIM905
 )
 SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
+
+
+ONLY_WHEN: dict[str, tuple[Any, str]] = {
+    "use_parallel_residual": (False, "attention and MLP beside each other: " + NONE),
+    "final_logit_softcapping": (None, "soft capping of logits: " + NONE),
+    "attn_logit_softcapping": (None, "soft capping of scores: " + NONE),
+    "use_bidirectional_attention": (False, "attention to later tokens: " + NONE),
+    "scale_attn_weights": (True, "attention without a scale: " + NONE),
+    "scale_attn_by_inverse_layer_idx": (False, "a scale of attention by layer: " + NONE),
+    "clip_qkv": (None, "clipping of queries, keys and values: " + NONE),
+    "embedding_multiplier": (1.0, "a factor of embeddings: " + NONE),
+    "logits_scaling": (1.0, "a factor of logits: " + NONE),
+    "residual_multiplier": (1.0, "a factor of residuals: " + NONE),
+    "attention_multiplier": (None, "a scale of attention: no flag says it"),
+    "layer_norm_elementwise_affine": (True, "norms without weights: " + NONE),
+    "use_bias": (False, "biases in Mamba layers: Megatron's have none"),
+    "mamba_proj_bias": (False, "biases in Mamba layers: Megatron's have none"),
+    "use_conv_bias": (True, "convolutions of Mamba layers without biases: Megatron's have them"),
+    "conv_kernel": (4, "another length of convolutions in Mamba layers: Megatron has 4"),
+    "mamba_hidden_act": ("silu", "another activation in Mamba layers: Megatron has silu"),
+    "residual_in_fp32": (False, "residuals in fp32 are training, which --fp32-residual-connection says"),
+    "moe_latent_size": (None, "experts of a narrower width than the model are not priced"),
+    "linear_conv_kernel_dim": (4, "another length of convolutions in gated delta nets is not priced"),
+    "time_step_min": (0.001, "where steps begin: Megatron has 0.001 to 0.1"),
+    "time_step_max": (0.1, "where steps begin: Megatron has 0.001 to 0.1"),
+    "time_step_floor": (1e-4, "where steps begin: Megatron has 0.0001 at least"),
+}
+"""Fields that Megatron has no flag for, and the value under which they change nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -329,3 +421,82 @@ class Reading:
     def layers(self) -> int:
         """Layers of the model, within what is worth a list."""
         return min(self.whole("num_hidden_layers"), _MOST_LAYERS)
+
+
+def dense_layers(r: Reading) -> list[int]:
+    """Numbers of the layers without experts."""
+    if r.kind == "llama4_text":
+        step, given = r.whole("interleave_moe_layer_step"), r.get("moe_layers")
+        sparse = set(given) if given else {n for n in range(r.layers) if (n + 1) % step == 0}
+        return [layer for layer in range(r.layers) if layer not in sparse]
+    first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
+    only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
+    return [
+        layer
+        for layer in range(r.layers)
+        if layer < first or layer % freq != 0 or layer in only or (layer + 1) % step != 0
+    ]
+
+
+_SYMBOLS = {
+    "mamba": MAMBA,
+    "linear_attention": MAMBA,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "mlp": MLP,
+    "moe": SPARSE,
+}
+"""Kinds of Nemotron's layers, by their names in older and newer files."""
+
+
+def _listed(r: Reading, text: str, names: str) -> str:
+    """Layers of Nemotron by symbol, from a field with symbols or from one with names."""
+    written, listed = r.get(text), r.get(names) or ()
+    found = written if written is not None else "".join(_SYMBOLS.get(name, "?") for name in listed)
+    if not isinstance(found, str) or CHUNK in found or LATER in found or (found and problem_of(found)):
+        given, value = (text, written) if written is not None else (names, list(listed)[:10])
+        raise PlannerError(r.file, given, value, f"layers are some of {', '.join(_SYMBOLS)}, or of M * - E")
+    return found
+
+
+def pattern_of(r: Reading) -> str:
+    """The layers of a hybrid model by symbol; empty for other models."""
+    if r.kind == "nemotron_h":
+        names = "layer_types" if "layer_types" in r.config else "layers_block_type"
+        layers = _listed(r, "hybrid_override_pattern", names)
+        count = r.get("num_nextn_predict_layers") or 0
+        return layers + count * (LATER + _listed(r, "mtp_hybrid_override_pattern", "mtp_layers_block_type"))
+    if r.kind == "qwen3_next":
+        step, kinds, dense = r.whole("full_attention_interval"), r.get("layer_types"), set(dense_layers(r))
+        kinds = kinds or ["full_attention" if (n + 1) % step == 0 else "linear_attention" for n in range(r.layers)]
+        mixers = {"full_attention": ATTENTION, "linear_attention": GATED_DELTA_NET}
+        return "".join(mixers[kind] + (MLP if n in dense else SPARSE) for n, kind in enumerate(kinds))
+    return ""
+
+
+def read_kinds_of_layers(r: Reading) -> None:
+    """A hybrid model's pattern, and the sizes of its recurrent layers."""
+    pattern = pattern_of(r)
+    if not pattern:
+        if r.kind in HYBRID:
+            raise PlannerError(r.file, "layers_block_type", None, "the file says no layers")
+        return
+    layers, later = len(layers_of(pattern)), len(later_layers(pattern))
+    listed = layers // 2 if r.kind == "qwen3_next" else layers  # whose layers are two of Megatron's
+    if r.whole("num_hidden_layers", listed) != listed:
+        raise PlannerError(r.file, "num_hidden_layers", r.whole("num_hidden_layers"), f"{listed} layers are listed")
+    r.document |= {"pattern": pattern, "num_layers": layers, "mtp_num_layers": later}
+    if MAMBA in pattern:
+        r.document["mamba"] = {
+            "heads": r.whole("mamba_num_heads"),
+            "head_size": r.whole("mamba_head_dim"),
+            "groups": r.whole("n_groups"),
+            "state_size": r.whole("ssm_state_size"),
+        }
+    if GATED_DELTA_NET in pattern:
+        r.document["delta_net"] = {
+            "key_heads": r.whole("linear_num_key_heads"),
+            "value_heads": r.whole("linear_num_value_heads"),
+            "key_size": r.whole("linear_key_head_dim"),
+            "value_size": r.whole("linear_value_head_dim"),
+        }

@@ -231,6 +231,11 @@ class Mamba(BaseModel):
         return self.heads * self.head_size
 
     @property
+    def state_numbers(self) -> int:
+        """Numbers of the state of a sequence."""
+        return self.inner * self.state_size
+
+    @property
     def convolved(self) -> int:
         """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.state_size
@@ -275,6 +280,11 @@ class DeltaNet(BaseModel):
     def inner(self) -> int:
         """Width of what the output projection reads."""
         return self.value_heads * self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the state of a sequence."""
+        return self.inner * self.key_size
 
     @property
     def convolved(self) -> int:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from megatron_het.features import attention_units
 from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
 from megatron_het.plan import Plan
-from megatron_het.plan.patterns import WHOLE_SEQUENCES
+from megatron_het.plan.patterns import SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.documents import Lengths, drawn
@@ -42,7 +42,7 @@ class SlimPipe(Schedule):
         Slices that do not divide the sequence differ by as many tokens as ranks share.
         """
         model, cluster, slices = estimator.model, estimator.cluster, candidate.slices
-        if slices < len(candidate.stages) or any(kind in WHOLE_SEQUENCES for kind, _ in model.kinds):
+        if slices < len(candidate.stages) or SPARSE_ATTENTION in model.pattern:
             return False
         tps = {g.tp for s in candidate.stages for g in s.groups} if model.sequence_parallel else ()
         unit = lcm(*tps)

@@ -18,7 +18,7 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.slices.spec import SLICED_SCHEDULES, cutting_of, has_even_slices
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.parts import token_blocks
-from megatron_het.plan.patterns import KINDS, WHOLE_SEQUENCES
+from megatron_het.plan.patterns import KINDS, SPARSE_ATTENTION
 
 _REFUSED = (
     Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
@@ -169,13 +169,13 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         if len({replica.cut for replica in stage.replicas}) > 1:
             for refusal in _REFUSED_WHERE_MIXED:
                 refusal.check(args, f"replicas of different TP or EP, as stage {number} has")
-            found = next((symbol for symbol in WHOLE_SEQUENCES if symbol in plan.model.pattern), None)
-            if found is not None:
+            if SPARSE_ATTENTION in plan.model.pattern:
                 raise PlanError(
                     "model.pattern",
                     plan.model.pattern,
-                    f"stage {number} has replicas of different TP or EP, and the parameters of layers {found} "
-                    f"({KINDS[found]}) are cut into parts that the exchange between them does not know",
+                    f"stage {number} has replicas of different TP or EP, and the parameters of layers "
+                    f"{SPARSE_ATTENTION} ({KINDS[SPARSE_ATTENTION]}) are cut into parts that the exchange between them "
+                    "does not know",
                     "Give all replicas of a stage one TP size",
                 )
 

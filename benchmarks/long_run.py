@@ -1,0 +1,134 @@
+"""A long elastic job whose pool changes at random: ``python -m benchmarks.long_run --changes N --json OUT``.
+
+A tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come back.  ``grew`` says
+by which share memory, descriptors and threads of the controller, of an agent and of a worker that live from the start,
+and the bytes of the job's folder, are larger in the last quarter than in the second one (at most 0.02).  Logs are cut
+shorter than by default, so that they are full within the run.  What was measured is written after every change: a run
+that is ended says how far it came.  ``loss_difference`` is the largest relative one to an undisturbed run of one rank,
+over its newest iterations, which are those that its report has.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic import SHORT, ForkedJob, losses_of, plan_of
+from benchmarks.faults import prepare
+from benchmarks.machine import command_line, save, scratch, write_report
+from megatron_het.elastic import agent
+from megatron_het.plan import Plan, Replica, Stage
+
+_BATCH, _EACH, _LOG_BYTES = 6, 100, 2**16
+"""Sequences of an iteration; iterations for each change; of a worker's log."""
+
+
+def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
+    """Memory, descriptors and threads of some processes, and bytes in a folder."""
+    found: dict[str, float] = {"disk_bytes": sum(f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file())}
+    for name, number in processes.items():
+        where = Path(f"/proc/{number}")
+        found[f"{name} memory_bytes"] = 4096.0 * int((where / "statm").read_text(encoding="ascii").split()[1])
+        found[f"{name} descriptors"] = len(list((where / "fd").iterdir()))
+        found[f"{name} threads"] = len(list((where / "task").iterdir()))
+    return found
+
+
+def tiny(replicas: int) -> Plan:
+    """A plan of a long run: of a model as small as can be divided over two stages."""
+    plan = plan_of(replicas, (1, 1), _BATCH)
+    return replace(plan, model=replace(plan.model, hidden_size=64, ffn_hidden_size=96, seq_length=SHORT))
+
+
+def alone(_replicas: int) -> Plan:
+    """The training of :func:`tiny` on one rank, its batch at once."""
+    tiny_plan = tiny(1)
+    training = replace(tiny_plan.training, micro_batch_size=_BATCH)
+    return replace(tiny_plan, training=training, stages=(Stage((2,), (Replica((0,), (0,)),)),))
+
+
+def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By which share each figure is larger in the last quarter of the samples than in the second one."""
+    quarter = max(1, len(samples) // 4)
+    early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
+
+    def median(part: Sequence[Mapping[str, float]], key: str) -> float:
+        return statistics.median(sample[key] for sample in part)
+
+    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0]}
+
+
+def long_run(
+    folder: Path, iterations: int, changes: int, seed: int, note: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """See the module's text.
+
+    Args:
+        folder: An empty folder.
+        iterations: Of the training.
+        changes: So many, at equal distances.
+        seed: Of what they are.
+        note: Is given what was measured so far, after every change.
+    """
+    rng, made, samples, began_s = random.Random(seed), Counter[str](), list[dict[str, float]](), time.monotonic()
+    with ForkedJob(folder / "long", iterations, "1", tiny) as job:
+        acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
+        job.until(functools.partial(job.has_logged, 4), "the first iterations")
+        steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
+
+        def document(at: int) -> dict[str, Any]:
+            samples.append({"iteration": at, "seconds": time.monotonic() - began_s} | used(steady, job.folder / "job"))
+            kept = [{k: v for k, v in s.items() if k not in ("iteration", "seconds")} for s in samples]
+            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(kept), "samples": samples}
+
+        away = ""
+        for number in range(1, changes + 1):
+            at = number * iterations // (changes + 1)
+            job.until(functools.partial(job.has_reached, at), f"iteration {at}")
+            note(document(at))
+            act, node = ("join", away) if away else (rng.choice(("death", "leave")), rng.choice("bc"))
+            acts[act](node)
+            job.until(functools.partial(job.has_opened, number), f"change {number}, {act} of {node} (--iterations)")
+            away = "" if act == "join" else node
+            made[act] += 1
+        job.until(functools.partial(job.has_reached, iterations - 1), "the last iterations")
+        found = document(iterations)
+        note(found)
+        job.end()
+        losses, generations = losses_of(folder / "long" / "report"), len(job.history())
+    with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}) as job:
+        job.end()
+        expected = losses_of(folder / "undisturbed" / "report")
+    both = losses.keys() & expected.keys()
+    return found | {
+        "generations": generations,
+        "losses_compared": len(both),
+        "loss_difference": max(abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in losses[i]),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = command_line("benchmarks.long_run", __doc__)
+    parser.add_argument("--changes", type=int, default=200, metavar="N", help="of the pool (default 200)")
+    parser.add_argument("--iterations", type=int, help=f"of the job (default {_EACH} for each change)")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
+    options = parser.parse_args()
+    iterations = options.iterations or _EACH * (options.changes + 1)
+    with scratch("long-run-", options.keep) as folder:
+        prepare(folder)
+        agent.MAX_LOG_BYTES = _LOG_BYTES  # agents are forked from this process
+        document = long_run(folder, iterations, options.changes, options.seed, functools.partial(save, options.json))
+    write_report(options.json, document, unprinted=("samples",))
+
+
+if __name__ == "__main__":
+    main()

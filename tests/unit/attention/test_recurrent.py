@@ -1,0 +1,162 @@
+"""Recurrent layers over slices compute what Megatron's do over whole sequences, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from torch.utils.checkpoint import checkpoint
+
+import testing.recurrent_layers as kernels
+from megatron_het.attention.core import SliceParams
+from megatron_het.attention.kv_pool import CacheError
+from megatron_het.attention.recurrent import carry_states
+
+TOKENS, BATCH, HIDDEN = 24, 2, 16
+LENGTHS = ((24,), (12, 12), (9, 1, 2, 12), (1, 1, 22))
+
+
+class Linear(torch.nn.Linear):
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, source: torch.Tensor) -> Any:
+        return super().forward(source), None
+
+
+class Alone:
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.fixture(params=["delta net", "Mamba"])
+def layer(request: pytest.FixtureRequest) -> Iterator[Any]:
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        linear_conv_kernel_dim=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        mamba_num_heads=4,
+        mamba_head_dim=4,
+        mamba_num_groups=2,
+        mamba_state_dim=4,
+    )
+    config.activation_func = torch.nn.functional.silu
+    groups: Any = SimpleNamespace(tp=Alone(), cp=Alone())
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 5)
+    if request.param == "delta net":
+        parts = GatedDeltaNetSubmodules(in_proj=Linear, out_norm=kernels.LocalNorm, out_proj=Linear)
+        yield GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
+    else:
+        yield MambaMixer(config, MambaMixerSubmodules(Linear, Linear), HIDDEN, pg_collection=groups)
+    tracker.set_states(states)
+
+
+def over_slices(layer: Any) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
+    """The layer with states carried, called with a slice, its index and its first token."""
+    kind = "mixer" if isinstance(layer, MambaMixer) else "self_attention"
+    chunk: Any = SimpleNamespace(
+        hybrid_layer_pattern="", decoder=SimpleNamespace(layers=[SimpleNamespace(**{kind: layer})])
+    )
+    carry_states(chunk)
+
+    def run(source: torch.Tensor, index: int, first: int) -> torch.Tensor:
+        params = SliceParams.make(0, index, ((first, first + source.shape[0]),), TOKENS)
+        found: torch.Tensor = layer(source, None, packed_seq_params=params)[0]
+        return found
+
+    return run
+
+
+def trained(layer: Any, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Output, and gradients of source and parameters."""
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).requires_grad_()
+    grad = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator)
+    layer.zero_grad()
+    out = run(source)
+    out.backward(grad)
+    found = [parameter.grad for parameter in layer.parameters()]
+    assert source.grad is not None and all(gradient is not None for gradient in found)
+    return [out.detach(), source.grad, *(gradient.clone() for gradient in found)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_slices_equal_the_whole(layer: Any, lengths: Sequence[int], recomputes: bool) -> None:
+    """Slices shorter than what the convolution sees, too."""
+    wanted = trained(layer, lambda source: layer(source, None)[0])
+    run = over_slices(layer)
+
+    def sliced(source: torch.Tensor) -> torch.Tensor:
+        found, first = [], 0
+        for index, part in enumerate(source.split(list(lengths))):
+            found.append(
+                checkpoint(run, part, index, first, use_reentrant=True) if recomputes else run(part, index, first)
+            )
+            first += len(part)
+        return InReverse.apply(*found)  # type: ignore[no-any-return]
+
+    for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    layer.slice_states.check_empty()
+
+
+class InReverse(torch.autograd.Function):
+    """Slices one after the other; their backward passes come in reverse, as a schedule runs them."""
+
+    @staticmethod
+    def forward(ctx: Any, *slices: torch.Tensor) -> torch.Tensor:
+        ctx.lengths = [len(part) for part in slices]
+        return torch.cat(slices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad.split(ctx.lengths)
+
+
+def test_an_evaluation_is_dropped(layer: Any) -> None:
+    run = over_slices(layer)
+    with torch.no_grad():
+        for index in range(2):
+            run(torch.randn(12, BATCH, HIDDEN), index, 12 * index)
+    with pytest.raises(CacheError, match="left at the end"):
+        layer.slice_states.check_empty()
+    assert len(layer.slice_states.tensors()) == 4
+    layer.slice_states.drop(0)
+    layer.slice_states.check_empty()
+
+
+def test_slices_out_of_order_are_errors(layer: Any) -> None:
+    run = over_slices(layer)
+    with pytest.raises(CacheError, match="has left no state"):
+        run(torch.randn(12, BATCH, HIDDEN), 1, 12)
+    first, _ = (run(torch.randn(12, BATCH, HIDDEN).requires_grad_(), index, 12 * index) for index in range(2))
+    with pytest.raises(CacheError, match="last first"):
+        first.sum().backward()
+
+
+def test_a_layer_outside_of_the_schedule_is_an_error(layer: Any) -> None:
+    over_slices(layer)
+    with pytest.raises(RuntimeError, match="outside of the schedule"):
+        layer(torch.randn(12, BATCH, HIDDEN), None)
