@@ -10,7 +10,7 @@ from ..costs.estimate import Estimator
 from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.outcome import Outcome, Progress
-from ..search.pools import Limits, nodes_left_out
+from ..search.pools import Limits, nodes_left_out, pools_left_out
 from ..search.thorough import MOST_LEFT_OUT, Ground, thorough
 from .limit import collector_paused
 from .outcome import Goal
@@ -113,13 +113,13 @@ def _cheapest(ground: Ground, outcome: Outcome) -> None:
 
 
 def _nodes_left_out(ground: Ground, outcome: Outcome, known: float) -> None:
-    """The plans of a small cluster without a node or two join the outcome, as if there were nothing else.
+    """The plans of a small cluster without a node, a pool or two nodes join the outcome, as if there were nothing else.
 
     What a further node changes is much there, and little time is needed.  From the best one, one node more is left out
     as long as that is better.
     """
     estimator, whole = ground.merged.estimator, ground.whole
-    parts = nodes_left_out(estimator, whole) + nodes_left_out(estimator, whole, 2)
+    parts = nodes_left_out(estimator, whole) + pools_left_out(whole) + nodes_left_out(estimator, whole, 2)
     effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
     for _ in range(MOST_LEFT_OUT):
         better = None

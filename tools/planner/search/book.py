@@ -43,8 +43,8 @@ def in_regions(estimator: Estimator, goal: Goal, groups: Groups) -> bool:
 class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
-    1F1B guides the search whether it is allowed or not, and what is looked at of a schedule depends on 1F1B and on that
-    schedule alone: more schedules to choose from do not change what is found of one of them.
+    What is looked at of a schedule depends on 1F1B and on that schedule: more schedules to choose from do not change
+    what is found of one of them.
 
     ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
     replicas (interleaved schedules need them), whatever their schedule.  ``steps`` says where local search goes
@@ -90,8 +90,8 @@ class Book:
         return min(self.best, self.bound)
 
     def to_beat_under(self, schedule: str) -> float:
-        """Best value so far of 1F1B and of one schedule, here or known before."""
-        return min(self.best_of.get(PLAIN.name, inf), self.best_of.get(schedule, inf), self.bound)
+        """Best value so far of one schedule and of 1F1B, here or known before."""
+        return min([self.bound, *[self.best_of.get(name, inf) for name in (PLAIN.name, schedule)]])
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
@@ -169,8 +169,7 @@ class Book:
             return score
         if self.estimator.fits(estimate) and self.goal.violation(candidate, estimate) == 0 and self._allowed(candidate):
             self.good[candidate] = (score, estimate)
-            if score < self.best_of.get(candidate.schedule, inf):
-                self.best_of[candidate.schedule] = score
+            self.best_of[candidate.schedule] = min(score, self.best_of.get(candidate.schedule, inf))
             if score < self.best:
                 self.best = self.progress.best = score
             if len(self.good) > 5 * self.KEEP:
@@ -186,7 +185,7 @@ class Book:
         return schedule_of(candidate).runs(self.estimator, candidate)
 
     def _allowed(self, candidate: Candidate) -> bool:
-        if candidate.schedule not in self.goal.schedules and candidate.schedule != PLAIN.name:
+        if candidate.schedule not in self.goal.schedules:
             return False
         return in_regions(self.estimator, self.goal, tuple(s.groups for s in candidate.stages))
 
@@ -201,8 +200,6 @@ class Book:
         out = []
         for candidate, estimate in self.top(len(self.good)):
             kind = candidate.schedule, is_ordered(candidate), bool(candidate.rows)
-            if candidate.schedule not in self.goal.schedules:
-                continue
             taken[kind] = taken.get(kind, 0) + 1
             if taken[kind] <= count:
                 out.append((candidate, estimate))

@@ -303,7 +303,7 @@ def _improved(
     is_plain = found[0].candidate.schedule == PLAIN.name  # whose loops are compiled
     starts: dict[object, Found] = {}
     for entry in sorted(found + better, key=lambda f: f.value(goal)):
-        starts.setdefault(_pools(entry.candidate), entry)
+        starts.setdefault(pools_of(entry.candidate), entry)
     for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else 1]):
         if entry.value(goal) > REFINED * best or progress.spent:
             break
@@ -350,14 +350,14 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
     """The best candidates of each class, with the number of operations it takes to simulate each."""
     out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
     for candidate, estimate in book.finalists(count):
-        kinds = _pools(candidate)
+        kinds = pools_of(candidate)
         divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
         entry = candidate, estimate, operations_of(book.estimator, candidate)
         out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
     return out
 
 
-def _pools(candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+def pools_of(candidate: Candidate) -> tuple[tuple[int, ...], ...]:
     """The pools of every stage."""
     return tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
 

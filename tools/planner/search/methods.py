@@ -18,7 +18,7 @@ from ..search.outcome import Outcome, Progress
 from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
 from ..simulate.simulation import block_s, operations_of
-from .finish import confirm
+from .finish import confirm, pools_of
 from .outcome import Found, Goal
 
 # What a plan may have besides stages, layers and batches, tried on the plans that a search has found.
@@ -121,8 +121,8 @@ WORTH = 0.01
 """A change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken."""
 LONG = 32768
 """Sequences from which on context parallelism, the exchange and offload are tried."""
-TRIED = 1, 2
-"""Plans of a schedule that are changed, and of 1F1B."""
+TRIED, NEAR = 2, 1.03
+"""Plans of a schedule that are changed, the others within this factor of the best."""
 MOST_REGULAR = 3
 """Regular plans that are changed, for long sequences."""
 MOST_STEPS = 12
@@ -165,13 +165,14 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
 
 
 def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
-    """The best plan of every schedule, and of another number of stages under 1F1B."""
-    best: dict[tuple[str, int], Found] = {}
+    """The best plan of every schedule, and the next one with other stages that is nearly as good."""
+    best: dict[str, dict[object, Found]] = {}
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
-        schedule = found.candidate.schedule
-        if sum(key[0] == schedule for key in best) < TRIED[schedule == PLAIN.name]:
-            best.setdefault((schedule, len(found.candidate.stages)), found)
-    return list(best.values())
+        mine = best.setdefault(found.candidate.schedule, {})
+        first = next(iter(mine.values()), found)
+        if len(mine) < TRIED and found.value(goal) <= NEAR * first.value(goal):
+            mine.setdefault(pools_of(found.candidate), found)
+    return [found for mine in best.values() for found in mine.values()]
 
 
 def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> Found:

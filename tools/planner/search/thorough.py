@@ -466,7 +466,8 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
     """Other schedules for the best stages, then again for what got better."""
     starts = [c for c, _ in book.top(effort.beam, PLAIN.name)]
     starts += [c for _, (_, c) in sorted(book.by_stages.items())[: 2 * effort.beam] if c not in starts]
-    starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
+    if any(schedule.needs_equal_widths for schedule in book.goal.allowed):
+        starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
     if not starts and book.nearest is not None:
         starts = [book.nearest[1]]
     for candidate in starts:
