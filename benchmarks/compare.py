@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import numpy as np
 
 from benchmarks.runner import Device
 from megatron_het.features import options_of
-from megatron_het.plan import Plan
+from megatron_het.plan import Placement, Plan, Replica
 
 _VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
+_EXPERTS = ".experts."
 Arrays = dict[str, np.ndarray]
 BAR = 1e-5
 """Bound on what differs on a CPU in fp32."""
@@ -134,8 +135,26 @@ def relative(values: Sequence[float], expected: Sequence[float], what: str) -> f
     return worst
 
 
+def whole_gradients(folder: Path, plan: Plan, stage: int, replica: Replica) -> Iterator[Arrays]:
+    """Yields the full gradients of everything that a replica has, part by part.
+
+    Args:
+        folder: Of the ranks' gradients.
+        plan: Of the run.
+        stage: The replica's.
+        replica: Of the plan.
+    """
+    cut, held = replica.cut, set(replica.ranks)
+    for c in range(replica.cp):
+        found = gathered(folder, replica.tp_group(c))
+        yield found if cut.divides_alike else {n: array for n, array in found.items() if _EXPERTS not in n}
+    for group in [] if cut.divides_alike else Placement(plan).expert_groups(stage, cut):
+        if held & set(group):
+            yield {n: array for n, array in gathered(folder, group).items() if _EXPERTS in n}
+
+
 def gathered(folder: Path, ranks: Sequence[int]) -> Arrays:
-    """The full gradients of one replica, put together from the shards of its TP ranks."""
+    """The full gradients of some ranks, put together from their shards: a TP group, or an expert group."""
     shards = [dict(np.load(folder / f"gradients-{rank}.npz")) for rank in ranks]
     dims: dict[str, tuple[int, list[int]]] = {}
     for rank in ranks:
@@ -143,7 +162,7 @@ def gathered(folder: Path, ranks: Sequence[int]) -> Arrays:
     full: Arrays = {}
     for name, (dim, sizes) in dims.items():
         # An expert is on some of the ranks, everything else on all of them.
-        parts = [shard[name] for shard in shards if name in shard or ".experts." not in name]
+        parts = [shard[name] for shard in shards if name in shard or _EXPERTS not in name]
         if dim < 0:
             if any(not np.array_equal(part, parts[0]) for part in parts):
                 raise ComparisonError(f"{name}: TP ranks {list(ranks)} hold different gradients")
@@ -160,8 +179,8 @@ def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[floa
     worst, where, seen = -1.0, "", set()
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
-            groups = [gathered(folder, replica.tp_group(c)) for c in range(replica.cp)]
-            for name, gradient in (item for group in groups for item in group.items()):
+            parts = whole_gradients(folder, plan, s, replica)
+            for name, gradient in (item for part in parts for item in part.items()):
                 expected = _expected(reference[name], name, s, plan)
                 if gradient.shape != expected.shape:
                     raise ComparisonError(f"{name}: {gradient.shape}, expected {expected.shape}")

@@ -79,13 +79,13 @@ def flags_for(plan: Plan, is_broken: bool) -> list[str]:
 def make_profile(devices: Sequence[CpuDevice], out: Path) -> Profile:
     """Layers and links, all devices at the same time."""
     model = ProfiledModel(
-        MODEL.hidden_size,
-        MODEL.ffn_hidden_size or 0,
-        MODEL.num_attention_heads,
-        MODEL.num_query_groups,
-        256,
-        MODEL.seq_length,
-        "fp32",
+        hidden_size=MODEL.hidden_size,
+        ffn_hidden_size=MODEL.ffn_hidden_size or 0,
+        num_attention_heads=MODEL.num_attention_heads,
+        num_query_groups=MODEL.num_query_groups,
+        vocab_size=256,
+        seq_length=MODEL.seq_length,
+        precision="fp32",
     )
     settings = ProfileSettings(
         model=model,

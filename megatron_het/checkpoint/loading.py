@@ -19,7 +19,8 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, restore_random_state
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
+from megatron_het.checkpoint.translation import translated, translation_for
 from megatron_het.plan import Plan, topology_hash
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -72,7 +73,13 @@ class LoadHook:
             if positional:  # in any other way it is called for a model that is not the one that trains
                 self._prepare(*positional[:2])
             optimizer = positional[1] if len(positional) > 1 else None
-            with _set(args, **shown), _with_matched_groups(optimizer, args), _without_absent_moments(optimizer, folder):
+            with (
+                _set(args, **shown),
+                _with_matched_groups(optimizer, args),
+                _with_own_form(optimizer),
+                _without_absent_moments(optimizer, folder),
+                translated(args, folder),
+            ):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None
             if path is not None:
@@ -117,6 +124,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
         if choice.notes:
             print_rank_0(f"het: loading {choice.candidate.folder} instead")
         check_optimizer_state(args, choice.candidate.folder)
+        translation_for(args, choice.candidate.folder)
         if choice.tracker_is_broken and dist.get_rank() == 0:
             repair_tracker(Path(args.load), choice.candidate)
     except CheckpointError as error:
@@ -169,6 +177,24 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
 
     was_own = "load_state_dict" in vars(optimizer)
     optimizer.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        if was_own:
+            optimizer.load_state_dict = load
+        else:
+            del optimizer.load_state_dict
+
+
+@contextlib.contextmanager
+def _with_own_form(optimizer: Any) -> Iterator[None]:
+    """Give each of a rank's optimizers its part of a state that has the form of one."""
+    if optimizer is None:
+        yield
+        return
+    load, count = optimizer.load_state_dict, len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    was_own = "load_state_dict" in vars(optimizer)
+    optimizer.load_state_dict = lambda state: load(as_own_optimizers(state, count))
     try:
         yield
     finally:

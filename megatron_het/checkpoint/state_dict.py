@@ -116,6 +116,8 @@ class StateDictHook:
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
             if not loading and any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(optimizer)):
                 _count_no_step(state.get("optimizer"))
+            if "optimizer" in state:
+                state["optimizer"] = as_one_optimizer(state["optimizer"])
             return self._with_copies(state, freed=True)[0] if loading else self._for_saving(state, args)
 
         return generate_state_dict
@@ -185,6 +187,62 @@ class StateDictHook:
             return not self._writes or ("word_embeddings" in value.key and value.replica_id[0] == 1)
 
         return extract_matching_values(part, is_dropped)[1]
+
+
+# Ranks whose experts have other copies than all other weights have an optimizer for each of both.  Other ranks, and
+# other plans, have one.  A checkpoint's common part is written by rank 0 and read by all, so it has one form: that of
+# the first optimizer.  Of the second one the file has tensors, which are told apart by their names.
+
+_EXPERTS = "experts"
+_COMMON = ("optimizer", "state")
+"""Parts of an optimizer's state that have more than tensors inside."""
+
+
+def as_one_optimizer(state: Any) -> Any:
+    """The state of a rank's optimizers in the form of one, with the tensors of the experts' beside it."""
+    if not isinstance(state, dict) or set(state) != {0, 1}:
+        return state
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+
+    tensors, _ = extract_matching_values(state[1], lambda v: isinstance(v, ShardedBase | ShardedTensorFactory))
+    return {**state[0], _EXPERTS: tensors}
+
+
+def as_own_optimizers(state: Any, optimizers: int) -> Any:
+    """A loaded state in the form that a rank's optimizers take.
+
+    Args:
+        state: As :func:`as_one_optimizer` returned it, or as stock Megatron writes it for experts of their own.
+        optimizers: How many this rank has.
+    """
+    if not isinstance(state, dict):
+        return state
+    nested = [state[i] for i in (0, 1) if i in state]  # the common part of a checkpoint of stock Megatron
+    first = _merged(nested[0] if nested else {}, {k: v for k, v in state.items() if k not in (_EXPERTS, 0, 1)})
+    if optimizers < 2:
+        return first
+    return [first, _completed(state.get(_EXPERTS, {}), first)]
+
+
+def _merged(common: Any, own: Any) -> Any:
+    """Two nested states as one; what both have and is no dictionary is the second one's."""
+    if not isinstance(common, dict) or not isinstance(own, dict):
+        return own
+    return {**common, **{key: _merged(common.get(key), value) for key, value in own.items()}}
+
+
+def _completed(tensors: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
+    """The state of the experts' optimizer: its tensors, and the rest of the other one's state."""
+    found = dict(tensors)
+    for key, value in like.items():
+        if key == "param_groups":
+            found[key] = [{**group, "is_expert_parallel": True} for group in value]
+        elif key in _COMMON and isinstance(value, dict):
+            found[key] = _completed(found.get(key, {}), value)
+        elif isinstance(key, str) and key not in ("param_state", "fp32_from_fp16_params"):
+            found.setdefault(key, copy.deepcopy(value))
+    return found
 
 
 def start_moments(optimizer: Any) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups
 from megatron_het.distributed.resharding import CopiesCheck, ReplicaClass, ShardedParameter, ShardExchange, is_tied_copy
+from megatron_het.lowering.ranks import expert_name
 from megatron_het.plan import Placement
 
 
@@ -34,7 +35,7 @@ class GradientFinalizer:
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
         self._has_both_ends = self._where.stage == placement.first[0] == placement.last[0]
-        self._class_group = groups["class"]
+        self._class_group, self._experts_class = groups["class"], groups.experts_class
         self._draws_alike = _draw_alike(placement, self._where.stage, self._where.replica)
         self._stage_exchange = class_exchange(groups)
         self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
@@ -94,9 +95,9 @@ class GradientFinalizer:
             The same, as Megatron expects it of a hook.
         """
         if not self._draws_alike:
-            source = dist.get_global_rank(self._class_group, 0)
-            for weight in (parameter.data for chunk in model for parameter in chunk.parameters()):
-                dist.broadcast(weight, source, group=self._class_group)
+            for name, weight in (named for chunk in model for named in chunk.named_parameters()):
+                group = self._class_group if expert_name(name) is None else self._experts_class
+                dist.broadcast(weight.data, dist.get_global_rank(group, 0), group=group)
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
             exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
@@ -290,14 +291,18 @@ def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) 
     them over the replicas before.  Called once the optimizer has its shards: from then on nothing else reads
     these marks.
     """
-    is_first = groups["class"].rank() == 0
     for chunk in model:
-        marked: Iterator[Any] = chunk.parameters()
-        for parameter in marked:
+        marked: Iterator[tuple[str, Any]] = chunk.named_parameters()
+        for name, parameter in marked:
             if getattr(parameter, "main_param_sharded", False):
                 parameter.main_param_sharded = False
-            elif not is_first:
+            elif not _is_first_copy(name, groups):
                 parameter.shared = True
+
+
+def _is_first_copy(name: str, groups: PlanGroups) -> bool:
+    """Whether this rank has the first of a parameter's copies in its class."""
+    return (groups["class"] if expert_name(name) is None else groups.experts_class).rank() == 0
 
 
 def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distributed_optimizer: bool) -> None:
@@ -311,10 +316,8 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
     where = placement.locate(groups.rank)
     primary = placement.classes(where.stage)[0]
     counts = placement.replica(where.stage, where.replica).cut == primary
-    if not distributed_optimizer:
-        counts = counts and groups["class"].rank() == 0
-    if not counts:
-        for chunk in model:
-            marked: Iterator[Any] = chunk.parameters()
-            for parameter in marked:
+    for chunk in model:
+        marked: Iterator[tuple[str, Any]] = chunk.named_parameters()
+        for name, parameter in marked:
+            if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
                 parameter.shared = True

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import batched
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_het.megatron_patches import torch_names
-from megatron_het.plan import Placement, Stage
+from megatron_het.plan import Placement
 
 # Creating a process group among its members only.
 #
@@ -232,11 +233,12 @@ class GroupSpec:
     """One group: its role and its world ranks, ascending.
 
     Roles: ``self`` (one rank), ``tp`` (a replica, or the part of it with one part of the sequence),
-    ``cp`` (the ranks of a replica that share sequences), ``ep`` (ranks of a ``tp`` group that together have
-    all experts), ``expert-tp`` (ranks of a ``tp`` group that have parts of the same experts, where these are
-    neither one rank nor the whole group), ``class`` (equal TP rank over the replicas of
-    one class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
-    ``leaders`` (first member of each class group of a stage), ``ends`` (leaders of the stages of the
+    ``cp`` (the ranks of a replica that share sequences), ``ep`` (ranks of an expert group that together have
+    all experts), ``expert-tp`` (ranks of an expert group that have parts of the same experts, where these are
+    neither one rank nor a ``tp`` group), ``experts`` (an expert group that is no ``tp`` group), ``experts-class``
+    (equal positions in such groups of one class of a stage, whose experts are copies), ``class`` (equal TP rank over
+    the replicas of one class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage), ``leaders``
+     (first member of each class group of a stage), ``ends`` (leaders of the stages of the
     model's first and last chunk, for tied embeddings), ``loss`` (the rank that knows the whole loss and
     those that Megatron logs it on, where these are elsewhere).
     """
@@ -255,7 +257,7 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
         specs.append(GroupSpec("stage", tuple(placement.stage_ranks(s))))
         specs.extend(GroupSpec("tp", r.tp_group(c)) for r in stage.replicas for c in range(r.cp))
         specs.extend(GroupSpec("cp", r.cp_group(t)) for r in stage.replicas if r.cp > 1 for t in range(r.tp))
-        specs.extend(_expert_groups(stage))
+        specs.extend(_expert_groups(placement, s))
         for cut in placement.classes(s):
             specs.extend(GroupSpec("class", tuple(placement.class_ranks(s, cut, t))) for t in range(cut.tp))
         if placement.is_mixed(s):
@@ -269,16 +271,18 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
     return specs
 
 
-def _expert_groups(stage: Stage) -> Iterator[GroupSpec]:
-    """Groups of replicas whose TP ranks divide the experts."""
-    for replica in stage.replicas:
-        cut = replica.cut
-        if cut.ep == 1:
-            continue
-        for c in range(replica.cp):
-            yield from (GroupSpec("ep", replica.ep_group(t, c)) for t in range(cut.expert_tp))
-            if cut.expert_tp > 1:
-                yield from (GroupSpec("expert-tp", replica.expert_tp_group(e, c)) for e in range(cut.ep))
+def _expert_groups(placement: Placement, stage: int) -> Iterator[GroupSpec]:
+    """Groups of the ranks that divide the experts of a layer."""
+    for cut in placement.classes(stage):
+        size, groups = cut.expert_tp, placement.expert_groups(stage, cut)
+        if not cut.divides_alike:
+            yield from (GroupSpec("experts", group) for group in groups)
+            held = (placement.experts_class(stage, cut, position) for position in range(cut.expert_ranks))
+            yield from (GroupSpec("experts-class", tuple(ranks)) for ranks in held)
+        if cut.ep > 1:
+            yield from (GroupSpec("ep", group[t::size]) for group in groups for t in range(size))
+        if size > 1 and (cut.ep > 1 or not cut.divides_alike):
+            yield from (GroupSpec("expert-tp", tuple(part)) for group in groups for part in batched(group, size))
 
 
 def loss_source(placement: Placement) -> int:
@@ -305,10 +309,16 @@ class PlanGroups:
     pairs: PairGroups
     by_role: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     class_gloo: dist.ProcessGroup | None = None
+    experts_class_gloo: dist.ProcessGroup | None = None
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
 
     def __getitem__(self, role: str) -> dist.ProcessGroup:
         return self.by_role[role]
+
+    @property
+    def experts_class(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parts of the same experts."""
+        return self.by_role.get("experts-class") or self.by_role["class"]
 
     def get(self, role: str) -> dist.ProcessGroup | None:
         """The group of a role, or None when this rank has none."""
@@ -358,7 +368,7 @@ def build_groups(
             # Their first use is point-to-point, by some of the members only, which cannot
             # connect a communicator.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        if spec.role == "class":
-            twin = use_gloo_groups and backend != "gloo"
-            groups.class_gloo = create(spec, "gloo") if twin else group
+        if spec.role in ("class", "experts-class"):
+            twin = create(spec, "gloo") if use_gloo_groups and backend != "gloo" else group
+            setattr(groups, "class_gloo" if spec.role == "class" else "experts_class_gloo", twin)
     return groups

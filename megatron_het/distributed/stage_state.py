@@ -8,7 +8,7 @@ the module's globals, so on every rank they are set to what is true *for its own
   and success flags are global without further code.
 - the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
   plan, every rank counts all of them.
-- experts are divided over the ranks of a replica only, so their data axis is that of all other weights.
+- where the experts of a layer are divided over a replica's ranks, their data axis is that of all other weights.
 - axes of size one (weight rematerialisation, experts that are not divided) get a group of one rank, and so does
   the context axis: ranks that share sequences are like data-parallel ones to everything but attention.
 """
@@ -81,24 +81,25 @@ _CLASS_GROUPS = (
     "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
 )
 _CLASS_GLOO_GROUPS = (
     "_DATA_PARALLEL_GROUP_GLOO",
     "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
-    "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )
-_REPLICA_GROUPS = (
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+_REPLICA_GROUPS = ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
+_EXPERT_GROUPS = (
+    "_EXPERT_MODEL_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP",
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
 )
-_EXPERT_GROUPS = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP")
+_EXPERTS_CLASS_GROUPS = (
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+)
+_EXPERTS_CLASS_GLOO_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP_GLOO", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO")
 _WORLD_GROUPS = (
     "_MODEL_PARALLEL_GROUP",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -149,6 +150,8 @@ KNOWN_STATE = frozenset(
         *_CLASS_GLOO_GROUPS,
         *_REPLICA_GROUPS,
         *_EXPERT_GROUPS,
+        *_EXPERTS_CLASS_GROUPS,
+        *_EXPERTS_CLASS_GLOO_GROUPS,
         *_WORLD_GROUPS,
         *_STAGE_GROUPS,
         *_SELF_GROUPS,
@@ -177,7 +180,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
         "_CONTEXT_PARALLEL_GLOBAL_RANKS": me,
         "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
         "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
-        "_EXPERT_MODEL_PARALLEL_RANKS": list(replica.ep_group(where.tp_rank, where.cp_rank)),
+        "_EXPERT_MODEL_PARALLEL_RANKS": _expert_model_parallel_ranks(placement, groups.rank),
         "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages, by_chunk),
         "_PIPELINE_GLOBAL_RANKS": [placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)],
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
@@ -189,6 +192,8 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     for names, group in (
         (_CLASS_GROUPS, groups["class"]),
         (_CLASS_GLOO_GROUPS, groups.class_gloo),
+        (_EXPERTS_CLASS_GROUPS, groups.experts_class),
+        (_EXPERTS_CLASS_GLOO_GROUPS, groups.experts_class_gloo or groups.class_gloo),
         (_REPLICA_GROUPS, groups["tp"]),
         (_WORLD_GROUPS, groups.world),
         (_STAGE_GROUPS, groups["stage"]),
@@ -199,11 +204,19 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     return state
 
 
-def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any]:
-    """The ranks that together have all experts, and those that have parts of the same ones."""
-    if cut.ep == 1:
-        return groups["self"], groups["tp"]
-    return groups["ep"], groups["expert-tp"] if cut.expert_tp > 1 else groups["self"]
+def _expert_model_parallel_ranks(placement: Placement, rank: int) -> list[int]:
+    where, position = placement.locate(rank), placement.expert_rank(rank)
+    cut = placement.replica(where.stage, where.replica).cut
+    group = next(g for g in placement.expert_groups(where.stage, cut) if rank in g)
+    return list(group[position % cut.expert_tp :: cut.expert_tp])
+
+
+def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any, Any]:
+    """The ranks that together have all experts, those that have parts of the same ones, and both."""
+    if cut.ep == 1 and cut.divides_alike:
+        return groups["self"], groups["tp"], groups["tp"]
+    parts = groups["expert-tp"] if cut.expert_tp > 1 else groups["self"]
+    return groups["ep"] if cut.ep > 1 else groups["self"], parts, groups.get("experts") or groups["tp"]
 
 
 def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) -> None:

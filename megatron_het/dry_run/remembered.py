@@ -196,7 +196,9 @@ def _output(tensor: Any, tensors: Sequence[torch.Tensor]) -> _Output | None:
     end_bytes = int(offset + spread) * tensor.element_size()
     for i, given in enumerate(tensors):
         if given.untyped_storage()._cdata == storage._cdata:
-            return _Output(-1, i, end_bytes, shape, stride, offset, tensor.dtype)
+            return _Output(
+                given=-1, views=i, end_bytes=end_bytes, shape=shape, stride=stride, offset=offset, dtype=tensor.dtype
+            )
     if offset or storage.nbytes() != end_bytes:
         return None
     return _Output(shape=shape, stride=stride, dtype=tensor.dtype)

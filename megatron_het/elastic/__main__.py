@@ -179,14 +179,14 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
         bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s, stuck_s=options.stuck_s)
         state, fallback = options.folder / "state.json", options.save_fallback
         controller = Controller(
-            board,
-            planner,
-            state,
-            options.nodes,
-            bounds,
-            _say,
-            lambda: lock.is_lost,
-            "" if fallback is None else str(fallback.absolute()),
+            board=board,
+            planner=planner,
+            state=state,
+            nodes=options.nodes,
+            bounds=bounds,
+            say=_say,
+            is_replaced=lambda: lock.is_lost,
+            fallback="" if fallback is None else str(fallback.absolute()),
         )
         _write_address(_address_file(options), host, port)
         controller.run()

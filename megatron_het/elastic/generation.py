@@ -70,13 +70,13 @@ class Generation:
             PlanError: The plan is not one.
         """
         return Generation(
-            int(document["number"]),
-            Plan.from_json(document["plan"]),
-            tuple(int(process) for process in document["ranks"]),
-            tuple(int(process) for process in document["holders"]),
-            tuple(str(node) for node in document["nodes"]),
-            bool(document["loads"]),
-            tuple(int(iteration) for iteration in document["unsaved"]),
-            tuple(int(iteration) for iteration in document.get("elsewhere", [])),
-            str(document.get("fallback", "")),
+            number=int(document["number"]),
+            plan=Plan.from_json(document["plan"]),
+            ranks=tuple(int(process) for process in document["ranks"]),
+            holders=tuple(int(process) for process in document["holders"]),
+            nodes=tuple(str(node) for node in document["nodes"]),
+            loads=bool(document["loads"]),
+            unsaved=tuple(int(iteration) for iteration in document["unsaved"]),
+            elsewhere=tuple(int(iteration) for iteration in document.get("elsewhere", [])),
+            fallback=str(document.get("fallback", "")),
         )

@@ -358,7 +358,16 @@ def _add(found: LocalState, parts: Sequence[_Block], kind: str, tensor: torch.Te
     for part in parts:
         lo, hi = max(start, part.first), min(stop, part.first + part.size)
         if lo < hi:
-            piece = Piece(part.key, kind, dtype, part.shape, part.offset, part.block, lo - part.first, hi - part.first)
+            piece = Piece(
+                key=part.key,
+                kind=kind,
+                dtype=dtype,
+                shape=part.shape,
+                offset=part.offset,
+                block=part.block,
+                start=lo - part.first,
+                stop=hi - part.first,
+            )
             found.pieces.append((piece, flat[lo - start : hi - start]))
 
 

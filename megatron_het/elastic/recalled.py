@@ -258,13 +258,13 @@ def _of(document: dict[str, Any]) -> Recalled:
         [str(group["gpu"]) for group in cluster["nodes"]]  # what the search reads of it
     describe({**document, **standing(document["history"], 0, 0.0)})  # everything that it shows is there
     return Recalled(
-        newest,
-        Generation.from_json(document["generation"]),
-        document["signature"],
-        tuple(document["history"]),
-        tuple(
+        newest=newest,
+        generation=Generation.from_json(document["generation"]),
+        signature=document["signature"],
+        history=tuple(document["history"]),
+        processes=tuple(
             (Process(int(m["process"]), str(m["node"]), str(m["device"])), str(m.get("identity", ""))) for m in members
         ),
-        frozenset(document["leaving"]),
-        corrected,
+        leaving=frozenset(document["leaving"]),
+        corrected=corrected,
     )

@@ -324,13 +324,13 @@ def take(trainee: Trainee, iteration: int) -> Snapshot:
 def described(trainee: Trainee, iteration: int, state: LocalState, pieces: Held) -> Snapshot:
     """A snapshot whose pieces are in host memory already."""
     return Snapshot(
-        iteration,
-        trainee.rank,
-        topology_hash(trainee.plan),
-        _common(trainee, iteration),
-        state.numbers,
-        random_state.collect(),
-        list(pieces),
+        iteration=iteration,
+        rank=trainee.rank,
+        topology=topology_hash(trainee.plan),
+        common=_common(trainee, iteration),
+        numbers=state.numbers,
+        random=random_state.collect(),
+        pieces=list(pieces),
     )
 
 

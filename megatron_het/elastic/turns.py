@@ -109,7 +109,16 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     datasets: Kept = {}
     copies, vocabulary, which, turn = Copies(0), None, 0, 0
     while True:
-        boundary = TurnBoundary(turn, plans[which], tuple(plans), rank, store, copies, vocabulary, datasets)
+        boundary = TurnBoundary(
+            turn=turn,
+            plan=plans[which],
+            plans=tuple(plans),
+            rank=rank,
+            store=store,
+            copies=copies,
+            padded_vocab_size=vocabulary,
+            datasets=datasets,
+        )
         try:
             enter([argv[0], *with_own_folders(words, f"plan-{which}"), _FLAG, files[which]], boundary)
         except Leave as leave:

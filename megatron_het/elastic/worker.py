@@ -290,14 +290,15 @@ class Worker:
     def _train(self, generation: Generation, news: News) -> tuple[Outcome, ElasticBoundary]:
         setting = self._setting
         boundary = ElasticBoundary(
-            generation,
-            setting.process,
-            self._board,
-            setting.timeout_s,
-            self._copies,
-            news.leaves_at,
-            self._padded_vocab_size or self._board.get("padded_vocab_size", patience_s=setting.away_s),
-            self._datasets,
+            generation=generation,
+            process=setting.process,
+            store=self._board,
+            timeout_s=setting.timeout_s,
+            copies=self._copies,
+            leaves_at=news.leaves_at,
+            padded_vocab_size=self._padded_vocab_size
+            or self._board.get("padded_vocab_size", patience_s=setting.away_s),
+            datasets=self._datasets,
         )
         news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)

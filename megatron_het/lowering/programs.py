@@ -194,7 +194,7 @@ def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
     shape = schedule_shape(plan)
     parts = parts_of(shape) if plan.schedule.name in BY_PART else []
     own = next((part for part in parts if shape.device(where.stage, where.replica) in part.devices), None)
-    if own is None or len(parts) < 2:
+    if own is None or len(parts) < 2 or shape.companions:
         return None
     speeds, parameters = _speeds(plan), parameters_of(plan)
     made: dict[tuple[Shape, tuple[float, ...]], dict[bool, Program]] = {}
@@ -278,10 +278,14 @@ Inputs = tuple[Shape, list[float], dict[str, Any]]
 
 
 def generator_inputs(plan: Plan) -> Inputs | None:
-    """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
+    """Shape, speeds of the devices and parameters of the plan's generator.
+
+    None where features add operations, or replicas run passes together.
+    """
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None
-    return schedule_shape(plan), _speeds(plan), parameters_of(plan)
+    shape = schedule_shape(plan)
+    return None if shape.companions else (shape, _speeds(plan), parameters_of(plan))
 
 
 def _adds_operations(feature: Feature) -> bool:
@@ -310,13 +314,19 @@ def schedule_shape(plan: Plan) -> Shape:
     fields: dict[str, Any] = {}
     for feature, options in features_of(plan):
         fields |= feature.shape(options)
+    placement, first = Placement(plan), 0
+    companions: list[tuple[int, ...]] = []
+    for s, stage in enumerate(plan.stages):
+        companions += (tuple(first + q for q in together) for together in placement.companions(s))
+        first += len(stage.replicas)
     return Shape(
         layers=tuple(s.layers for s in plan.stages),
-        route=Placement(plan).route,
+        route=placement.route,
         replicas=tuple(len(s.replicas) for s in plan.stages),
         placement=placement_of(plan.schedule.name),
         sizes=plan.training.micro_batch_sizes,
         attention=plan.attention_layers if plan.model.pattern else (),
+        companions=tuple(companions),
         **fields,
     )
 

@@ -223,8 +223,9 @@ def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
 
 # Which experts of a layer a rank holds, which part of each, and what their parameters are called.
 #
-# A layer's experts are divided over the ranks of one replica: its TP group is cut into EP parts one after the other,
-# each of which has its own experts, and the ranks of a part cut these like a TP group of their own.
+# A layer's experts are divided over the ranks of an expert group, which is a TP group or spans several: it is cut into
+# EP parts one after the other, each of which has its own experts, and the ranks of a part cut these like a TP group of
+# their own.
 
 
 _NAME = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
@@ -254,33 +255,35 @@ def expert_name(name: str) -> ExpertName | None:
     return ExpertName(match[1], int(match[2]), match[3]) if match else None
 
 
-def held_experts(experts: int, cut: Cut, tp_rank: int) -> range:
+def held_experts(experts: int, cut: Cut, expert_rank: int) -> range:
     """Numbers in the layer of the experts that a rank holds.
 
     Args:
         experts: Of a layer.
         cut: Of the replica.
-        tp_rank: Of the rank.
+        expert_rank: Position of the rank in its expert group.
     """
     each = experts // cut.ep
-    first = tp_rank // cut.expert_tp * each
+    first = expert_rank // cut.expert_tp * each
     return range(first, first + each)
 
 
-def expert_segments(full_size: int, cut: Cut, tp_rank: int, stride: Stride, expert: int, experts: int) -> list[Segment]:
+def expert_segments(
+    full_size: int, cut: Cut, expert_rank: int, stride: Stride, expert: int, experts: int
+) -> list[Segment]:
     """The segments that a rank holds of a parameter of one expert; none of an expert that it does not hold.
 
     Args:
         full_size: Size of the full parameter along the partition dimension.
         cut: Of the replica.
-        tp_rank: Of the rank.
+        expert_rank: Position of the rank in its expert group.
         stride: As of :func:`segments`.
         expert: Number in the layer.
         experts: Of the layer.
     """
-    if expert not in held_experts(experts, cut, tp_rank):
+    if expert not in held_experts(experts, cut, expert_rank):
         return []
-    return segments(full_size, cut.expert_tp, tp_rank % cut.expert_tp, stride)
+    return segments(full_size, cut.expert_tp, expert_rank % cut.expert_tp, stride)
 
 
 Slot = tuple[Kind, tuple[int, int, int]]

@@ -30,7 +30,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups", "mtp-num-layers"):
+    for name in (
+        "global-batch-size",
+        "ffn-hidden-size",
+        "num-query-groups",
+        "mtp-num-layers",
+        "expert-tensor-parallel-size",
+    ):
         parser.add_argument(f"--{name}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
@@ -147,6 +153,7 @@ def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[
                         tuple(range(q, microbatches, replicas)),
                         cp=flags.context_parallel_size,
                         ep=flags.expert_model_parallel_size,
+                        etp=flags.expert_tensor_parallel_size or 0,
                     )
                     for q in range(replicas)
                 ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -187,6 +188,46 @@ class Placement:
         """
         replicas = (r for r in self.plan.stages[stage].replicas if r.cut == cut)
         return sorted(rank for r in replicas for rank in r.cp_group(tp_rank))
+
+    def tp_groups(self, stage: int, cut: Cut) -> list[tuple[int, ...]]:
+        """The tensor-parallel groups of one class of a stage, in the order of their first ranks."""
+        replicas = (r for r in self.plan.stages[stage].replicas if r.cut == cut)
+        return sorted(r.tp_group(part) for r in replicas for part in range(r.cp))
+
+    def expert_groups(self, stage: int, cut: Cut) -> list[tuple[int, ...]]:
+        """World ranks of the expert groups of one class of a stage; each has all experts once.
+
+        They follow one another over the class's tensor-parallel groups, as in Megatron.
+        """
+        ranks = [rank for group in self.tp_groups(stage, cut) for rank in group]
+        return list(itertools.batched(ranks, cut.expert_ranks))
+
+    def expert_rank(self, rank: int) -> int:
+        """The position of a rank in its expert group, which says what it holds of the experts."""
+        where = self.locate(rank)
+        cut = self.replica(where.stage, where.replica).cut
+        if cut.divides_alike:
+            return where.tp_rank
+        return next(g.index(rank) for g in self.expert_groups(where.stage, cut) if rank in g)
+
+    def experts_class(self, stage: int, cut: Cut, expert_rank: int) -> list[int]:
+        """Ranks of one class that hold the same parts of the same experts, ascending."""
+        if cut.divides_alike:
+            return self.class_ranks(stage, cut, expert_rank)
+        return [group[expert_rank] for group in self.expert_groups(stage, cut)]
+
+    def companions(self, stage: int) -> list[tuple[int, ...]]:
+        """Replicas of a stage that share expert groups, so that they run the same passes at the same time."""
+        owner = {rank: q for q, r in enumerate(self.plan.stages[stage].replicas) for rank in r.ranks}
+        sets: list[set[int]] = []
+        for cut in self.classes(stage):
+            for group in [] if cut.divides_alike else self.expert_groups(stage, cut):
+                joined = {owner[rank] for rank in group}
+                for other in [found for found in sets if found & joined]:
+                    joined |= other
+                    sets.remove(other)
+                sets.append(joined)
+        return sorted(tuple(sorted(found)) for found in sets if len(found) > 1)
 
     def max_tp(self) -> int:
         """The largest TP size of the plan."""

@@ -102,19 +102,34 @@ class Cut(NamedTuple):
 
     Attributes:
         tp: Tensor-parallel size.
-        ep: Expert-parallel size; the experts of a layer are divided over so many parts of the tensor-parallel group.
+        ep: Expert-parallel size; the experts of a layer are divided over so many parts of an expert group.
+        etp: Expert-tensor-parallel size; 0 where the expert group is the tensor-parallel group, or has one rank per
+            part.
     """
 
     tp: int
     ep: int = 1
+    etp: int = 0
 
     @property
     def expert_tp(self) -> int:
         """Ranks that cut one expert."""
-        return self.tp // self.ep
+        return self.etp or max(1, self.tp // self.ep)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together have all experts once: an expert group."""
+        return self.ep * self.expert_tp
+
+    @property
+    def divides_alike(self) -> bool:
+        """Whether an expert group is a tensor-parallel group, so that experts have the copies that all weights have."""
+        return self.expert_ranks == self.tp
 
     def __str__(self) -> str:
-        return f"TP {self.tp}" + (f" with EP {self.ep}" if self.ep > 1 else "")
+        return (
+            f"TP {self.tp}" + (f" with EP {self.ep}" if self.ep > 1 else "") + (f" and ETP {self.etp}" * bool(self.etp))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,10 @@ class Replica:
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
     parameter window, relative to the other replicas of the stage that cut weights alike; 0 keeps nothing."""
     ep: int = field(default=1, metadata={"omit_default": True})
-    """Expert-parallel size: the experts of a layer are divided over so many parts of every tensor-parallel group."""
+    """Expert-parallel size: the experts of a layer are divided over so many parts of an expert group, which is the
+    replica's tensor-parallel group or, where the size is larger, spans replicas that cut weights alike."""
+    etp: int = field(default=0, metadata={"omit_default": True})
+    """Expert-tensor-parallel size: how many ranks cut one expert; 0 for TP size / EP size, at least 1."""
     cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
     """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
 
@@ -157,7 +175,7 @@ class Replica:
     @property
     def cut(self) -> Cut:
         """How this replica cuts weights."""
-        return Cut(self.tp, self.ep)
+        return Cut(self.tp, self.ep, 0 if self.etp == max(1, self.tp // self.ep) else self.etp)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -171,15 +189,6 @@ class Replica:
     def cp_group(self, tp_rank: int) -> tuple[int, ...]:
         """World ranks of the context-parallel group of a tensor-parallel rank."""
         return self.ranks[tp_rank :: self.tp]
-
-    def ep_group(self, tp_rank: int, cp_rank: int = 0) -> tuple[int, ...]:
-        """World ranks that together have all experts, each its own, of a tensor-parallel rank."""
-        return self.tp_group(cp_rank)[tp_rank % self.cut.expert_tp :: self.cut.expert_tp]
-
-    def expert_tp_group(self, ep_rank: int, cp_rank: int = 0) -> tuple[int, ...]:
-        """World ranks that have the same experts, each a part of them."""
-        size = self.cut.expert_tp
-        return self.tp_group(cp_rank)[ep_rank * size : (ep_rank + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)

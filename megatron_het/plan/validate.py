@@ -11,6 +11,7 @@ import os
 from megatron_het.plan.costs import check_costs
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.patterns import CHUNK, later_layers, layers_of, problem_of
+from megatron_het.plan.placement import Placement
 from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape, _plain
 from megatron_het.safe_io import MAX_PASSES, FileError, read_json, write_json
 from megatron_het.schedule.ir import PLACEMENTS, placement_of
@@ -147,6 +148,9 @@ def check_plan(plan: Plan) -> None:
         _check_microbatches(stage, s, plan.num_microbatches)
         _check_divisibility(stage, s, plan.model, plan.training)
         _check_state_shares(stage, s)
+    placement = Placement(plan)
+    for s in range(len(plan.stages)):
+        _check_expert_groups(placement, s)
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -216,7 +220,7 @@ def _check_ranks(plan: Plan) -> None:
             if not replica.ranks:
                 raise PlanError(where, [], "a replica needs at least one rank")
             _check_context_parallel(replica, f"stages[{s}].replicas[{q}]")
-            _check_expert_parallel(replica, f"stages[{s}].replicas[{q}].ep")
+            _check_expert_parallel(replica, f"stages[{s}].replicas[{q}]")
             for rank in replica.ranks:
                 if rank in seen:
                     raise PlanError(
@@ -256,13 +260,62 @@ def _check_context_parallel(replica: Replica, where: str) -> None:
 
 
 def _check_expert_parallel(replica: Replica, where: str) -> None:
-    if replica.ep < 1 or replica.tp % replica.ep:
+    for name, value, least in (("ep", replica.ep, 1), ("etp", replica.etp, 0)):
+        if value < least:
+            raise PlanError(f"{where}.{name}", value, f"must be at least {least}", "Leave it out")
+    size = replica.cut.expert_ranks
+    if size % replica.tp and replica.tp % size:
         raise PlanError(
-            where,
+            f"{where}.ep",
             replica.ep,
-            f"must divide the TP size of the replica, which is {replica.tp}: experts are divided over its ranks",
-            "Leave it out, or give the replica more ranks",
+            f"EP x ETP makes {size} ranks, which must divide the TP size of the replica, which is {replica.tp}, or be "
+            "a multiple of it",
+            "Leave ep and etp out, or choose others",
         )
+
+
+def _check_expert_groups(placement: Placement, s: int) -> None:
+    """Replicas that share experts must fill whole expert groups, and run the same passes."""
+    stage, classes = placement.plan.stages[s], placement.classes(s)
+    for cut in (cut for cut in classes if not cut.divides_alike):
+        first = next(q for q, r in enumerate(stage.replicas) if r.cut == cut)
+        where = f"stages[{s}].replicas[{first}].ep"
+        groups = placement.tp_groups(s, cut)
+        if len(groups) * cut.tp % cut.expert_ranks:
+            raise PlanError(
+                where,
+                cut.ep,
+                f"{cut} divides experts over {cut.expert_ranks} ranks, and the stage has {len(groups) * cut.tp} ranks "
+                "that cut weights so, which is no multiple of it",
+                "Use an EP size that divides them",
+            )
+        if len(classes) > 1:
+            raise PlanError(
+                where,
+                cut.ep,
+                f"experts are divided beyond a TP group or within it ({cut}), and replicas of stage {s} cut weights in "
+                "other ways too: the exchange between them takes whole experts from a TP group",
+                "Give all replicas of the stage one TP, EP and ETP size, or divide the experts over TP groups",
+            )
+        for group in placement.expert_groups(s, cut):
+            if list(group) != sorted(group):
+                raise PlanError(
+                    f"stages[{s}].replicas[{first}].ranks",
+                    list(group),
+                    "an expert group's TP groups cross: Megatron numbers its ranks in ascending order",
+                    "Number the ranks replica by replica",
+                )
+    for together in placement.companions(s):
+        counts = {q: len(stage.replicas[q].microbatches) for q in together}
+        if len(set(counts.values())) > 1:
+            few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+            raise PlanError(
+                f"stages[{s}].replicas[{many}].microbatches",
+                counts[many],
+                f"replicas {few} and {many} share experts, so every pass of one is a pass of the other, and replica "
+                f"{few} has {counts[few]} microbatches",
+                "Give replicas that share experts equally many, or put replicas with equally many next to each other",
+            )
 
 
 def _check_crossing_ranks(stage: Stage, s: int) -> None:
@@ -448,7 +501,8 @@ def topology_hash(plan: Plan) -> str:
 
 
 def _ranks(replica: Replica) -> list[int]:
-    return [*replica.ranks, *((-replica.cp,) if replica.cp > 1 else ()), *((-replica.ep, 0) if replica.ep > 1 else ())]
+    parts = (-replica.ep, -replica.cut.etp) if replica.ep > 1 or replica.cut.etp else ()
+    return [*replica.ranks, *((-replica.cp,) if replica.cp > 1 else ()), *parts]
 
 
 def _digest(value: object) -> str:

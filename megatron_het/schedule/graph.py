@@ -19,7 +19,7 @@ from megatron_het.schedule.deps import (
     explain,
 )
 from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
-from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, FOR_A_PEER, PARTS, Making, Role, Stream
+from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, FOR_A_PEER, PARTS, TOGETHER, Making, Role, Stream
 from megatron_het.schedule.lifetimes import Lifetimes, Unfit
 
 
@@ -335,7 +335,8 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
     return "\n".join(lines)
 
 
-# Operations in which all devices of a microbatch meet: the parts of a split vocabulary.
+# Operations in which devices meet: the parts of a split vocabulary, where all devices of a microbatch do, and the
+# passes of replicas that share experts, which send each other tokens in every layer.
 #
 # A part sends messages to another stage and waits for messages of that stage, all inside one operation
 # (``features/vocab_parallel/runtime.py``, ``embedding.py`` beside it).  NCCL runs the messages of two ranks one
@@ -348,14 +349,41 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
 
 
 def meetings(graph: Graph) -> list[list[int]]:
-    """The nodes of every meeting, one per device that takes part."""
+    """The nodes of every meeting, one per device that takes part.
+
+    Raises:
+        ScheduleError: replicas that share experts run different passes.
+    """
+    passes = passes_together(graph)
     if graph.kinds.isdisjoint(PARTS):
-        return []
+        return passes
     found: dict[tuple[object, ...], list[int]] = {}
     for node, op in enumerate(graph.ops):
         if op.kind in PARTS:
             found.setdefault((op.kind, op.microbatch, op.slice), []).append(node)
-    return list(found.values())
+    return [*found.values(), *passes]
+
+
+def passes_together(graph: Graph) -> list[list[int]]:
+    """The passes that replicas run together because they share experts.
+
+    Raises:
+        ScheduleError: they run different ones.
+    """
+    found: list[list[int]] = []
+    for devices in graph.program.shape.companions:
+        ranges = [range(graph.first[d], graph.first[d + 1]) for d in devices]
+        passes = [[i for i in nodes if graph.ops[i].kind in TOGETHER] for nodes in ranges]
+        names = [[(op.kind, op.slice, op.chunk) for op in map(graph.ops.__getitem__, nodes)] for nodes in passes]
+        other = next((d for d, row in zip(devices, names) if row != names[0]), None)
+        if other is not None:
+            one, another = graph.program.devices[devices[0]], graph.program.devices[other]
+            raise ScheduleError(
+                f"devices {one} and {another} share experts, so they must run the same passes in the same order, which "
+                "this schedule does not have for their microbatches"
+            )
+        found += map(list, zip(*passes))
+    return found
 
 
 def waits_to_meet(graph: Graph) -> list[Sequence[int]]:
@@ -378,4 +406,4 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     return waits
 
 
-__all__ = ["meetings", "waits_to_leave", "waits_to_meet"]
+__all__ = ["meetings", "passes_together", "waits_to_leave", "waits_to_meet"]

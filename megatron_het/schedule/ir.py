@@ -144,6 +144,7 @@ class Shape:
         placement: ``"loop"`` or ``"v"``; see :func:`~megatron_het.schedule.ir.path_of`.
         sizes: sequences of every microbatch where they differ; costs and memory are those of the largest.
         attention: how many of the layers of every chunk have attention; empty where all have.
+        companions: devices of one stage that run every pass together, because they divide experts among them.
 
     Raises:
         ValueError: naming the field, its value and what it should be.
@@ -156,6 +157,7 @@ class Shape:
     placement: str = "loop"
     sizes: tuple[int, ...] = ()
     attention: tuple[tuple[int, ...], ...] = ()
+    companions: tuple[tuple[int, ...], ...] = ()
     path: tuple[Place, ...] = field(init=False, repr=False, compare=False)
     """(stage, chunk) in the order in which a microbatch visits them."""
     positions: dict[Place, int] = field(init=False, repr=False, compare=False)
@@ -207,6 +209,9 @@ class Shape:
             raise ValueError(f"replicas: {sum(self.replicas)} devices are more than {MAX_DEVICES}")
         if self.sizes and (len(self.sizes) != count or min(self.sizes) < 1):
             raise ValueError(f"sizes: there must be a positive one for each of the {count} microbatches")
+        together = [device for devices in self.companions for device in devices]
+        if len(set(together)) < len(together) or not set(together) <= set(range(sum(self.replicas))):
+            raise ValueError(f"companions = {self.companions}: each must be devices, and each device in one at most")
         for s, (row, replicas) in enumerate(zip(self.route, self.replicas)):
             if replicas < 1:
                 raise ValueError(f"replicas[{s}] = {replicas}: must be at least 1")
@@ -346,6 +351,8 @@ class Program:
         )
         if shape.sizes:
             head += f"{SIZES_FIELD}: {_rows((shape.sizes,))}\n"
+        if shape.companions:
+            head += f"{COMPANIONS_FIELD}: {_rows(shape.companions)}\n"
         lists = (f"device {device}: {' '.join(map(str, ops))}\n" for device, ops in zip(self.devices, self.ops))
         return head + "".join(lists)
 
@@ -365,6 +372,8 @@ TEXT_FIELDS = tuple(line.partition(":")[0] for line in _TEMPLATE.splitlines())
 """What a program's text begins with, one line each."""
 SIZES_FIELD = "sizes"
 """The field that only a program with unequal microbatches has."""
+COMPANIONS_FIELD = "companions"
+"""The field that only a program with replicas that share experts has."""
 
 
 def _rows(table: tuple[tuple[int, ...], ...]) -> str:
@@ -372,6 +381,7 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 
 
 __all__ = [
+    "COMPANIONS_FIELD",
     "COMPUTE",
     "EXCHANGE",
     "PLACEMENTS",

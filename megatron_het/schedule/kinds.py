@@ -521,6 +521,8 @@ COMPUTE = where(lambda kind: kind.role is Role.PASS)
 INPUT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.INPUT in kind.work)
 """Backward passes that make the gradient of a chunk's input, with that of its weights or without."""
 WEIGHT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.WEIGHTS in kind.work)
+TOGETHER = COMPUTE - where(lambda kind: kind.work is Work.WEIGHTS)
+"""Passes in which layers of experts send tokens or their gradients."""
 SENDS = where(lambda kind: kind.stream is Stream.SEND)
 RECEIVES = where(lambda kind: kind.stream is Stream.RECEIVE)
 TRANSFERS = SENDS | RECEIVES

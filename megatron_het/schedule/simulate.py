@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_het.schedule.cost import Costs, durations, message_bytes
-from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
+from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe, passes_together
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
 from megatron_het.schedule.kinds import Stream, Value, where
 from megatron_het.schedule.memory import Event, MemoryUse, Timeline, memory_use
@@ -181,7 +181,7 @@ class _Engine:
         self.occupied: dict[int, float] = {}
         self.posting: dict[int, float] = {}
         self.waits = list(graph.waits)
-        self.team_of = {i: team for team in graph.teams() for i in team}
+        self.team_of = {i: team for team in (*graph.teams(), *passes_together(graph)) for i in team}
         self._fill_queues()
         self._fill_edges()
 

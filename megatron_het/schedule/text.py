@@ -23,7 +23,7 @@ The field ``sizes`` is there where microbatches differ in size.  Empty lines and
 import re
 
 from megatron_het.safe_io import shown
-from megatron_het.schedule.ir import SIZES_FIELD, TEXT_FIELDS, Op, Program, Shape
+from megatron_het.schedule.ir import COMPANIONS_FIELD, SIZES_FIELD, TEXT_FIELDS, Op, Program, Shape
 from megatron_het.schedule.kinds import Kind
 
 _KINDS = {kind.mnemonic: kind for kind in Kind}
@@ -77,7 +77,11 @@ class _Reader:
             base = match.start(3) + 1
             ops = tuple(parse_op(token[0], number, base + token.start()) for token in re.finditer(r"\S+", match[3]))
             self.devices[place] = (number, ops)
-        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in (*TEXT_FIELDS, SIZES_FIELD):
+        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in (
+            *TEXT_FIELDS,
+            SIZES_FIELD,
+            COMPANIONS_FIELD,
+        ):
             if match[1] in self.fields:
                 raise ScheduleSyntaxError(number, 1, f"{match[1]} is given twice")
             self.fields[match[1]] = (match[2], number, match.start(2) + 1)
@@ -126,6 +130,7 @@ class _Reader:
                 slices=self.integer("slices"),
                 placement=self.get("placement")[0],
                 sizes=sizes,
+                companions=self.integers(COMPANIONS_FIELD) if COMPANIONS_FIELD in self.fields else (),
             )
         except ScheduleSyntaxError:
             raise

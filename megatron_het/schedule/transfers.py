@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_het.schedule.generators.listing import Speeds
-from megatron_het.schedule.graph import Graph, collection_paused, replay, waits_to_leave
+from megatron_het.schedule.graph import Graph, collection_paused, meetings, replay, waits_to_leave
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import aligned_slots, joint_slots
 from megatron_het.schedule.kinds import HELPS, Direction, Role, where
@@ -54,6 +54,10 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
     duration = _lockstep(graph) if program.attention_units else plain_durations(program, graph, speeds)
     graph.waits = graph.together()
     graph.waits = waits_to_leave(graph)
+    for nodes in meetings(graph) if program.shape.companions else ():
+        longest = max(duration[node] for node in nodes)
+        for node in nodes:
+            duration[node] = longest  # nobody goes on before all have met
     _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
     if order == "late":

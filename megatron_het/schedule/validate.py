@@ -452,8 +452,8 @@ def _joint_events(graph: Graph, teams: Sequence[Sequence[int]]) -> Iterator[Prob
     for node in stuck:
         device, position = graph.where(node)
         reason = (
-            "devices that attend for each other in one slot, replicas that gather or reduce together, or their "
-            "transfers, wait for each other"
+            "devices that attend for each other in one slot, replicas that gather or reduce together or share experts, "
+            "or their transfers, wait for each other"
         )
         yield _problem(graph.program, "deadlock", device, position, reason)
 
@@ -464,7 +464,8 @@ def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
         yield from differing
         return
     teams = graph.teams()
-    if graph.program.attention_units or (teams and graph.program.has_transfers):
+    is_joint = graph.program.attention_units or graph.program.shape.companions
+    if is_joint or (teams and graph.program.has_transfers):
         yield from _joint_events(graph, teams)
     for one in deadlock_of_collectives(graph):
         text = f"replicas that gather or reduce together wait for each other: {one.message}"

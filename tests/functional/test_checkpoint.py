@@ -118,6 +118,12 @@ KINDS = {
         ),
         family="deepseek",
     ),
+    # Experts have another optimizer than all other weights on the ranks of one stage, and on no rank of the other plan.
+    "experts-over-replicas": Kind(
+        divided(plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True, even_routing=True), [[2, 2], [1]]),
+        divided(plan("second", [[2], [1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[2], [1]]),
+        family="deepseek",
+    ),
     # The last stage has a copy of the embedding, and no table of an output layer.
     "later-tokens": _predicting(
         _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True, distributed_optimizer=True), 2
@@ -137,7 +143,7 @@ KINDS = {
         plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
     ),
 }
-FULL = {"split-vocabulary", "padded-bucket", "chunks-in-a-v", "later-tokens"}
+FULL = {"split-vocabulary", "experts-over-replicas", "padded-bucket", "chunks-in-a-v", "later-tokens"}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,15 @@ def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
     return replace(case, plan=divided(case.plan, sizes), **more)
 
 
+def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:
+    """With these expert-tensor-parallel sizes by stage."""
+    stages = tuple(
+        replace(stage, replicas=tuple(replace(r, etp=etp) for r in stage.replicas))
+        for stage, etp in zip(case.plan.stages, sizes, strict=True)
+    )
+    return replace(case, plan=replace(case.plan, stages=stages))
+
+
 def sharing(case: Case, shares: tuple[int, ...] = ()) -> Case:
     """With context parallelism, and parts of these sizes."""
     sizes = [[2] * len(stage.replicas) for stage in case.plan.stages]
@@ -80,6 +89,39 @@ CASES = [
         make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05, overlap=True),
         [[2], [2, 1]],
     ),
+    # The experts of a layer on two replicas, or on all of a stage's ranks, each of which has a copy of attention.
+    with_ep(make("over-replicas", "mixtral", [[1, 1], [1, 1]], [3, 2], even_routing=True, clip=0.05), [[2, 2], [2, 2]]),
+    with_ep(
+        make(
+            "over-replicas-with-tp",
+            "deepseek",
+            [[2, 2], [1]],
+            [3, 2],
+            even_routing=True,
+            distributed_optimizer=True,
+            overlap=True,
+        ),
+        [[4, 4], [1]],
+    ),
+    with_etp(make("copies-within-tp", "sequence-balance", [[2], [1, 1]], [3, 2], even_routing=True), (1, 2)),
+    with_ep(
+        with_chunks(
+            make("over-replicas-in-a-v", "mixtral", [[1, 1], [1, 1]], [2, 3], even_routing=True),
+            "zb-v",
+            ((1, 1), (2, 1)),
+        ),
+        [[2, 2], [2, 2]],
+    ),
+    with_schedule(
+        with_ep(
+            make("over-replicas", "deepseek", [[1, 1], [1, 1]], [3, 2], even_routing=True, distributed_optimizer=True),
+            [[2, 2], [2, 2]],
+            own=("--moe-token-dispatcher-type", "allgather"),
+        ),
+        "slimpipe",
+        1,
+        {"slices": 4},
+    ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
     # Balancing losses of whole microbatches and sequences, of which a pass has a part.
     with_schedule(
@@ -115,7 +157,11 @@ FULL = {
     "in-a-v",
     "interleaved",
     "ep-in-mixed-tp",
+    "over-replicas-with-tp",
+    "copies-within-tp",
+    "over-replicas-in-a-v",
     "slimpipe-slices",
+    "slimpipe-over-replicas",
     "slimpipe-sequence-balance-in-parts",
     "balance-in-context-parallelism",
 }

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -14,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
+from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.compare import plan_losses, reference_losses
 from benchmarks.hybrid_cases import as_hybrid
 from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
+from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from megatron_het.plan import save_plan
 from tests.functional.selected import compared, tiers
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
@@ -133,39 +132,54 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
         assert logged[0] == pytest.approx(logged[1], rel=1e-4)
 
 
-TWINS = {
-    "one-process": None,
-    "one-f-one-b": as_hybrid(dense("one-f-one-b", [[1], [1, 1]], even_routing=False), "hybrid", [[3], [1]]).plan,
-    "slices": as_hybrid(in_slices(dense("slices", [[1], [1]])), "hybrid", [[3], [1]]).plan,
-}
+# A hybrid model of four layers, from the checkpoint of a GPTModel of two.
+TWINS = [
+    as_hybrid(dense("twin-1f1b", [[1], [1, 1]], even_routing=False), "hybrid", [[3], [1]]),
+    as_hybrid(in_slices(dense("twin-slices", [[1], [1]])), "hybrid", [[1], [3]]),
+    as_hybrid(dense("twin-tp", [[2], [1]], sequence_parallel=True), "hybrid", [[1], [3]]),
+    as_hybrid(dense("twin-mixed", [[2, 1], [1]]), "hybrid", [[2], [2]]),
+    as_hybrid(in_chunks(dense("twin-interleaved", [[1], [1]]), "interleaved"), "hybrid", [[1, 1], [1, 1]]),
+    as_hybrid(in_chunks(dense("twin-zb-v", [[1], [1]]), "zb-v"), "hybrid", [[1, 1], [1, 1]]),
+    as_hybrid(
+        in_chunks(dense("twin-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
+        "hybrid",
+        [[1, 1], [1, 1]],
+    ),
+    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="twin-zb-h1"), "hybrid", [[3], [1]]),
+    as_hybrid(sliced("twin-vocabulary", vocabulary=True), "hybrid", [[1], [3]]),
+    as_hybrid(sliced("twin-exchange", exchange=_EXCHANGE), "hybrid", [[2], [2]]),
+]
+GPT = Case("gpt", build_plan([[1], [1]], [1, 1], random.Random("gpt")))
 
 
-def test_a_gpt_model_and_its_hybrid_twin_train_alike(lab: Lab) -> None:
-    folder = lab.folder / "twins"
-    folder.mkdir()
-    weights = str(folder / "weights.npz")
-    lab.data_flags()
+@pytest.mark.parametrize("twins", [TWINS[:3], pytest.param(TWINS[3:], marks=pytest.mark.full)], ids=["some", "others"])
+def test_a_gpt_model_and_its_hybrid_twin_train_alike(twins: list[Case], lab: Lab) -> None:
+    """From one checkpoint, that of stock Megatron's GPTModel."""
+    expected = reference_losses(lab.reference(GPT))
+    weights = ("--load", str(lab.checkpoint(GPT.weights)))
+    jobs = {case.name: (case, lab.job(case, *weights)) for case in twins}
+    for done in lab.runner.run_all([job for _, job in jobs.values()], at_once=2):
+        case, log_dir = jobs[done.job.name][0], done.check().job.log_dir
+        found = plan_losses(log_dir, case.plan)["losses"]
+        assert found == pytest.approx(expected["losses"], rel=TWIN_BAR), case.name
 
-    def job(name: str, family: str, layers: int, setup: str, world_size: int = 1, *more: str) -> Job:
-        flags = common_flags(Weights(layers=layers, family=family), steps=lab.steps)
-        options = {"weights": weights, "out": str(folder / name)}
-        observed = (f"tests.functional.twins:{setup}", options)
-        return Job(name, world_size, (*flags, *lab.data_flags(), *more), folder / name, setup=observed)
 
-    lab.runner.run(job("gpt", "llama", 2, "keep"))
-    jobs = []
-    for name, plan in TWINS.items():
-        own: tuple[str, ...] = ()
-        if plan is not None:
-            save_plan(plan, folder / f"{name}.json")
-            own = ("--het-plan", str(folder / f"{name}.json"))
-        jobs.append(job(name, "hybrid", 4, "take", plan.world_size if plan else 1, *own))
-    expected = json.loads((folder / "gpt" / "losses-0.json").read_text(encoding="utf-8"))["losses"]
-    for done in lab.runner.run_all(jobs, at_once=2):
-        done.check()
-        last = done.job.log_dir / f"losses-{done.job.world_size - 1}.json"
-        found = json.loads(last.read_text(encoding="utf-8"))["losses"]
-        assert len(found) == lab.steps and found == pytest.approx(expected, rel=TWIN_BAR), done.job.name
+def test_a_checkpoint_goes_to_the_hybrid_twin_and_back(lab: Lab) -> None:
+    """With the state of the optimizer: as if one of them had trained all the time."""
+    expected = reference_losses(lab.reference(GPT))["losses"]
+    found: list[float] = []
+    steps = [("there", GPT, 1), ("twin", TWINS[0], 2), ("back", GPT, lab.steps)]
+    loaded: tuple[str, ...] = ()
+    for name, case, last in steps:
+        job = lab.job(replace(case, name=name))
+        folder = str(job.log_dir / "checkpoint")
+        argv = [*job.argv, *loaded, "--save", folder, "--save-interval", str(last), "--exit-interval", str(last)]
+        if loaded:
+            argv = [word for word in argv if word not in ("--finetune", "--no-load-optim", "--no-load-rng")]
+        done = lab.runner.run(replace(job, argv=tuple(argv)))
+        found += plan_losses(done.check().job.log_dir, case.plan)["losses"]
+        loaded = ("--load", folder)
+    assert found == pytest.approx(expected, rel=BAR)
 
 
 @pytest.mark.full

@@ -51,15 +51,15 @@ class Experts(RuntimeFeature):
         model_config.transformer.expert_tensor_parallel_size = self._cut.expert_tp
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Keep gradients and state of the experts with those of all other weights.
+        """Keep gradients and state of the experts with those of all other weights, where these have the same copies.
 
-        Megatron gives divided experts buffers and an optimizer of their own, for replicas of theirs.  Under a plan
-        experts have the replicas that everything else has, and ranks without such experts take part in every norm.
+        Megatron gives divided experts buffers and an optimizer of their own, for copies of theirs.  That is right where
+        expert groups are no TP groups.
         """
         for model in models:
             for name, parameter in model.named_parameters():
                 if expert_name(name) is not None:
-                    parameter.allreduce = True  # type: ignore[attr-defined]
+                    parameter.allreduce = self._cut.divides_alike  # type: ignore[attr-defined]
         if self._whole:
             from megatron_het.features.experts.balancing import balance_whole_microbatches
 

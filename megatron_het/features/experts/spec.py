@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal, is_given
+from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
@@ -15,6 +16,8 @@ GLOBAL = "global_aux_loss"
 """The loss that every pass computes with the counts of the passes before it too."""
 _KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL)
 _OF_A_MICROBATCH = ("aux_loss", GLOBAL)
+_BY_ELEMENT = ("adam", "sgd")
+"""Optimizers whose update of an element depends on this element alone."""
 _NOT_BALANCED = {
     "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
     "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
@@ -27,7 +30,7 @@ class ExpertsOptions:
 
 
 class Experts(Feature):
-    """Layers of experts, all of them on every replica, divided over its ranks by EP and TP.
+    """Layers of experts, divided over the ranks of a replica, or of several that run the same passes.
 
     Sequences of one microbatch are routed on one replica, so capacities and the losses that balance the experts are
     those of one process.
@@ -88,7 +91,15 @@ class Experts(Feature):
         return ExpertsOptions()
 
     def check(self, plan: Plan) -> None:
-        """A plan says over how many ranks experts are divided, which ``plan.validate`` checks."""
+        """Refuse what does not go with expert groups that are no TP groups; ``plan.validate`` checks the groups."""
+        groups = _beyond_tp_groups(plan)
+        if groups and Window().options_of(plan) is not None:
+            raise PlanError(
+                "schedule.parameters.window",
+                True,
+                f"{groups}, and the shards of a ministage are those of ranks that have copies of all of its weights",
+                _ONE_GROUP,
+            )
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what no plan can have, and what this plan cannot."""
@@ -98,6 +109,7 @@ class Experts(Feature):
         super().check_any_arguments(plan, args)
         _check_tensor_parallel(plan, args)
         _check_balancing(plan, args)
+        _check_groups(plan, args)
 
 
 def check_expert_parallel(plan: Plan, experts: int) -> None:
@@ -112,6 +124,10 @@ def check_expert_parallel(plan: Plan, experts: int) -> None:
     """
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
+            if not replica.cut.divides_alike and not experts:
+                raise PlanError(
+                    f"stages[{s}].replicas[{q}].etp", replica.etp, "the model has no experts", "Leave it out, as ep"
+                )
             if replica.ep > 1 and (not experts or experts % replica.ep):
                 raise PlanError(
                     f"stages[{s}].replicas[{q}].ep",
@@ -142,11 +158,11 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
                     "other tokens would be dropped",
                     "Leave the flag out, or use a plan with TP 1",
                 )
-            if replica.tp > 1 and getattr(args, "add_bias_linear", False):
+            if max(replica.tp, replica.cut.expert_tp) > 1 and getattr(args, "add_bias_linear", False):
                 raise PlanError(
                     "--disable-bias-linear",
                     False,
-                    f"replica {q} of stage {s} has TP {replica.tp}: Megatron adds biases of experts on each TP rank",
+                    f"replica {q} of stage {s} has {replica.cut}: Megatron adds biases of experts on each TP rank",
                     "Add --disable-bias-linear, or use a plan with TP 1",
                 )
             if replica.tp > 1 and not plan.training.sequence_parallel:
@@ -157,6 +173,43 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
                     "parallelism only",
                     "Add --sequence-parallel",
                 )
+
+
+def _beyond_tp_groups(plan: Plan) -> str:
+    """Whether expert groups are no TP groups, in words; empty if all are."""
+    found = next((r.cut for stage in plan.stages for r in stage.replicas if not r.cut.divides_alike), None)
+    return f"experts are divided over other ranks than a replica's TP group ({found})" if found else ""
+
+
+_ONE_GROUP = "Use an EP size that divides the TP size of the replica"
+
+
+def _check_groups(plan: Plan, args: Any) -> None:
+    """Refuse what does not go with expert groups that are no TP groups."""
+    groups = _beyond_tp_groups(plan)
+    if not groups:
+        return
+    if (getattr(args, "optimizer", None) or "adam") not in _BY_ELEMENT:
+        raise PlanError(
+            "--optimizer",
+            args.optimizer,
+            f"{groups}, and it is not known to update what only some ranks have",
+            _ONE_GROUP,
+        )
+    unequal = _unequal(plan) or _unequal_parts(plan)
+    if unequal and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
+        raise PlanError(
+            "--moe-token-dispatcher-type",
+            "allgather",
+            f"{groups}, it gathers equally many tokens from each, and {unequal}",
+            "Use --moe-token-dispatcher-type alltoall",
+        )
+
+
+def _unequal_parts(plan: Plan) -> str:
+    """Whether context-parallel ranks have parts of different sizes, in words; empty if they do not."""
+    shares = next((r.cp_shares for s in plan.stages for r in s.replicas if len(set(r.cp_shares)) > 1), None)
+    return f"context-parallel ranks have parts of {list(shares)}" if shares else ""
 
 
 def _check_balancing(plan: Plan, args: Any) -> None:

@@ -169,13 +169,14 @@ class InitialWeightsByName(RuntimeFeature):
         seed: Of the run.
         cut: How this rank's replica cuts weights.
         tp_rank: This rank's TP rank.
+        expert_rank: This rank's position in its expert group.
         experts: Of a layer; 0 without layers of experts.
         in_blocks: Whether the values do not depend on the size of the tensor that they are drawn in.
     """
 
-    def __init__(self, seed: int, cut: Cut, tp_rank: int, experts: int, in_blocks: bool) -> None:
+    def __init__(self, seed: int, cut: Cut, tp_rank: int, expert_rank: int, experts: int, *, in_blocks: bool) -> None:
         self._seed, self._cut, self._tp_rank, self._in_blocks = seed, cut, tp_rank, in_blocks
-        self._experts = experts
+        self._expert_rank, self._experts = expert_rank, experts
         self._noted: dict[int, tuple[torch.Tensor, Draw]] = {}
         self._replaced: list[tuple[Any, str, Draw]] = []
 
@@ -205,8 +206,8 @@ class InitialWeightsByName(RuntimeFeature):
         tp, tp_rank = self._cut.tp, self._tp_rank
         own = expert_name(name)
         if own is not None:
-            name = own.of(held_experts(self._experts, self._cut, tp_rank)[own.expert])
-            tp, tp_rank = self._cut.expert_tp, tp_rank % self._cut.expert_tp
+            name = own.of(held_experts(self._experts, self._cut, self._expert_rank)[own.expert])
+            tp, tp_rank = self._cut.expert_tp, self._expert_rank % self._cut.expert_tp
         if shard is not None:
             size = shard.total
             parts = [Segment(0, shard.first, shard.rows)]
@@ -250,4 +251,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     uniform = getattr(args, "init_method_xavier_uniform", False)  # bounds depend on the whole tensor
     cut = context.placement.replica(where.stage, where.replica).cut
     experts = getattr(args, "num_experts", None) or 0
-    return InitialWeightsByName(args.seed, cut, where.tp_rank, experts, not uniform)
+    expert_rank = context.placement.expert_rank(context.rank)
+    return InitialWeightsByName(args.seed, cut, where.tp_rank, expert_rank, experts, in_blocks=not uniform)

@@ -200,9 +200,9 @@ def divided(original: type) -> type:
 
         def state_dict(self) -> dict[str, Any]:
             inner = self.optimizer
-            if not _is_divided(self) or any(group["params"] for group in inner.param_groups):
+            if any(group["params"] for group in inner.param_groups):
                 return super().state_dict()
-            # A rank whose share is empty reports the step of the others.
+            # A rank whose share is empty reports the step of the others; of experts that are on other ranks, none.
             if isinstance(inner, torch.optim.Adam):  # which keeps it with every parameter
                 inner.state[_NOBODY] = {"step": torch.tensor(self._steps)}  # type: ignore[index]
                 try:

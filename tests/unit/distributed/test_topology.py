@@ -11,6 +11,7 @@ from megatron_het.distributed import KNOWN_STATE, Axis, GroupSpec, PairGroups, g
 from megatron_het.distributed.groups import PlanGroups
 from megatron_het.distributed.stage_state import as_only_reader, install_stage_state, remove_stage_state, stage_state
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
+from megatron_het.plan.validate import check_plan
 from tests.unit.plan.test_plan import document, read
 
 
@@ -57,6 +58,47 @@ def test_experts_are_divided_over_the_ranks_of_a_replica() -> None:
         assert state["_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"] == f"tp of {rank}"
         assert state["_EXPERT_DATA_PARALLEL_GROUP"] == f"class of {rank}"
     assert stage_state(groups)["_EXPERT_MODEL_PARALLEL_RANKS"] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("tp", "count", "ep", "etp", "experts", "parts", "copies", "companions"),
+    [
+        (1, 4, 2, 0, [(0, 1), (2, 3)], [], [(0, 2), (1, 3)], [(0, 1), (2, 3)]),
+        (2, 4, 4, 0, [(0, 1, 2, 3), (4, 5, 6, 7)], [], [(0, 4), (1, 5), (2, 6), (3, 7)], [(0, 1), (2, 3)]),
+        (2, 2, 2, 2, [(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)], [(0, 1)]),
+        (1, 2, 1, 2, [(0, 1)], [(0, 1)], [(0,), (1,)], [(0, 1)]),
+        (2, 2, 1, 1, [(0,), (1,), (2,), (3,)], [], [(0, 1, 2, 3)], []),  # copies within a TP group
+    ],
+)
+def test_experts_are_divided_over_replicas(
+    tp: int,
+    count: int,
+    ep: int,
+    etp: int,
+    experts: list[tuple[int, ...]],
+    parts: list[tuple[int, ...]],
+    copies: list[tuple[int, ...]],
+    companions: list[tuple[int, ...]],
+) -> None:
+    """Expert groups follow one another over TP groups, as Megatron lays them."""
+    replicas = tuple(Replica(tuple(range(q * tp, (q + 1) * tp)), (q,), ep=ep, etp=etp) for q in range(count))
+    plan = Plan(ModelShape(2, 8, 4, 4, 8), TrainingShape(1, count), (Stage((2,), replicas),))
+    check_plan(plan)
+    spanning = Placement(plan)
+    specs = group_specs(spanning)
+    found = {role: [s.ranks for s in specs if s.role == role] for role in ("experts", "expert-tp", "experts-class")}
+    assert found == {"experts": experts, "expert-tp": parts, "experts-class": copies}
+    assert spanning.companions(0) == companions
+    for rank in range(spanning.world_size):
+        group = next(g for g in experts if rank in g)
+        assert group[spanning.expert_rank(rank)] == rank
+        groups = fake_groups(spanning, rank)
+        groups.by_role |= {s.role: s.ranks for s in specs if rank in s.ranks}  # type: ignore[misc]
+        state = stage_state(groups)
+        assert state["_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"] == group
+        assert state["_EXPERT_DATA_PARALLEL_GROUP"] == next(c for c in copies if rank in c)
+        assert state["_DATA_PARALLEL_GROUP"] == tuple(range(rank % tp, count * tp, tp))
+        assert rank in state["_EXPERT_MODEL_PARALLEL_RANKS"] and len(state["_EXPERT_MODEL_PARALLEL_RANKS"]) == ep
 
 
 def test_every_rank_has_every_role_once(placement: Placement) -> None:

@@ -197,7 +197,7 @@ STAMPS = {
     "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
     "elastic/boundary.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
-    "pretrain_gpt.py": 2,  # Megatron's own
+    "gpt_training.py": 2,  # Megatron's own
     "dry_run/run.py": 1,
     "auto_batch/measure.py": 1,
 }

@@ -9,12 +9,14 @@ from megatron_het.plan import Cut, Replica
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("cut", [Cut(1), Cut(2), Cut(2, 2), Cut(4, 2), Cut(4, 4), Cut(6, 3)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [Cut(1), Cut(2), Cut(2, 2), Cut(4, 2), Cut(4, 4), Cut(6, 3), Cut(1, 4), Cut(2, 2, 2)], ids=str
+)
 def test_ranks_hold_every_row_of_every_expert_once(cut: Cut, stride: int) -> None:
     experts, rows = 12, 24
     held = [
         (expert, row)
-        for rank in range(cut.tp)
+        for rank in range(cut.expert_ranks)
         for expert in range(experts)
         for part in expert_segments(rows, cut, rank, stride, expert, experts)
         for row in range(part.full, part.full + part.length)
@@ -22,13 +24,10 @@ def test_ranks_hold_every_row_of_every_expert_once(cut: Cut, stride: int) -> Non
     assert sorted(held) == [(expert, row) for expert in range(experts) for row in range(rows)]
 
 
-def test_groups_are_those_of_the_experts() -> None:
-    """Ranks of an EP group have different experts, ranks that cut an expert the same ones."""
-    replica = Replica(tuple(range(10, 18)), (0,), cp=2, ep=2)
-    assert replica.cut == Cut(4, 2)
-    assert [replica.ep_group(t, 1) for t in range(4)] == [(14, 16), (15, 17)] * 2
-    assert [replica.expert_tp_group(e, 1) for e in range(2)] == [(14, 15), (16, 17)]
-    assert [list(held_experts(6, replica.cut, t)) for t in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+def test_ranks_of_a_part_have_the_same_experts() -> None:
+    cut = Replica(tuple(range(10, 18)), (0,), cp=2, ep=2).cut
+    assert cut == Cut(4, 2)
+    assert [list(held_experts(6, cut, t)) for t in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
 
 
 @pytest.mark.parametrize(

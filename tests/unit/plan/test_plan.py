@@ -129,8 +129,8 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("stages.1.replicas.1.speed", 0.0, ["speed", "positive"]),
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
     ("stages.1.replicas.0.ep", 3, ["stages[1].replicas[0].ep", "must divide the TP size", "which is 2"]),
-    ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "must divide"]),
-    ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "which is 1"]),
+    ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "at least 1"]),
+    ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "the stage has 1 ranks"]),
     ("model.num_attention_heads", 3, ["model.num_query_groups"]),
     ("model.seq_length", 33, ["sequence parallel", "33"]),
 ]

@@ -229,8 +229,13 @@ def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: st
 def test_experts_are_divided_as_the_flags_say() -> None:
     flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--expert-model-parallel-size"]]
     assert {r.cut for r in plan_from_flags([*flags, "2"], 4, ScheduleSpec("1f1b"))[0].stages[0].replicas} == {Cut(2, 2)}
-    with pytest.raises(PlanError, match="ep = 4.*must divide the TP size"):
-        check_plan(plan_from_flags([*flags, "4"], 4, ScheduleSpec("1f1b"))[0])
+    over_replicas, _ = plan_from_flags([*flags, "4"], 4, ScheduleSpec("1f1b"))
+    check_plan(over_replicas)
+    assert {r.cut for r in over_replicas.stages[0].replicas} == {Cut(2, 4)}
+    whole, _ = plan_from_flags([*flags, "1", "--expert-tensor-parallel-size", "1"], 4, ScheduleSpec("1f1b"))
+    assert {r.cut for r in whole.stages[0].replicas} == {Cut(2, 1, 1)}
+    with pytest.raises(PlanError, match="ep = 8.*the stage has 4 ranks"):
+        check_plan(plan_from_flags([*flags, "8"], 4, ScheduleSpec("1f1b"))[0])
 
 
 def test_context_parallel_sizes_must_fit() -> None:

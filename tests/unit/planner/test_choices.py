@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.lowering.programs import build
+from megatron_het.plan import Placement
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -75,6 +76,31 @@ def test_experts_are_divided_over_the_ranks_of_a_replica_where_there_are_experts
     three = estimator(experts=experts.model_copy(update={"count": 3}))
     assert {c.ep for c in changes(three, GOAL, Candidate(two_stages(), 1))} == {1}
     assert {c.ep for c in changes(estimator(), GOAL, Candidate(two_stages(), 1))} == {1}
+
+
+def test_experts_are_divided_over_replicas_where_these_have_room_for_a_part_only() -> None:
+    """Ranks of their own sequences make larger products than ranks that cut matrices."""
+    priced = estimator(experts=Experts(count=8, top_k=2, ffn_hidden_size=14336), global_batch_size=64)
+    start = Candidate(two_stages(), 1, zero_stage=1)
+    before, found = priced.estimate(start), chosen(priced, start)
+    assert before is not None and found.iteration_s < 0.8 * before.iteration_s
+    plan = build_plan(priced, found.candidate, found.estimate)
+    assert any(r.ep > r.tp for s in plan.stages for r in s.replicas)
+    check_emitted(priced, found)
+    assert Placement(plan).companions(0)
+
+
+def test_state_of_experts_over_replicas_is_divided_over_their_copies() -> None:
+    """Eight ranks with an eighth of the experts each have them once: nobody shares their optimizer's state."""
+    priced = estimator(experts=Experts(count=8, top_k=2, ffn_hidden_size=14336))
+    model, stages = priced.model, two_stages(1)
+    found = priced.estimate(Candidate(stages, 1, zero_stage=1).over_replicas(8))
+    assert found is not None
+    experts = 4 * 8 * 3 * model.hidden_size * 14336 // 8
+    whole = found.memory[0].parameter_bytes / model.element_bytes
+    expected = priced.optimizer_per_parameter * (experts + (whole - experts) / 8)
+    assert found.memory[0].optimizer_bytes == pytest.approx(expected, rel=1e-6)
+    assert priced.estimate(Candidate(stages, 8, zero_stage=1).over_replicas(8)) is None  # two for eight replicas
 
 
 def test_a_vocabulary_is_split_where_the_last_stage_would_be_late() -> None:

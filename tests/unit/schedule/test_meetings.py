@@ -1,15 +1,20 @@
 """The parts of a split vocabulary: devices meet there, and nothing that NCCL would hold up crosses a meeting."""
 
 from collections import deque
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron_het.features.context_exchange.spec import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate, transfers
-from megatron_het.schedule.graph import Graph, meetings
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.graph import Graph, ScheduleError, meetings
 from megatron_het.schedule.ir import RECEIVES, SENDS
 from megatron_het.schedule.kinds import PARTS
+from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.text import dumps, loads
 from megatron_het.schedule.validate import validate
 
 Options = dict[str, object]
@@ -107,3 +112,43 @@ def test_who_meets() -> None:
     assert meetings(Graph(generate("1f1b", Shape.uniform(4, 8)), open_sends=True)) == []
     kinds = {Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD, Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD}
     assert kinds == {kind for kind in Kind if kind in PARTS}
+
+
+def _sharing_experts(schedule: str, route: tuple[tuple[int, ...], ...], **more: Any) -> Program:
+    """Two stages, the first of two replicas that share experts."""
+    replicas = tuple(max(row) + 1 for row in route)
+    shape = Shape(layers=((1,), (1,)), route=route, replicas=replicas, companions=((0, 1),), **more)
+    return generate(schedule, shape)
+
+
+ALTERNATING = (0, 1, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_replicas_that_share_experts_run_their_passes_together(schedule: str) -> None:
+    program = add_transfers(_sharing_experts(schedule, (ALTERNATING, (0,) * 6)))
+    assert validate(program) == [] and loads(dumps(program)) == program
+    graph = Graph(program)
+    assert len(meetings(graph)) == 6
+    done = simulate(program, Costs.uniform(program.shape), graph)
+    for first, second in meetings(graph):
+        assert graph.ops[first].kind is graph.ops[second].kind
+        assert (done.start_s[first], done.end_s[first]) == (done.start_s[second], done.end_s[second])
+
+
+def test_replicas_that_share_experts_and_wait_for_each_other_are_found() -> None:
+    """The second replica's first pass needs a pass behind one that the first replica runs in the same turn."""
+    program = _sharing_experts("1f1b", (ALTERNATING, (0,) * 6))
+    swapped = list(program.ops)
+    last = program.shape.device(1, 0)
+    swapped[last] = tuple(sorted(program.ops[last], key=lambda op: (op.microbatch % 2, op.microbatch)))
+    alone = replace(program, ops=tuple(swapped), shape=replace(program.shape, companions=()))
+    assert validate(add_transfers(alone)) == []
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        add_transfers(replace(program, ops=tuple(swapped)))
+
+
+def test_replicas_that_share_experts_have_equal_passes() -> None:
+    program = _sharing_experts("1f1b", ((0, 0, 0, 0, 1, 1), (0,) * 6))
+    with pytest.raises(ScheduleError, match="devices 0.0 and 0.1 share experts"):
+        meetings(Graph(program, open_sends=True))

@@ -15,7 +15,7 @@ PAGES = sorted(
 )
 SOURCES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("megatron_het", "tools", "benchmarks", "examples", "tests")
+    for folder in ("megatron_het", "tools", "benchmarks", "examples", "testing", "tests")
     for path in (ROOT / folder).rglob("*.py")
 ]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

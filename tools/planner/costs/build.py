@@ -200,6 +200,8 @@ def build_plan(
         total = -(-total // candidate.blocks)
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
+    # Of an expert group one of its equal pipelines has a part, with which nobody trains.
+    checked = checked and not (one_block and any(candidate.spans(g) for s in candidate.stages for g in s.groups))
     stages: list[PlanStage] = []
     per_rank: list[RankPrediction] = []
     routed, sizes = routes_of(candidate) if candidate.sizes else ([], ())
@@ -271,13 +273,14 @@ def _stage(
         node = estimator.cluster.nodes[g.pool]
         zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
         zone = node.zone if len(zones) > 1 else ""
-        ep, _ = candidate.cut_of(g)
+        ep, expert_tp = candidate.cut_of(g)
+        etp = 0 if expert_tp == max(1, g.tp // ep) else expert_tp
         figures = [int(n) for n in (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)]
         for mine in islice(waiting, g.count):
             ranks = tuple(range(rank, rank + g.tp * candidate.cp))
             rank += len(ranks)
             replicas.append(
-                Replica(ranks, tuple(mine), node.gpu, speed, zone, cp=candidate.cp, state_share=share, ep=ep)
+                Replica(ranks, tuple(mine), node.gpu, speed, zone, cp=candidate.cp, state_share=share, ep=ep, etp=etp)
             )
             per_rank += [RankPrediction(r, len(mine) * time_s, *figures) for r in ranks]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
@@ -332,6 +335,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
     _check_context_parallel(plan, file)
+    _check_expert_tensor_parallel(plan, file)
     most_ep = max(r.ep for stage in plan.stages for r in stage.replicas)
     alike = all(r.ep == gcd(most_ep, r.tp) for stage in plan.stages for r in stage.replicas)
     stages: list[tuple[int, dict[tuple[int, ...], int]]] = []
@@ -366,12 +370,26 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
         **extras_of_plan(plan),
     )
+    if most_ep > max(r.tp for stage in plan.stages for r in stage.replicas):
+        found = _over_replicas(found)
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
     if training.micro_batch_sizes and len(plan.stages) == 1:
         kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
+
+
+def _over_replicas(candidate: Candidate) -> Candidate:
+    """The candidate without EP sizes by group, where one size for all says the same."""
+    stages = tuple(s._replace(groups=tuple(g._replace(ep=0) for g in s.groups)) for s in candidate.stages)
+    found = candidate.with_(stages=stages, across_replicas=True)
+    same = all(
+        found.cut_of(g) == candidate.cut_of(own)
+        for s, mine in zip(found.stages, candidate.stages)
+        for g, own in zip(s.groups, mine.groups)
+    )
+    return found if same else candidate
 
 
 def _check_context_parallel(plan: Plan, file: str) -> None:
@@ -383,6 +401,19 @@ def _check_context_parallel(plan: Plan, file: str) -> None:
             "stages[*].replicas[*].cp",
             [list(shares) if shares else cp for cp, shares in cuts],
             "there are figures for context parallelism of one size and equal parts only",
+            "Only emit and the training take such plans",
+        )
+
+
+def _check_expert_tensor_parallel(plan: Plan, file: str) -> None:
+    """Prices are of experts that are cut over what EP leaves of a TP group."""
+    found = next((r.cut for stage in plan.stages for r in stage.replicas if r.cut.etp), None)
+    if found is not None:
+        raise PlannerError(
+            file,
+            "stages[*].replicas[*].etp",
+            found.etp,
+            "there are figures for TP size / EP size, at least 1, only",
             "Only emit and the training take such plans",
         )
 

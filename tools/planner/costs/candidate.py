@@ -18,7 +18,8 @@ from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement
 class Group(NamedTuple):
     """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``).
 
-    ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.
+    ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.  Where
+    it is larger than ``tp``, the replicas of the stage share experts.
     """
 
     pool: int
@@ -59,8 +60,8 @@ class Candidate:
         cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
         ep: Expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over
             the greatest common divisor of both (:meth:`cut_of`).
-        across_replicas: The experts are divided over ``ep`` ranks of a stage whichever replica they belong to, and
-            each is whole, as stock Megatron can (published runs); plans keep a layer's experts inside a replica.
+        across_replicas: The experts are divided over ``ep`` ranks of a stage, or over as many as divide a stage's
+            ranks, whichever replica they belong to, and each is whole.
         rows: With a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has;
             empty: the first stage has all of the embeddings, the last one all of the output layer.
         sizes: Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of
@@ -126,14 +127,42 @@ class Candidate:
     def cut_of(self, group: Group) -> tuple[int, int]:
         """(parts over which a replica divides the experts of a layer, ranks that cut one expert)."""
         if self.across_replicas:
-            return self.ep, 1
+            return group.ep or gcd(self.ep, group.count * group.tp * self.cp), 1
         ep = group.ep or gcd(self.ep, group.tp)
-        return ep, group.tp // ep
+        return ep, max(1, group.tp // ep)
+
+    def over_replicas(self, ep: int) -> Candidate:
+        """The same with experts divided over so many ranks of a stage, or as many as a stage's ranks allow.
+
+        Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
+        divided inside replicas.
+        """
+        found = self.with_(ep=ep, across_replicas=True)
+        cuts = [(found.cut_of(g)[0], g.tp) for s in self.stages for g in s.groups]
+        if all(n <= tp for n, tp in cuts) or any(n % tp for n, tp in cuts):
+            return self.with_(ep=gcd(ep, max([tp for _, tp in cuts], default=ep)), across_replicas=False)
+        return found.with_(ep=max(n for n, _ in cuts))
+
+    def spans(self, group: Group) -> bool:
+        """Whether the group's replicas share experts with others of their stage."""
+        ep, expert_tp = self.cut_of(group)
+        return ep * expert_tp > group.tp
+
+    def copies_of(self, s: int, group: Group) -> int:
+        """How many ranks of stage ``s`` hold the same part of the experts as a rank of the group."""
+        ep, expert_tp = self.cut_of(group)
+        alike = sum(g.count for g in self.stages[s].groups if g.tp == group.tp)
+        return max(1, alike * self.cp * group.tp // (ep * expert_tp))
 
     def reducing(self, s: int) -> tuple[Group, ...]:
         """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each."""
         groups = self.stages[s].groups
         return groups if self.cp == 1 else tuple(g._replace(count=g.count * self.cp) for g in groups)
+
+    @property
+    def experts_over(self) -> tuple[int, bool]:
+        """How experts are divided, for keys of what is remembered."""
+        return self.ep, self.across_replicas
 
     @property
     def path(self) -> tuple[Place, ...]:
@@ -175,9 +204,11 @@ class Candidate:
         n = self.blocks
         if n == 1:
             return self
-        return self.with_(
-            stages=tuple(Stage(s.layers, tuple(g._replace(count=g.count // n) for g in s.groups)) for s in self.stages)
-        )
+
+        def part(g: Group) -> Group:
+            return g._replace(count=g.count // n, ep=self.cut_of(g)[0] if self.across_replicas else g.ep)
+
+        return self.with_(stages=tuple(Stage(s.layers, tuple(map(part, s.groups))) for s in self.stages))
 
     @property
     def world_size(self) -> int:

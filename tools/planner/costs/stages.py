@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .candidate import Candidate, layers_at
+from .candidate import Candidate, Group, layers_at
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .extras import carried_bytes, moved_bytes
 from .operating import OperatingPoints
@@ -36,9 +37,9 @@ def _of_group(
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
     u, mine = stage.units[i], stage.microbatches[i]
-    parameters, gradients, optimizer, host = schedule.state(
-        estimator, candidate.as_of(s), u, stage.parameters[i], shards
-    )
+    count = stage.parameters[i]
+    divided = state_shards(estimator, candidate, s, groups[i], count, shards)
+    parameters, gradients, optimizer, host = schedule.state(estimator, candidate.as_of(s), u, count, divided)
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
@@ -180,6 +181,10 @@ def _stage(
         overlap = estimator.runtime.gather_overlap
         forward = [beside(f, least_f, overlap) for f in forward]
         backward = [beside(b, least_b, overlap) for b in backward]
+    if any(candidate.spans(g) for g in groups):
+        if not may_share_experts(candidate, s, total * blocks):
+            return None
+        forward, backward = [max(forward)] * len(groups), [max(backward)] * len(groups)
     counts = [g.count // blocks for g in groups]
     both = [f + b + waits_s for f, b in zip(forward, backward)]
     if candidate.sizes:
@@ -212,6 +217,21 @@ def _stage(
     )
 
 
+def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:
+    """Whether the replicas of a stage may share experts: they fill whole expert groups and run equally many passes.
+
+    Args:
+        total: Microbatches of the whole plan.
+    """
+    groups = candidate.stages[s].groups
+    cuts = {(g.tp, candidate.cut_of(g)) for g in groups}
+    replicas = sum(g.count for g in groups)
+    (tp, (ep, expert_tp)), *others = cuts
+    whole = replicas * candidate.cp * tp % (ep * expert_tp) == 0
+    is_sharded = schedule_of(candidate).shards_parameters
+    return not others and whole and ep % tp == 0 and total % replicas == 0 and not candidate.sizes and not is_sharded
+
+
 def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Estimate) -> list[float]:
     """Per stage, what follows the last operation of its program: gradient reduction and update.
 
@@ -223,6 +243,46 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Esti
         sync, update = _tail(estimator, candidate, units, s)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out
+
+
+def state_shards(
+    estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float, shards: float
+) -> float:
+    """Over how many ranks the distributed optimizer divides a rank's state, in the mean of its parameters.
+
+    Experts over replicas have fewer copies than other weights.
+
+    Args:
+        count: Parameters of the rank.
+        shards: Ranks with copies of the other weights.
+    """
+    if not candidate.spans(group):
+        return shards
+    experts = _experts_of(estimator, candidate, s, group)
+    return count / ((count - experts) / shards + experts / candidate.copies_of(s, group))
+
+
+def _experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group: Group) -> float:
+    """Parameters of experts of a rank."""
+    return float(candidate.stages[s].layers * estimator.model.expert_parameters(*candidate.cut_of(group)))
+
+
+def _sync_s(
+    estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, share: float = 1.0
+) -> float:
+    """Summing (or scattering, gathering) so many bytes per parameter over the ranks of a stage that have copies."""
+    groups, network = candidate.reducing(s), estimator.network
+    own = candidate.stages[s].groups
+    if not candidate.spans(own[0]):
+        return network.sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)}, share)
+    experts = [_experts_of(estimator, candidate, s, g) for g in own]
+    rest = {g: (n - e) * bytes_each for g, n, e in zip(groups, counts, experts)}
+    # Copies of a rank's experts are an expert group apart.
+    size = math.prod(candidate.cut_of(own[0]))
+    apart = tuple(g._replace(tp=size, count=max(1, g.count * g.tp // size)) for g in groups)
+    return network.sync_s(groups, rest, share) + network.sync_s(
+        apart, {g: e * bytes_each for g, e in zip(apart, experts)}, share
+    )
 
 
 def beside(compute_s: float, other_s: float, overlap: float) -> float:
@@ -251,18 +311,18 @@ def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], 
 
 def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
-    groups, network, schedule = candidate.reducing(s), estimator.network, schedule_of(candidate)
+    groups, schedule = candidate.reducing(s), schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
-    sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})
+    sync = _sync_s(estimator, candidate, s, counts, 4.0)
     if candidate.zero_stage >= 1 and sync:
-        gather = network.sync_s(groups, {g: n * element for g, n in zip(groups, counts)}, 0.5)
+        gather = _sync_s(estimator, candidate, s, counts, element, 0.5)
         sync = sync / 2 + gather
         if candidate.zero_stage >= 2 and not schedule.shards_parameters:  # gradients have gone with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
-    for g, n in zip(groups, counts):
-        mine = n / g.count if candidate.zero_stage >= 1 else n
+    for own, g, n in zip(candidate.stages[s].groups, groups, counts):
+        mine = n / state_shards(estimator, candidate, s, own, n, g.count) if candidate.zero_stage >= 1 else n
         update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
     sync *= 1 - estimator.runtime.sync_overlap
     return schedule.exposed(candidate, sync, update)

@@ -293,6 +293,18 @@ class Model(BaseModel):
             total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total
 
+    def expert_parameters(self, ep: int, expert_tp: int) -> int:
+        """Parameters of the experts of one layer on one rank: the mean over layers with and without experts."""
+        if self.kinds:
+            counts = [(self.of_kind(kind).expert_parameters(ep, expert_tp), count) for kind, count in self.kinds]
+            return round(sum(each * count for each, count in counts) / self.num_layers)
+        x = self.experts
+        if x is None:
+            return 0
+        share = 1 - min(1.0, x.dense_layers / self.num_layers)
+        matrices = 3 if self.gated else 2
+        return round(share * self.hidden_size * matrices * x.ffn_hidden_size * x.count / (ep * expert_tp))
+
     @property
     def query_size(self) -> int:
         """Outputs of the projection of queries, and of their gate where there is one."""

@@ -13,6 +13,7 @@ from ..costs.estimate import Estimator, Unit
 from ..costs.extras import rows_of
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
+from ..costs.stages import state_shards
 
 
 class Load:
@@ -96,7 +97,11 @@ class Rooms:
         self._whole = schedule.whole_per_parameter(estimator, like) if self._may_divide else 0.0
         self._rooms: list[_Room] = []
         for g, u in zip(groups, units):
-            shards = sum([h.count for h in groups if h.tp == g.tp]) if like.zero_stage >= 1 else 1
+            shards: float = sum([h.count for h in groups if h.tp == g.tp]) if like.zero_stage >= 1 else 1
+            if shards > 1 and like.spans(g):
+                shards = state_shards(
+                    estimator, like.with_(stages=(Stage(1, groups),)), 0, g, u.layer_parameters, shards
+                )
             per = schedule.state_per_parameter(estimator, like, g.count, shards)
             kept = u.reserved_bytes + u.workspace_bytes / like.slices + boundary
             free = u.capacity_bytes * estimator.memory_margin - kept
@@ -185,8 +190,10 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     rows = like.rows
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
-    ep = gcd(like.ep, max([g.tp for stage in groups for g in stage]))
-    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows, ep=ep)
+    found = like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows)
+    if like.across_replicas:
+        return found.over_replicas(like.ep)
+    return found.with_(ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))
 
 
 def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[int]) -> list[int]:
@@ -256,7 +263,10 @@ def layer_rooms(
         None when a replica kind has no figures.
     """
     c = like
-    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.ep, slack, total
+    point = (
+        *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.experts_over),
+        *(slack, total),
+    )
     known = estimator.known_rooms.get(point)
     if known is None:
         known = estimator.known_rooms[point] = {}
@@ -274,7 +284,7 @@ def stage_load(
     estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: float, last: float
 ) -> Load | None:
     """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
-    key = groups, like.micro_batch_size, like.recompute, like.slices, like.ep, first, last
+    key = groups, like.micro_batch_size, like.recompute, like.slices, like.experts_over, first, last
     if key not in estimator.known_loads:
         units = [estimator.unit_of(like, g) for g in groups]
         there = [u for u in units if u is not None]

@@ -104,7 +104,7 @@ class Book:
             like.slices,
             like.zero_stage,
             like.offload,
-            like.ep,
+            like.experts_over,
             bool(like.rows),
         )
         found = self.scores.get(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import product
 from math import inf
@@ -14,9 +14,11 @@ from ..costs.extras import rows_of
 from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
 from ..search.bounds import Bounds
+from ..search.moves import over_replicas
 from ..search.outcome import Outcome, Progress
 from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
+from ..search.seeds import sizes_over_replicas
 from ..simulate.simulation import block_s, operations_of
 from .finish import confirm, pools_of
 from .outcome import Found, Goal
@@ -36,6 +38,8 @@ LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 LONG_SIZES = (1, 2, 4, 8, 16)
 _SLICES_PER_STAGE = 4
 _LEAST_TOKENS = 1024
+_BATCHES = 3
+"""Sizes of microbatches that are tried with experts over replicas."""
 
 
 def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
@@ -55,10 +59,60 @@ def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tupl
     return [(candidate, estimate) for _, candidate, estimate in order[:count]]
 
 
-def _shapes(estimator: Estimator) -> Iterator[tuple[tuple[Stage, ...], int]]:
-    """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size."""
+def regular_with_experts(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
+    """The best regular plans with experts over replicas by the closed form, one of each number of stages.
+
+    Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
+    too, and activations wait in main memory, as few as fits.
+
+    Args:
+        count: So many.
+    """
+    best: dict[int, tuple[float, Candidate, Estimate]] = {}
+    ways = [(s, 2 if s.name == "interleaved" else 1) for s in goal.allowed if s.name in ("1f1b", "interleaved")]
+    settings = [
+        (schedule.name, chunks, batch, recompute, ep)
+        for schedule, chunks in ways
+        for batch in estimator.model.batch_sizes[:_BATCHES]
+        for recompute in estimator.model.recompute
+        for ep in sizes_over_replicas(estimator)
+    ]
+    zero = 1 if estimator.model.distributed_optimizer else 0
+    for is_split in (False, True) if settings else ():
+        for stages, _ in _shapes(estimator, (1,), has_ends=not is_split):
+            rows = rows_of((1,) * len(stages), estimator.model.tied_embeddings) if is_split else ()
+            for name, chunks, batch, recompute, ep in settings:
+                like = Candidate(stages, batch, recompute, name, chunks, zero_stage=zero, rows=rows)
+                found = _least_in_host_memory(estimator, goal, like.over_replicas(ep))
+                if found is not None and (value := goal.value(found[1])) < best.get(len(stages), (inf,))[0]:
+                    best[len(stages)] = value, *found
+    order = sorted(best.values(), key=lambda entry: entry[0])
+    return [(candidate, estimate) for _, candidate, estimate in order[:count]]
+
+
+def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> tuple[Candidate, Estimate] | None:
+    """The candidate with as few activations in main memory as fits."""
+    for share in LONG_SHARES:
+        candidate = like.with_(host_activations=share)
+        estimate = _usable(estimator, goal, candidate, fits=False)
+        if estimate is None:
+            return None
+        if estimator.fits(estimate):
+            return candidate, estimate
+    return None
+
+
+def _shapes(
+    estimator: Estimator, cp_sizes: Sequence[int] = LONG_SIZES, *, has_ends: bool = True
+) -> Iterator[tuple[tuple[Stage, ...], int]]:
+    """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size.
+
+    Args:
+        cp_sizes: Those that are tried.
+        has_ends: Whether the last stage has the whole output layer.
+    """
     model, nodes = estimator.model, estimator.cluster.nodes
-    for tp, cp, width in product(LONG_SIZES, LONG_SIZES, LONG_SIZES):
+    for tp, cp, width in product(LONG_SIZES, cp_sizes, LONG_SIZES):
         if width > model.global_batch_size or tp * cp > 64:
             continue
         pools = [p for p, n in enumerate(nodes) if tp <= n.gpus_per_node]
@@ -74,7 +128,7 @@ def _shapes(estimator: Estimator) -> Iterator[tuple[tuple[Stage, ...], int]]:
         order = [p for p, n in sorted(counts.items(), key=lambda item: -rate[item[0]]) for _ in range(n)]
         head = units[order[-1]]
         assert head is not None
-        ends = [0.0] * (len(order) - 1) + [head.head_f + head.head_b]
+        ends = [0.0] * (len(order) - 1) + [(head.head_f + head.head_b) * has_ends]
         layers = balanced(model.num_layers, [rate[p] for p in order], ends)
         yield tuple(Stage(n, (Group(p, tp, width),)) for n, p in zip(layers, order)), cp
 
@@ -151,14 +205,15 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         outcome.found += starts
     better: list[Found] = []
     progress.text = "choices"
+    regular = regular_with_experts(estimator, goal, MOST_REGULAR)
     if is_long:
-        for candidate, estimate in regular_pipelines(estimator, goal, MOST_REGULAR):
-            regular = _simulated(estimator, candidate, estimate)
-            starts += [] if regular is None else [regular]
+        regular += regular_pipelines(estimator, goal, MOST_REGULAR)
+    for found in (_simulated(estimator, *pair) for pair in regular):
+        starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):
-        found = _climb(estimator, goal, progress, start, MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS)
-        if found not in outcome.found:
-            better.append(found)
+        changed = _climb(estimator, goal, progress, start, MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS)
+        if changed not in outcome.found:
+            better.append(changed)
     if better or (starts and outcome.best is None):
         outcome.found = confirm(estimator, goal, [*better, *outcome.found])
         outcome.nearest = None if outcome.found else outcome.nearest
@@ -278,11 +333,12 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
 def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
     """Experts divided over the ranks of a replica before they are cut."""
     x, most = estimator.model.experts, max(g.tp for s in c.stages for g in s.groups)
-    if x is None or c.across_replicas or any(g.ep for s in c.stages for g in s.groups):
+    if x is None or any(g.ep for s in c.stages for g in s.groups):
         return
     for ep in (1, *SIZES):
-        if ep != c.ep and ep <= most and x.count % ep == 0:
-            yield c.with_(ep=ep)
+        if (ep, False) != c.experts_over and ep <= most and x.count % ep == 0:
+            yield c.with_(ep=ep, across_replicas=False)
+    yield from over_replicas(estimator, c)
 
 
 def _context_parallel(c: Candidate) -> Iterator[Candidate]:

@@ -10,7 +10,7 @@ from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..search.book import Groups
 from ..search.pools import Limits, power_below
-from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel
+from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
 from .outcome import Goal
 
 MOST_CUTS = 10
@@ -85,13 +85,21 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
     if estimator.model.distributed_optimizer:
         yield c.with_(zero_stage=1 - c.zero_stage)
     most = min(most_expert_parallel(estimator), max(g.tp for s in c.stages for g in s.groups))
-    for ep in (n for n in TP_SIZES if n <= most and n != c.ep):
-        yield c.with_(ep=ep)
+    for ep in (n for n in TP_SIZES if n <= most and (n, False) != c.experts_over):
+        yield c.with_(ep=ep, across_replicas=False)
+    yield from over_replicas(estimator, c)
     if len(c.stages) > 1 and not schedule_of(c).shards_parameters:
         if c.rows:
             yield c.with_(rows=())
         elif has_long_head(estimator, c.stages[-1].groups[0], c):
             yield c.with_(rows=((1.0, 1.0),))
+
+
+def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
+    """The same with a layer's experts divided over the replicas of a stage."""
+    if max(g.count for s in c.stages for g in s.groups) > 1 and not c.sizes:
+        found = {c.over_replicas(ep): 0 for ep in sizes_over_replicas(estimator)}
+        yield from (changed for changed in found if changed != c)
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:

@@ -30,17 +30,30 @@ MOST_COMBINED = 3
 """Of so many pools every choice of TP sizes is looked at."""
 IN_FLIGHT = 4
 """Microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits."""
+MOST_OVER_REPLICAS = 64
+"""Replicas that share experts, at most."""
 WORTH = 1.3
 """Seeds that look worse than the best so far by this factor are not evaluated."""
 
 
-def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[Candidate]:
-    """Batch, recompute and ZeRO stage without stages, the most promising first."""
+def operating_points(
+    estimator: Estimator, goal: Goal, limits: Limits, *, over_replicas: bool = False
+) -> list[Candidate]:
+    """Batch, recompute and ZeRO stage without stages, the most promising first.
+
+    Args:
+        over_replicas: Also with experts over replicas.
+    """
     model = estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
-    ep = most_expert_parallel(estimator)
+    ways = [(most_expert_parallel(estimator), False)]
+    ways += [(ep, True) for ep in sizes_over_replicas(estimator)] if over_replicas else []
     points = [
-        Candidate((), b, r, zero_stage=z, ep=ep) for b in model.batch_sizes for r in model.recompute for z in zeros
+        Candidate((), b, r, zero_stage=z, ep=ep, across_replicas=across)
+        for ep, across in ways
+        for b in model.batch_sizes
+        for r in model.recompute
+        for z in zeros
     ]
 
     def bound(point: Candidate) -> float:
@@ -55,6 +68,13 @@ def most_expert_parallel(estimator: Estimator) -> int:
     return 1 if x is None else gcd(x.count, TP_SIZES[-1])
 
 
+def sizes_over_replicas(estimator: Estimator) -> list[int]:
+    """EP sizes for experts over replicas: a node, and as many as there are experts."""
+    x = estimator.model.experts
+    sizes = [] if x is None else [gcd(x.count, TP_SIZES[-1]), gcd(x.count, MOST_OVER_REPLICAS)]
+    return sorted({size for size in sizes if size > 1})
+
+
 def best_rate(estimator: Estimator, pool: int, point: Candidate) -> float:
     """Layers times sequences per second of one GPU at its best TP size."""
     return max((unit_rate(estimator, pool, tp, point) for tp in TP_SIZES), default=0.0)
@@ -62,7 +82,7 @@ def best_rate(estimator: Estimator, pool: int, point: Candidate) -> float:
 
 def unit_rate(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
     """Layers times sequences per second of one GPU at this TP size, 0 without figures."""
-    unit = estimator.unit_of(point, Group(pool, tp, 1))
+    unit = estimator.unit_of(point, Group(pool, tp, 1, max(point.ep, tp) if point.across_replicas else 0))
     return point.micro_batch_size / (unit.layer_f + unit.layer_b) / tp if unit else 0.0
 
 
@@ -205,7 +225,7 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, 
 
 def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
     """About the most layers of a rank in the middle of a pipeline, with a few microbatches in flight."""
-    unit = estimator.unit_of(point, Group(pool, tp, 1))
+    unit = estimator.unit_of(point, Group(pool, tp, 1, max(point.ep, tp) if point.across_replicas else 0))
     assert unit is not None  # the caller knows its rate
     each = estimator.model.element_bytes + 4.0
     each += estimator.optimizer_per_parameter / (IN_FLIGHT if point.zero_stage else 1)
@@ -265,7 +285,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
     estimator, model = book.estimator, book.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
     slowest_s = 1 / (book.goal.min_iterations_per_s or 1e-30)
-    for point in operating_points(estimator, book.goal, limits):
+    for point in operating_points(estimator, book.goal, limits, over_replicas=True):
         total = model.global_batch_size // point.micro_batch_size
         for kinds in _even_kinds(estimator, limits, point):
             nodes = [estimator.cluster.nodes[kind.pool].gpus_per_node // kind.tp for kind in kinds]

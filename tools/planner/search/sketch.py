@@ -156,7 +156,7 @@ class Sketch:
         c = like
         key = (
             *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack),
-            *(c.cp, c.ep, c.rows),
+            *(c.cp, c.experts_over, c.rows),
         )
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
@@ -217,7 +217,7 @@ class Sketch:
     def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
         """A stage that has not been met at this point."""
         like = point.like
-        key = like.micro_batch_size, like.recompute, like.slices, like.ep, groups, first, last
+        key = like.micro_batch_size, like.recompute, like.slices, like.experts_over, groups, first, last
         if key not in self.stages:
             self.stages[key] = self._priced(groups, like, point.total, first, last)
         stage = self.stages[key]
@@ -245,7 +245,7 @@ class Sketch:
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
-        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.ep
+        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
         if key not in self.tails:
             self.tails[key] = self._tail_of(groups, like)
         return self.tails[key]

@@ -431,6 +431,10 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
     if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
         # Replicas of a stage gather together, whichever part they belong to.
         return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    pools = [seats[0].pool for stage in seated for seats in stage]
+    if any(len({pools[d] for d in together}) > 1 for together in schedule_shape(plan).companions):
+        # Replicas that share experts go as fast as the slowest of them.
+        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
     try:
         return max(_quick_s(*part) for part in _different_parts(estimator, candidate, estimate, plan, seated))
     except PlannerError:  # its generator orders parts together that it cannot order alone

@@ -36,7 +36,7 @@ def built(rewraps: bool, seed: int = 1234) -> Model:
     config = SimpleNamespace(**dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method")))
     for name in vars(config):
         setattr(config, name, torch.nn.init.normal_)
-    feature = InitialWeightsByName(seed, Cut(1), 0, 0, True)
+    feature = InitialWeightsByName(seed, Cut(1), 0, 0, 0, in_blocks=True)
     feature.prepare_config(SimpleNamespace(transformer=config))
     model = Model(config, rewraps)
     feature.attach([model])

@@ -265,7 +265,7 @@ class Schedule:
         del unit
         return 1.0
 
-    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
+    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
         """Parameters, gradients and optimizer state of a rank.
 
         Args:
@@ -283,7 +283,7 @@ class Schedule:
             parameters = parameters / shards + 2 * unit.layer_parameters * element
         return parameters, gradients, optimizer, 0.0
 
-    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
+    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """About the same per parameter, for a group of ``count`` replicas, before layers are known."""
         del count
         mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies

@@ -129,7 +129,7 @@ class Ministage(Schedule):
         """All of them, or two on the device."""
         return 2.0 if like.offload else place.microbatches
 
-    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
+    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
         """Equal parts, and whole ministages."""
         host = host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
         return (*window_state(estimator, candidate, count, 1 / shards), host)
@@ -138,7 +138,7 @@ class Ministage(Schedule):
         """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
         return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
 
-    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
+    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """Returns what is whole, and an equal part of the rest."""
         mixed = float(estimator.model.element_bytes)
         return (
