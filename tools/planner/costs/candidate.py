@@ -132,7 +132,7 @@ class Candidate:
         return ep, max(1, group.tp // ep)
 
     def over_replicas(self, ep: int) -> Candidate:
-        """The same with experts divided over so many ranks of a stage, or as many as a stage's ranks allow.
+        """Divides experts over so many ranks of a stage, or as many as its ranks allow.
 
         Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
         divided inside replicas.

@@ -96,7 +96,7 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
 
 
 def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
-    """The same with a layer's experts divided over the replicas of a stage."""
+    """Yields plans with a layer's experts divided over the replicas of a stage."""
     if max(g.count for s in c.stages for g in s.groups) > 1 and not c.sizes:
         found = {c.over_replicas(ep): 0 for ep in sizes_over_replicas(estimator)}
         yield from (changed for changed in found if changed != c)
