@@ -13,10 +13,11 @@ share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_ove
 begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
 
 With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with what the controller and
-``het-plan replay`` assume: ``sizes`` has pauses, the state of the rank that holds most, and by how much the pause grows
-over that of the first size, as measured (``pause_grew_s``) and as assumed (``model_grew_s``).  Of three sizes or more
-the last one is predicted from those before (``predicted_s``, ``prediction_error``): ``line`` as ``replay --pauses``
-does, over state, and ``learned`` as the controller does, by the share of a change in which state moved.
+``het-plan replay`` assume: ``sizes`` has pauses, the state of the rank that holds most, the rates that its copies in
+memory tell, and by how much the pause grows over that of the first size: as measured (``pause_grew_s``), as assumed
+(``assumed_grew_s``) and by those rates (``model_grew_s``).  Of three sizes or more the last one is predicted from those
+before (``predicted_s``, ``prediction_error``): ``line`` as ``replay --pauses`` does, over state; ``learned`` as the
+controller does, by the share of a change in which state moved; ``rates`` by the pause before and the rates.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Weights, common_flags
+from benchmarks.cases import VOCABULARY, Weights, common_flags
 from benchmarks.fault_processes import Forked, descendants, end, het_run
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.probe import write_dataset
 from benchmarks.runner import REPOSITORY, Device
-from megatron_het.elastic.worth import LINK_BYTES_PER_S, grows_s
+from megatron_het.elastic.worth import HOST_BYTES_PER_S, LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tools.planner.replay.policies import pauses_by_state
 
 _HIDDEN, _SEQUENCE, _BATCH, SHORT = 128, 256, 12, 16
-_LIMIT_S, _END_S = 600.0, 30.0
+_LIMIT_S, _END_S, _DOCUMENTS = 600.0, 30.0, 3000
 _TAIL_BYTES = 4096
 _ITERATIONS, _MANY = 80, 10_000
 """Of a job, and of one that is ended before it has done them all."""
@@ -69,7 +71,9 @@ def plan_of(replicas: int, layers: tuple[int, int] = (2, 3), batch: int = _BATCH
     )
 
 
-def flags(iterations: int, out: Path, plan: Plan | None = None, device: Device = "cpu") -> list[str]:
+def flags(
+    iterations: int, out: Path, plan: Plan | None = None, device: Device = "cpu", data: Sequence[str] = ("--mock-data",)
+) -> list[str]:
     """Of the training; that of :func:`plan_of` without a plan."""
     plan = plan or plan_of(1)
     model = plan.model
@@ -78,7 +82,19 @@ def flags(iterations: int, out: Path, plan: Plan | None = None, device: Device =
     size += f" --global-batch-size {plan.training.global_batch_size}"
     size += f" --micro-batch-size {plan.training.micro_batch_size}"
     common = [*common_flags(Weights(layers=model.num_layers), steps=iterations, device=device), *size.split()]
-    return [*common, "--mock-data", "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
+    return [*common, *data, "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
+
+
+def small_data(folder: Path) -> list[str]:
+    """Write a small dataset, and return its flags; a newcomer takes seconds to index Megatron's mock data."""
+    folder.mkdir(parents=True)
+    options: dict[str, Any] = {"vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": 1}
+    prefix = folder / "documents"
+    write = functools.partial(write_dataset, rank=0, prefix=str(prefix), **options)
+    made = Forked(lambda: write() is not None, folder / "log.txt", environment())
+    if made.wait(_LIMIT_S):
+        raise RuntimeError(f"no data was written, see {folder}")
+    return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache")]
 
 
 def environment() -> dict[str, str]:
@@ -115,6 +131,7 @@ class ElasticJob:
         nodes: Workers of every node at the start.
         device: What workers compute on.
         variables: Environment of every process.
+        data: Flags that name the data.
     """
 
     def __init__(
@@ -127,6 +144,7 @@ class ElasticJob:
         nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
         device: Device = "cpu",
         variables: Mapping[str, str] | None = None,
+        data: Sequence[str] = ("--mock-data",),
     ) -> None:
         self.folder = folder
         self._environment = variables or environment()
@@ -139,7 +157,7 @@ class ElasticJob:
         self._base = ["--controller", f"127.0.0.1:{port}"]
         leave_s = "30" if device == "cuda" else "10"
         self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", leave_s]
-        self._flags = flags(iterations, folder / "report", make(1), device)
+        self._flags = flags(iterations, folder / "report", make(1), device, data)
         self._processes: dict[str, Any] = {}
         self._open("controller", ["--controller-only", "--nodes", str(len(nodes)), "--plans", *map(str, plans)])
         _until((folder / "job" / "token").exists, "the controller's token")
@@ -201,11 +219,15 @@ class ElasticJob:
         """Returns what was logged."""
         return lines_of(sorted((self.folder / "job").glob("node-*/worker-*/log.txt")))
 
-    def history(self) -> list[dict[str, Any]]:
-        """Of the controller's state file."""
+    def state(self) -> dict[str, Any]:
+        """Of the controller's file; empty where there is none yet."""
         with contextlib.suppress(OSError, json.JSONDecodeError):
-            return list(json.loads((self.folder / "job" / "state.json").read_text(encoding="utf-8"))["history"])
-        return []
+            return dict(json.loads((self.folder / "job" / "state.json").read_text(encoding="utf-8")))
+        return {}
+
+    def history(self) -> list[dict[str, Any]]:
+        """Of the controller's file."""
+        return list(self.state().get("history", []))
 
     def has_logged(self, number: int) -> bool:
         """Whether so many iterations were logged."""
@@ -264,6 +286,7 @@ class ForkedJob(ElasticJob):
         make: Plan by the replicas of its second stage.
         setup: Called first in every worker.
         nodes: Workers of every node at the start.
+        data: Flags that name the data.
     """
 
     def __init__(
@@ -275,9 +298,10 @@ class ForkedJob(ElasticJob):
         setup: Callable[[], None] = lambda: None,
         *,
         nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
+        data: Sequence[str] = ("--mock-data",),
     ) -> None:
         self._setup, self._others = setup, descendants(os.getpid())
-        super().__init__(folder, iterations, copy_every, make, nodes=nodes)
+        super().__init__(folder, iterations, copy_every, make, nodes=nodes, data=data)
 
     def _begin(self, name: str, words: list[str]) -> Any:
         return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())
@@ -450,10 +474,10 @@ def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict
 
 
 def sized(hidden: int) -> Callable[[int], Plan]:
-    """Plans as :func:`plan_of` makes them, of another hidden size and of short sequences."""
+    """Plans as :func:`plan_of` makes them, of another hidden size, and of iterations that are short beside a change."""
 
     def make(replicas: int) -> Plan:
-        plan = plan_of(replicas)
+        plan = plan_of(replicas, batch=3)
         model = replace(plan.model, hidden_size=hidden, ffn_hidden_size=3 * hidden // 2, seq_length=SHORT)
         return replace(plan, model=model)
 
@@ -463,21 +487,36 @@ def sized(hidden: int) -> Callable[[int], Plan]:
 def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Pauses at some hidden sizes, beside what the model says."""
     found: list[dict[str, Any]] = []
+    data = small_data(folder / "data")
     for hidden in sizes:
-        job = ForkedJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden))
+        job = ForkedJob(folder / f"size-{hidden}", _MANY, "1", sized(hidden), data=data)
         pauses = change_pool(job, to_the_end=False).pauses()
+        told = [member["rates"] for member in job.state()["members"] if member["rates"]]
         model = sized(hidden)(1).model
         # The rank with three layers: attention with half as many groups, a gated MLP; weights and two moments in fp32.
         state_bytes = 12 * 3 * (3 * hidden**2 + 3 * hidden * (model.ffn_hidden_size or 0))
-        grows = grows_s(state_bytes, LINK_BYTES_PER_S, 2 + 2 * 3)
-        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "model_grows_s": grows})
-    first_s = found[0]["model_grows_s"]
-    for row in found:
-        row["model_grew_s"] = row.pop("model_grows_s") - first_s
-        row["pause_grew_s"] = {k: p["whole"] - found[0]["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
-    if len(found) > 2:
-        predict(found[:-1], found[-1])
+        rates = dict(zip(("host_bytes_per_s", "link_bytes_per_s"), map(min, zip(*told, strict=True)), strict=True))
+        found.append({"hidden_size": hidden, "state_bytes": state_bytes, "pause_s": pauses, "rates": rates})
+    compare(found)
     return found
+
+
+def compare(sizes: Sequence[dict[str, Any]]) -> None:
+    """Add to each size what the model says of its pauses, and to the last one how they are predicted."""
+    first = sizes[0]
+    for row in sizes:
+        host, link = row["rates"]["host_bytes_per_s"], row["rates"]["link_bytes_per_s"]
+        ways = {"assumed": (LINK_BYTES_PER_S, HOST_BYTES_PER_S), "model": (link, host)}
+        for way, (to, at) in ways.items():
+            # Whoever stays keeps its layers under the plans of this benchmark; only a newcomer gets them over a link.
+            links = {kind: to if kind == "join" else float("inf") for kind in row["pause_s"]}
+            row[f"{way}_grew_s"] = {
+                kind: grows_s(row["state_bytes"], each, 8, at) - grows_s(first["state_bytes"], each, 8, at)
+                for kind, each in links.items()
+            }
+        row["pause_grew_s"] = {k: p["whole"] - first["pause_s"][k]["whole"] for k, p in row["pause_s"].items()}
+    if len(sizes) > 2:
+        predict(sizes[:-1], sizes[-1])
 
 
 def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
@@ -487,6 +526,9 @@ def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
         "line": {kind: fixed_s + byte_s * last["state_bytes"] for kind, (fixed_s, byte_s) in lines.items()},
         "learned": {kind: p["whole"] + more * p["state"] for kind, p in smaller[-1]["pause_s"].items()},
     }
+    if "model_grew_s" in last:
+        grew_s = {kind: last["model_grew_s"][kind] - smaller[-1]["model_grew_s"][kind] for kind in last["pause_s"]}
+        ways["rates"] = {kind: p["whole"] + grew_s[kind] for kind, p in smaller[-1]["pause_s"].items()}
     last["predicted_s"] = ways
     last["prediction_error"] = {
         way: {kind: value_s / last["pause_s"][kind]["whole"] - 1.0 for kind, value_s in predicted.items()}

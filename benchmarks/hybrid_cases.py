@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.cases import Case
 from benchmarks.families import HYBRID_FAMILIES, RECURRENT_FAMILIES, has_latent_attention, hybrid_pattern
 from megatron_het.plan import Plan
-from megatron_het.plan.patterns import later_layers
+from megatron_het.plan.schema import later_layers
 
 
 def _counts(plan: Plan, rng: random.Random, *, keeps_attention: bool) -> list[list[int]]:

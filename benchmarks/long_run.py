@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import SHORT, ForkedJob, losses_of, plan_of
+from benchmarks.elastic import SHORT, ForkedJob, losses_of, plan_of, small_data
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, save, scratch, write_report
 from megatron_het.elastic import agent
@@ -78,7 +78,8 @@ def long_run(
         note: Is given what was measured so far, after every change.
     """
     rng, made, samples, began_s = random.Random(seed), Counter[str](), list[dict[str, float]](), time.monotonic()
-    with ForkedJob(folder / "long", iterations, "1", tiny) as job:
+    data = small_data(folder / "data")
+    with ForkedJob(folder / "long", iterations, "1", tiny, data=data) as job:
         acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
@@ -103,7 +104,7 @@ def long_run(
         note(found)
         job.end()
         losses, generations = losses_of(folder / "long" / "report"), len(job.history())
-    with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}) as job:
+    with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data) as job:
         job.end()
         expected = losses_of(folder / "undisturbed" / "report")
     both = losses.keys() & expected.keys()

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_runs import Model, Setting, run
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
@@ -100,7 +100,7 @@ def fitted_costs(setting: Setting, program: Program, report: Path) -> tuple[Cost
         for e in done:
             if e["args"]["kind"] in _KINDS:
                 a = e["args"]
-                key = (rank, Op(Kind[a["kind"]], a["microbatch"], a["slice"], a["chunk"]))
+                key = (rank, Op(Kind.rows[a["kind"]], a["microbatch"], a["slice"], a["chunk"]))
                 own[key] = e["dur"] / 1e6
         posts.append(_posting_s(trace, done))
     forward, backward = _KINDS

@@ -109,7 +109,7 @@ _UNEQUAL: dict[str, dict[str, Any]] = {
         "distributed_optimizer": True,
     },
 }
-"""Devices of different speed: the exchange makes slots short (``schedule/exchange.py``)."""
+"""Devices of different speed: the exchange makes slots short (``features/context_exchange/passes.py``)."""
 _MEETING: dict[str, dict[str, Any]] = {
     "exchange-p2-n2-idle-vocabulary": {
         "exchange": {**_ON, "exchange_units": 1, "exchange_idle": True},

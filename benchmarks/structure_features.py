@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 
+import megatron_het.features  # noqa: F401  (features add their kinds to the table)
 from benchmarks.structure_sources import PRODUCT, Finding, Module, dotted, imports_of
 from megatron_het.schedule.kinds import Columns, Kind
 
@@ -42,7 +43,6 @@ FEATURES = {
         words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
         executor="context_exchange",
-        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.exchange"),
     ),
     "split vocabulary": Feature(
         room="megatron_het.features.vocab_parallel",
@@ -63,9 +63,7 @@ FEATURES = {
         executor="activation_offload",
     ),
     "slices": Feature(
-        room="megatron_het.features.slices",
-        words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token",
-        elsewhere=("megatron_het.schedule.generators.slimpipe",),
+        room="megatron_het.features.slices", words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token"
     ),
     "packed documents": Feature(
         room="megatron_het.features.documents",
@@ -81,7 +79,6 @@ FEATURES = {
         room="megatron_het.features.zero_bubble",
         words=r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",
         executor="zero_bubble",
-        elsewhere=("megatron_het.schedule.generators.zero_bubble",),
     ),
     "experts": Feature(room="megatron_het.features.experts", words=r"experts_options|global_aux_loss"),
     "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
@@ -133,7 +130,8 @@ def _hit(
         if any(other == home or other.startswith(home + ".") for home in (feature.room, *feature.elsewhere)):
             return node, f"imports {other}"
     pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
-    columns = entries.get(feature.executor, frozenset())
+    is_table = module.name == Columns.__module__  # where all entries stand, whoever has them
+    columns = frozenset() if is_table else entries.get(feature.executor, frozenset())
     for node, word in words:
         if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word)):
             return node, f"names {word}"
@@ -148,8 +146,10 @@ def _entries_of_executors() -> dict[str, set[str]]:
     for kind in Kind:
         for column in Columns.__annotations__:
             entry = getattr(kind, column)
-            if isinstance(entry, Enum) and not isinstance(entry, Kind):
-                owners.setdefault(f"{type(entry).__name__}.{entry.name}", set()).add(kind.executor)
+            parts = entry if isinstance(entry, Flag) else (entry,)  # of the work of a whole backward too
+            for part in parts:
+                if isinstance(part, Enum):
+                    owners.setdefault(f"{type(part).__name__}.{part.name}", set()).add(kind.executor)
         owners[f"Kind.{kind.name}"] = {kind.executor}
     entries: dict[str, set[str]] = {}
     for entry, executors in owners.items():

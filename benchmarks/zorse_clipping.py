@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan
-from megatron_het.plan.parts import stage_rows
+from megatron_het.plan.placement import stage_rows
 
 Row = dict[str, Any]
 Groups = list[list[int]]

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_het.latent_attention import LatentAttention, LatentCoreAttention
-from megatron_het.plan.patterns import GATED_DELTA_NET, KINDS, MAMBA, SPARSE_ATTENTION
+from megatron_het.plan.schema import GATED_DELTA_NET, KINDS, MAMBA, SPARSE_ATTENTION
 
 _LOCAL = LocalSpecProvider()
 _OWN_LAYERS = {MAMBA: "mamba_layer", GATED_DELTA_NET: "gdn_layer", SPARSE_ATTENTION: "dsa_layer"}

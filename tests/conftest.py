@@ -5,6 +5,8 @@ import secrets
 
 from hypothesis import settings
 
+import megatron_het.features  # noqa: F401  (programs of all features can be read and made)
+
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile("fixed")

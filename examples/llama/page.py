@@ -80,7 +80,7 @@ def _measured(traces: Sequence[Path], result: dict[str, Any]) -> list[Any]:
                 a, start = e["args"], e["ts"] / 1e6
                 end = start + e["dur"] / 1e6
                 place = {"microbatch": a["microbatch"], "slice": a.get("slice", 0), "chunk": a.get("chunk", 0)}
-                events.append(Event(lane, Kind[a["kind"]], start, end, **place, peer=-1, size=None))
+                events.append(Event(lane, Kind.rows[a["kind"]], start, end, **place, peer=-1, size=None))
     lanes = [
         Lane(name=f"rank {r['rank']}: {r['device']}", stage=r["stage"], compute_s=r["measured_compute_s"], idle_s={})
         for r in result["per_rank"]

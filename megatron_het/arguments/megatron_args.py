@@ -15,14 +15,19 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.families import family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
-from megatron_het.features.slices.spec import SLICED_SCHEDULES, cutting_of, has_even_slices
+from megatron_het.features.registry import cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.parts import token_blocks
-from megatron_het.plan.patterns import KINDS, SPARSE_ATTENTION
+from megatron_het.plan.placement import token_blocks
+from megatron_het.plan.schema import KINDS, SPARSE_ATTENTION
+from megatron_het.schedule.ir import SLICED_SCHEDULES
 
+_FSDP = (
+    "FSDP replaces the process groups that a plan sets up. A plan has ZeRO of its own: --het-schedule data-parallel "
+    "--het-zero 3, or ministages with --het-window"
+)
 _REFUSED = (
-    Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
-    Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
+    Refusal("use_torch_fsdp2", _FSDP),
+    Refusal("use_megatron_fsdp", _FSDP),
     Refusal("fp4", "gradients are rounded at random, pass by pass: another order of passes is another training"),
     Refusal(
         "fp8_param_gather",
@@ -317,7 +322,7 @@ def _check_delayed_scaling(plan: Plan, args: Any) -> None:
 def _check_fp8_rows(plan: Plan, args: Any, unit: int) -> None:
     """Products in fp8 need a multiple of so many tokens on every rank."""
     cutting, training = cutting_of(plan), plan.training
-    tokens = cutting.nominal if has_even_slices(plan) else cutting.unit
+    tokens = cutting.nominal if cutting.is_even else cutting.unit
     for number, stage in enumerate(plan.stages):
         for replica in stage.replicas:
             parts = replica.tp if training.sequence_parallel else 1

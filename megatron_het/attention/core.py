@@ -34,7 +34,7 @@ from megatron_het.attention.places import (
 )
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.families import family_of_model
-from megatron_het.plan.parts import Blocks, part_tokens
+from megatron_het.plan.placement import Blocks, part_tokens
 from megatron_het.schedule.cutting import Bounds, Starts
 
 _ANY_TOKENS = 128

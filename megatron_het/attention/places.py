@@ -14,7 +14,7 @@ from megatron_het.attention.calls import Call, Form, Reach
 from megatron_het.attention.kernels import Kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.families import family_of_model
-from megatron_het.plan.parts import Blocks
+from megatron_het.plan.placement import Blocks
 
 # Rotary positions of a slice, applied by the node of its attention.
 #

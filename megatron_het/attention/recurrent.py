@@ -22,7 +22,7 @@ from megatron_het.families import family_of_model
 
 
 class Left(NamedTuple):
-    """What a slice leaves.
+    """State that a slice leaves to the next one.
 
     Attributes:
         inputs: The last inputs of the convolution, ``[b, tokens, channels]``.
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 
 class StateCache:
-    """What slices have left in one layer, and the gradients of it, from a slice's forward to its backward."""
+    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward."""
 
     def __init__(self) -> None:
         self._left: dict[Key, Left] = {}
@@ -289,7 +289,7 @@ def carry_states(model: torch.nn.Module) -> None:
 
 
 def state_caches(models: Sequence[torch.nn.Module]) -> Iterator[StateCache]:
-    """What slices leave in the recurrent layers of model chunks."""
+    """Yields the states of slices in the recurrent layers of model chunks."""
     for model in models:
         for module in model.modules():
             if isinstance(cache := getattr(module, "slice_states", None), StateCache):

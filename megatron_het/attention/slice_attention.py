@@ -33,7 +33,7 @@ from megatron_het.attention.places import (
     WholePlace,
     held_before,
 )
-from megatron_het.plan.parts import Blocks
+from megatron_het.plan.placement import Blocks
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
 #

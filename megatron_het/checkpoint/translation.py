@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint.choice import CheckpointError
-from megatron_het.plan.patterns import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
+from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(?:(\d+)\.)?(.*)", re.DOTALL)
 _OF_ATTENTION = ("input_layernorm", "self_attention")
@@ -121,7 +121,7 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def translation_for(args: Any, folder: Path) -> Translation | None:
-    """What a checkpoint needs to be loaded; None where it is of this run's family.
+    """Returns the translation that a checkpoint needs to be loaded; None where it is of this run's family.
 
     Args:
         args: Megatron's arguments.

@@ -31,14 +31,14 @@ from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Executor
 from megatron_het.runtime.feature import Call, Iteration
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import executed_by
 from megatron_het.store.torch_store import TorchStore
 
 _TIMEOUT_S = 15.0
 _WIDTHS = (16, 1)  # the hidden size is divided by these: first a short round, then the real one
 _LONG_S = 2.0
 _VALUES = 97  # whole numbers that every precision holds exactly
-_TRANSFERS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
-_EXECUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, *_TRANSFERS)
+_EXECUTED = executed_by("compute") | executed_by("transfer")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
 from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
-from megatron_het.features.documents.spec import asked_by
+from megatron_het.features.registry import packing_argument
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import optimizer_tensors
@@ -61,14 +61,22 @@ class WatchedSession(HetSession):
     Args:
         config, platform, rank: As for :class:`HetSession`.
         tracker: Of this process.
+        measured: Whether values are real, and what is under way ends when the machine comes to it.
     """
 
-    def __init__(self, config: HetConfig, platform: Platform, rank: int, tracker: Tracker) -> None:
+    def __init__(self, config: HetConfig, platform: Platform, rank: int, tracker: Tracker, measured: bool) -> None:
         super().__init__(config, platform, rank)
+        self._measured = measured
         self._tracker = tracker
         self._timeline = _WatchedTimeline(tracker)
         self.last_figures: dict[str, Mapping[str, int]] = {}
         """What features counted in the last iteration, by title."""
+
+    def open(self, args: Any) -> None:
+        """See :class:`HetSession`."""
+        super().open(args)
+        for feature in self._features if self._measured else ():
+            feature.end_when_waited_for()
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """See :class:`HetSession`."""
@@ -180,12 +188,10 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     sessions: list[WatchedSession] = []
 
     def make_session(config: HetConfig, device: Platform, rank: int) -> WatchedSession:
-        sessions.append(WatchedSession(config, device, rank, tracker))
+        sessions.append(WatchedSession(config, device, rank, tracker, setting.measured))
         return sessions[-1]
 
     import_megatron(gpu=setting.gpu, cuda=setting.cuda)
-    if setting.measured:
-        _reductions_last()
     if setting.gpu:
         kernels.replace_kernels(_count_flops, attention=setting.fused)
     device = platform.activate()
@@ -215,19 +221,6 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     return figures | {"run_seconds": round(time.perf_counter() - start_s, 3)}
 
 
-def _reductions_last() -> None:
-    """A window's reductions count as under way until somebody waits for them, as in a dry run.
-
-    When they end depends on the machine, and a window frees the gradients of those that have ended.
-    """
-    from megatron_het.features.window.chunk import ChunkWindow
-
-    def is_reducing(self: ChunkWindow) -> bool:
-        return any(bucket.reducing is not None for bucket in self.buckets)
-
-    ChunkWindow.is_reducing = is_reducing  # type: ignore[method-assign]
-
-
 def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
     """Flags that Megatron wants and that make no difference here, where the user has not given them."""
     given = {word.split("=", 1)[0] for word in flags}
@@ -254,7 +247,7 @@ def _check_documents(args: Any) -> None:
     Raises:
         SystemExit: The documents of a sequence do not see each other.
     """
-    if packing := asked_by(args):
+    if packing := packing_argument(args):
         sys.stderr.write(
             f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
             "not have. Without the flag every sequence is one document; under full recomputation a run with "

@@ -29,7 +29,17 @@ from megatron_het.elastic.members import (
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.recalled import StateFile, recalled
-from megatron_het.elastic.worth import against, grows_for_s, last_iteration, standing, summed_up
+from megatron_het.elastic.worth import (
+    DEATH,
+    JOIN,
+    LEAVE,
+    Rates,
+    against,
+    last_iteration,
+    standing,
+    state_bytes,
+    summed_up,
+)
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
@@ -169,7 +179,7 @@ class Controller:
         elif kind == "opened":
             self._note_opened(message)
         elif kind == "drift" and self._generation is not None and message["generation"] == self._generation.number:
-            self._lessons.note(message, self._generation, self._pool(), self.history)
+            self._lessons.note(message, self._generation, self._pool(), self.history, self._rates())
         elif kind == "checked":
             self._checks[str(message["id"])] = [str(problem) for problem in message["problems"]]
         elif kind == "newer":
@@ -252,7 +262,7 @@ class Controller:
             self._release(self._generation)
             entry = self.history[-1]
             if "opened" not in entry and self._changed is not None:
-                entry |= {"took_s": self._changed.ago_s(), "grows_s": grows_for_s(self._generation.plan)}
+                entry |= {"took_s": self._changed.ago_s(), "state_bytes": state_bytes(self._generation.plan)}
             if all(self._generation.plan != plan for plan in self._proved):
                 self._proved.append(self._generation.plan)
             entry.setdefault("opened", {})[str(message["process"])] = {
@@ -319,6 +329,8 @@ class Controller:
             member.identity = identity
             member.process = Process(number, str(beat["node"]), str(beat["device"]))
         member.beats, member.seen_s, member.iteration = int(beat["beats"]), now_s, int(beat["iteration"])
+        host, link = map(float, beat.get("rates") or (0.0, 0.0))
+        member.rates = (host, link) if host > 0 and link > 0 else None
         ended, running = beat.get("ended"), self._generation
         if ended and running and number not in self._ended and ended["generation"] == running.number:
             self._note_ended(ended)  # it was said to a controller that is no more
@@ -344,6 +356,11 @@ class Controller:
 
     def _pool(self) -> list[Process]:
         return [m.process for m in self._members.values() if m.process.node not in self._leaving]
+
+    def _rates(self) -> Rates:
+        """How fast state moves, as the slowest copies in memory went."""
+        rates = [member.rates for member in self._members.values() if member.rates is not None]
+        return Rates(*map(min, zip(*rates, strict=True))) if rates else Rates()
 
     def _prepare(self) -> None:
         """Have plans made for the pool that is there, and for what is left when any one node is lost."""
@@ -392,7 +409,9 @@ class Controller:
                 return
             if not self._planner.is_better(plan, generation.plan):
                 return
-            if why := against(plan, generation.plan, self.history, self._reached(), Moment().wall_s):
+            if why := against(
+                plan, generation.plan, self.history, self._reached(), Moment().wall_s, rates=self._rates()
+            ):
                 self._say(f"a node joins, and nothing changes: {why}")
             elif (problems := self._problems(plan, staying - set(generation.ranks))) is None:
                 self._considered = considered  # the training goes on while a newcomer checks the plan
@@ -514,6 +533,9 @@ class Controller:
         )
         stopped_s = left_s if self._failed_since is None else since.wall_s
         entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}
+        if before is not None:
+            comes = bool(set(ranks).difference(before.movers))
+            entry["kind"] = DEATH if self._failed_since is not None else JOIN if comes else LEAVE
         self.history[-1:] = [summed_up(old) for old in self.history[-1:]]
         self.history.append({**entry, "reached": self._reached()})
         self._publish(self._generation)

@@ -30,6 +30,8 @@ from megatron_het.elastic.state import Snapshot, Trainee, described
 SHARE = 0.03
 """Of an iteration; copies may take so much on average."""
 _SEEN = 9
+_TELLS_BYTES = 2**20
+"""The least that a copy sends to tell how fast a link is."""
 
 
 @dataclass
@@ -40,11 +42,15 @@ class Cost:
         held_s: The training stood still for it, the wait for the copy before it apart.
         sent_s: By the clock, from then to its arrival; the training went on meanwhile.
         processor_s: Of the thread that sent it.
+        held_bytes: That were packed into host memory.
+        sent_bytes: That were sent.
     """
 
     held_s: float
     sent_s: float = 0.0
     processor_s: float = 0.0
+    held_bytes: int = 0
+    sent_bytes: int = 0
 
 
 class Pace:
@@ -52,6 +58,10 @@ class Pace:
 
     Args:
         every: So many; 0 for no copies, None to choose by measured times.
+
+    Attributes:
+        rates: Bytes per second into host memory, and over the link to another node, as the last copies went; None
+            before one was sent.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -60,6 +70,7 @@ class Pace:
         self._iterations: list[float] = []
         self._costs: list[Cost] = []
         self._left_s: float | None = None
+        self.rates: tuple[float, float] | None = None
 
     def begin(self) -> None:
         """A session begins: another plan has other iterations and copies."""
@@ -83,6 +94,12 @@ class Pace:
     def copied(self, cost: Cost) -> None:
         """A copy has been taken and sent."""
         self._costs = [*self._costs, cost][-_SEEN:]
+        sent = [cost for cost in self._costs if cost.held_s and cost.sent_s and cost.sent_bytes >= _TELLS_BYTES]
+        if sent:
+            self.rates = (
+                statistics.median(cost.held_bytes / cost.held_s for cost in sent),
+                statistics.median(cost.sent_bytes / cost.sent_s for cost in sent),
+            )
 
     def iteration_s(self) -> float:
         """Median of the last iterations, without their copies; 0 where none has been seen."""
@@ -200,7 +217,7 @@ class Copies:
         snapshot = described(trainee, iteration, state, views)
         self._forget_old()
         self.add(snapshot)
-        cost = Cost(time.monotonic() - began_s)
+        cost = Cost(time.monotonic() - began_s, held_bytes=block.numel(), sent_bytes=_end(snapshot.pieces[:number]))
         if not self._broken and (self._keeper is not None or self._clients):
             task = self._links, snapshot, block, number, cost
             self._thread = threading.Thread(target=self._exchange, args=task, daemon=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.pool import Planner, Process
-from megatron_het.elastic.worth import change_s
+from megatron_het.elastic.worth import LEAVE, Rates, change_s
 
 # What the controller counts of trouble: generations that fail in a row, and iterations that do not end.
 
@@ -209,6 +209,7 @@ class Member:
         seen_s: When that came (monotonic).
         came_s: When it was ready (monotonic).
         identity: Random number of the process; empty where it has not been heard yet.
+        rates: At which its state was copied, see :class:`megatron_het.elastic.copies.Pace`.
     """
 
     process: Process
@@ -217,6 +218,7 @@ class Member:
     seen_s: float = field(default_factory=time.monotonic)
     came_s: float = field(default_factory=time.monotonic)
     identity: str = ""
+    rates: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For the controller's document."""
@@ -227,6 +229,7 @@ class Member:
             "device": process.device,
             "iteration": self.iteration,
             "identity": self.identity,
+            "rates": self.rates,
         }
 
 
@@ -252,6 +255,7 @@ class Lessons:
         generation: Generation,
         pool: Sequence[Process],
         history: Sequence[dict[str, Any]],
+        rates: Rates,
     ) -> None:
         """The run is not as planned: begin to search a better plan, while it goes on.
 
@@ -260,9 +264,11 @@ class Lessons:
             generation: What runs.
             pool: The processes that there are.
             history: Of changes.
+            rates: At which state moves.
         """
         self._generation, self._last = generation.number, int(message["last"])
-        self._planner.learn(pool, generation.plan, dict(message["measured"]), change_s(history, generation.plan))
+        cost_s = change_s(history, generation.plan, LEAVE, rates)  # with nobody new
+        self._planner.learn(pool, generation.plan, dict(message["measured"]), cost_s)
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
         """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.

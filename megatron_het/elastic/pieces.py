@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Piece:
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}  # for each piece of each copy: not ``asdict``
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Piece:

@@ -351,6 +351,7 @@ class Worker:
         generation = self._generation
         # How the last session ended is said again: a controller that dies has not read all that was posted.
         sign = {"beats": beats, "iteration": self._iteration, "ended": self._ended, **self._about()}
+        sign["rates"] = self._copies.pace.rates
         self._board.put(f"beat/{self._setting.process}", sign, patience_s=_BEAT_S)
         while self._outbox:
             self._board.post(self._outbox[0], patience_s=_BEAT_S)

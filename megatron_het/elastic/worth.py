@@ -190,62 +190,102 @@ CHANGE_S = 10.0
 HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
 """State between device and host memory; over a link of which nothing is known; a group that a rank joins.
 
-Assumptions, like :data:`CHANGE_S`; the few pauses that were measured are longer (``docs/elastic.md``).  ``python -m
-benchmarks.elastic --sizes`` shows how far pauses are from them.
+Assumptions, like :data:`CHANGE_S`, until copies in memory were made: these tell the first two.
 """
+JOIN, DEATH, LEAVE = "join", "death", "leave"
+"""Kinds of changes in a history; a change of the plan alone is of the last one."""
 
 
-def grows_s(state_bytes: float, link_bytes_per_s: float, groups: int) -> float:
+@dataclass(frozen=True)
+class Rates:
+    """How fast state moves.
+
+    Attributes:
+        host_bytes_per_s: Between device and host memory.
+        link_bytes_per_s: Between nodes; None where nobody has measured it.
+    """
+
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+    link_bytes_per_s: float | None = None
+
+
+def grows_s(
+    state_bytes: float, link_bytes_per_s: float, groups: int, host_bytes_per_s: float = HOST_BYTES_PER_S
+) -> float:
     """Seconds of a change that are taken to grow with the job: whoever receives most receives all of its state.
 
     Args:
         state_bytes: Parameters and optimizer state of the rank that holds most.
         link_bytes_per_s: Of the slowest link that they come over, for this rank alone.
         groups: That a rank joins: its replica, its stage's replicas, and its neighbours.
+        host_bytes_per_s: See :class:`Rates`.
     """
-    return 2 * state_bytes / HOST_BYTES_PER_S + state_bytes / link_bytes_per_s + GROUP_S * groups
+    return 2 * state_bytes / host_bytes_per_s + state_bytes / link_bytes_per_s + GROUP_S * groups
 
 
-def grows_for_s(plan: Plan) -> float:
-    """:func:`grows_s` of a plan, from its prediction; 0 without one of its memory."""
-    if plan.predicted is None or not plan.predicted.per_rank:
+def state_bytes(plan: Plan) -> float:
+    """Parameters and optimizer state of the rank that holds most, from the plan's prediction; 0 without one."""
+    if plan.predicted is None:
         return 0.0
-    state_bytes = max(rank.parameter_bytes + rank.optimizer_bytes for rank in plan.predicted.per_rank)
+    return max((rank.parameter_bytes + rank.optimizer_bytes for rank in plan.predicted.per_rank), default=0.0)
+
+
+def grows_for_s(plan: Plan, rates: Rates) -> float:
+    """:func:`grows_s` of a plan, from its prediction; 0 without one of its memory."""
+    held_bytes = state_bytes(plan)
+    if plan.predicted is None or not held_bytes:
+        return 0.0
     links = plan.predicted.costs.links if plan.predicted.costs is not None else ()
-    slowest = min((link.bytes_per_s for link in links), default=LINK_BYTES_PER_S)
+    known = [link.bytes_per_s for link in links] + [rate for rate in (rates.link_bytes_per_s,) if rate is not None]
     groups = 2 + 2 * max(len(stage.replicas) for stage in plan.stages)
-    return grows_s(state_bytes, slowest, groups)
+    return grows_s(held_bytes, min(known, default=LINK_BYTES_PER_S), groups, rates.host_bytes_per_s)
 
 
-def change_s(history: Sequence[Mapping[str, Any]], plan: Plan | None = None) -> float:
+def change_s(
+    history: Sequence[Mapping[str, Any]], plan: Plan | None = None, kind: str = "", rates: Rates | None = None
+) -> float:
     """Seconds that a change takes, from its reason to the first iteration after it.
 
-    The last changes of this job say it.  Of each, the time in which state moved is taken to grow as :func:`grows_for_s`
-    does from that change's plan to this one; so links and memory count as they were measured here.
+    The last changes of this job say it, those of the same kind where there are any: a newcomer gets a whole state,
+    others have most of theirs.  Of each, the time in which state moved is taken to grow with the state.  Before a
+    change was seen, an assumption and the measured rates say it.
 
     Args:
         history: Of the controller.
         plan: Of the change; None for changes as they were.
+        kind: Of the change; empty for any.
+        rates: At which state moves; None for assumed ones.
     """
-    expected_s = 0.0 if plan is None else grows_for_s(plan)
     seen = [entry for entry in history if entry["generation"] > 0 and entry.get("opened")]
-    return statistics.median([_seen_s(e, expected_s) for e in seen[-_FEW:]]) if seen else CHANGE_S + expected_s
+    alike = [entry for entry in seen if entry.get("kind") == kind]
+    if not seen:
+        return CHANGE_S + (grows_for_s(plan, rates or Rates()) if plan is not None else 0.0)
+    wanted_bytes = 0.0 if plan is None else state_bytes(plan)
+    return statistics.median([_seen_s(entry, wanted_bytes) for entry in (alike or seen)[-_FEW:]])
 
 
-def _seen_s(entry: Mapping[str, Any], expected_s: float) -> float:
-    """Seconds that a change like this one would take with a plan of which so much grows with the job."""
+def _seen_s(entry: Mapping[str, Any], wanted_bytes: float) -> float:
+    """Seconds that a change like this one would take with a plan whose ranks hold so much."""
     times = [told["times"] for told in entry["opened"].values()]
     # The controller's own clock does not jump.
     took_s = float(entry.get("took_s", max(0.0, max(t["first_step"] for t in times) - entry["seen"])))
-    assumed_s = float(entry.get("grows_s", 0.0))
-    if not assumed_s or not expected_s:
+    moved_bytes = float(entry.get("state_bytes", 0.0))
+    if not moved_bytes or not wanted_bytes:
         return took_s
     moved_s = min(took_s, max(max(0.0, t["loaded"] - t["built"]) for t in times))
-    return took_s + moved_s * (expected_s / assumed_s - 1.0)
+    return took_s + moved_s * (wanted_bytes / moved_bytes - 1.0)
 
 
-def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> str:
-    """Why a change to a better plan does not pay any more.
+def against(
+    plan: Plan,
+    present: Plan,
+    history: Sequence[Mapping[str, Any]],
+    reached: int,
+    now_s: float,
+    *,
+    rates: Rates | None = None,
+) -> str:
+    """Why a change to a better plan with newcomers does not pay any more.
 
     Args:
         plan: The better plan.
@@ -253,6 +293,7 @@ def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], rea
         history: Of the controller.
         reached: Iterations that are done.
         now_s: Wall clock, in seconds.
+        rates: At which state moves; None for assumed ones.
 
     Returns:
         Empty where the change pays, and where nobody can say: without predictions in both plans, as in a list that is
@@ -262,7 +303,7 @@ def against(plan: Plan, present: Plan, history: Sequence[Mapping[str, Any]], rea
     if plan.predicted is None or present.predicted is None or last is None:
         return ""
     gain = 1.0 - plan.predicted.iteration_s / present.predicted.iteration_s
-    left, cost_s = max(0, last - reached), change_s(history, plan)
+    left, cost_s = max(0, last - reached), change_s(history, plan, JOIN, rates)
     saved_s = gain * left * (measured_s(history[-1], reached, now_s) or present.predicted.iteration_s)
     if gain <= 0 or saved_s > cost_s:  # a list may prefer a plan for a reason of its own
         return ""

@@ -17,7 +17,7 @@ class GPTFamily(ModelFamily):
 
     model = "GPTModel"
     builder = "megatron_het.runtime.building.ChunkedGPTModelBuilder"
-    window_builder = "megatron_het.features.window.building.WindowGPTModelBuilder"
+    window_builder = "megatron_het.features.window.shards.WindowGPTModelBuilder"
 
     def complete(self, plan: Plan, args: Any) -> None:
         """Everything is there."""

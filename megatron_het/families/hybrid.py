@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megatron_het.families.base import ModelFamily, RestPerAttention
 from megatron_het.families.gpt import layers_by_number
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.patterns import (
+from megatron_het.plan.schema import (
     CHUNK,
     EXPERTS,
     GATED_DELTA_NET,
@@ -38,7 +38,7 @@ class HybridFamily(ModelFamily):
 
     model = "HybridModel"
     builder = "megatron_het.runtime.building.ChunkedHybridModelBuilder"
-    window_builder = "megatron_het.features.window.building.WindowHybridModelBuilder"
+    window_builder = "megatron_het.features.window.shards.WindowHybridModelBuilder"
     upstream_names: ClassVar[Mapping[str, str]] = {
         f"{_MODELS}.hybrid_model.HybridModel.forward": (
             "195ddb83d0a514f4a1acf403285e52adf999578bd0a208c2ca03f711a5d3da09"

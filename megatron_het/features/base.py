@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.cutting import Cutting, Parts
 from megatron_het.schedule.gradient_sync import unequal_orders
-from megatron_het.schedule.ir import Program
+from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
 
 # Early reductions of gradients: replicas of a stage have to begin them in one order.
 
@@ -104,6 +104,16 @@ class Option:
 
     def _error(self, value: Any, problem: str) -> PlanError:
         return PlanError(self.where or f"schedule.parameters.{self.parameter}", value, problem)
+
+
+def not_sliced(plan: Plan, given: Option) -> PlanError:
+    """The refusal of a parameter that is about slices, with a schedule of whole sequences."""
+    return PlanError(
+        f"schedule.parameters.{given.parameter}",
+        plan.schedule.parameters[given.parameter],
+        f"schedule {plan.schedule.name} does not cut sequences",
+        f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
+    )
 
 
 def option(parameter: str, default: Any, **described: Any) -> Any:
@@ -224,6 +234,9 @@ class Feature:
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
             top of the one before (``megatron_patches/distributed_optimizer.py``).
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
+        packing_flags: Flags with which a user says what a document is.
+        no_graphs: Why CUDA graphs of layers cannot go with it; "" where they can.
+        show_flags: Flags of the command line's ``show`` alone; see :meth:`shown`.
         runtime: Dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature
             that lies in no ``spec.py``.
     """
@@ -234,6 +247,7 @@ class Feature:
     switch: ClassVar[Option | None] = None
     implied: ClassVar[bool] = False
     view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
+    show_flags: ClassVar[tuple[ViewFlag, ...]] = ()
     schedules: ClassVar[tuple[str, ...] | None] = None
     runs: ClassVar[tuple[str, ...]] = ()
     refused: ClassVar[tuple[Refusal, ...]] = ()
@@ -242,6 +256,8 @@ class Feature:
     upstream_names: ClassVar[Mapping[str, str]] = {}
     optimizer_layers: ClassVar[tuple[str, ...]] = ()
     holds_rows_once: ClassVar[bool] = False
+    packing_flags: ClassVar[frozenset[str]] = frozenset()
+    no_graphs: ClassVar[str] = ""
     runtime: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -282,6 +298,11 @@ class Feature:
     def viewed(self, flags: Mapping[str, Any]) -> Any | None:
         """The options that ``view_flags`` ask for, by attribute as argparse names them; None where it is off."""
         del flags
+        return None
+
+    def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
+        """Returns what ``show_flags`` ask for in place of a picture, as plain data and as lines; None for nothing."""
+        del program, flags
         return None
 
     # -- checks ------------------------------------------------------------------------------------
@@ -396,6 +417,16 @@ class Feature:
         """The feature where documents or sliding windows limit what slices see, as ``parts`` say; itself by default."""
         return self
 
+    def cutting(self, plan: Plan, args: Any) -> Cutting | None:
+        """Where the feature cuts sequences; None where it does not.  ``args`` are Megatron's, or None."""
+        del plan, args
+        return None
+
+    def packing_argument(self, args: Any) -> str:
+        """Megatron's argument that asks for several documents in a sequence; "" if none does."""
+        del args
+        return ""
+
     def attention_units(self, options: Any) -> int:
         """Parts of a slice in which it moves attention between devices; 0 if it moves none."""
         return 0
@@ -417,6 +448,11 @@ class Feature:
     def after_transfers(self, program: Program, options: Any) -> Program:
         """The feature's pass over the program with transfers."""
         del options
+        return program
+
+    def in_order(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
+        """The feature's last pass, over the whole program where transfers are in one global order."""
+        del options, speeds
         return program
 
     def price(self, costs: Costs, options: Any, program: Program, figures: Figures) -> Costs:

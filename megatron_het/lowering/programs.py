@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
-from megatron_het.features.window.passes import post_together
 from megatron_het.plan import DeviceCosts, LinkCosts, Placement, Plan, PlanError, PlannedCosts
-from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
@@ -365,7 +364,9 @@ def assemble(
         program = add_transfers(program, speeds=speeds, order=transfers)
     for feature, options in features:
         program = feature.after_transfers(program, options)
-    return post_together(program, speeds=speeds) if transfers == "global" else program
+    for feature, options in features if transfers == "global" else ():
+        program = feature.in_order(program, options, speeds)
+    return program
 
 
 def _refused(plan: Plan, error: Exception) -> PlanError:

@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_het.features.context_parallel.spec import part_grain
-from megatron_het.features.slices.spec import slice_tokens
+from megatron_het.features.registry import part_grain, slice_tokens
 from megatron_het.plan import Cut, Placement, Plan, Replica
-from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
+from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.gradient_sync import counting_places
-from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
-from megatron_het.schedule.joint import HELPS, joint_slots
-from megatron_het.schedule.kinds import INPUT_GRADIENTS, OWNERS
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, Role
 
 # Stage boundaries: which ranks exchange which part of an activation.  Pure arithmetic.
 #
 # An activation is ``[s, b, h]``.  The context-parallel ranks of a replica hold blocks of the sequence
-# (``plan/parts.py``).  Of these, each of n TP ranks holds all, or, with sequence parallelism, the t-th of n equal
+# (``plan/placement.py``).  Of these, each of n TP ranks holds all, or, with sequence parallelism, the t-th of n equal
 # intervals.  The pieces that travel are the intersections of what the sender holds with what the receiver needs;
 # each element reaches each receiving rank exactly once, whatever the sizes of both sides.  Activations and gradients
 # use the same function with the two sides exchanged.
@@ -58,7 +56,7 @@ class Side:
     Attributes:
         groups: TP ranks by context-parallel rank.
         divided: Whether the TP ranks of a group divide what the group holds.
-        shares: How the groups divide a sequence, as in ``plan/parts.py``.
+        shares: How the groups divide a sequence, as in ``plan/placement.py``.
         grain: What the tokens of every group are a multiple of.
     """
 
@@ -419,28 +417,23 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> 
     """The program of one world rank.  Keeps the device's order, so it stays a projection of the global one."""
     ops: list[RankOp] = []
     backwards = [0] * len(program.shape.layers[program.devices[device].stage])
-    idle, counting, losses_known = _idle_work(program, device), counting_places(program), None
+    busy = frozenset[Op]().union(*(rules.busy(program, device) for rules in RULES))
+    counting, losses_known = counting_places(program), None
     for position, op in enumerate(program.ops[device]):
         if counting is not None and position <= counting[device]:
             losses_known = len(ops)
-        if op.kind in EXCHANGE:
-            ops.extend(_exchange(op, boundaries, device, rank, op in idle))
+        if op.kind.fields.by_heads:
+            ops.extend(_by_heads(op, boundaries, device, rank, op in busy))
         elif op.kind in SENDS or op.kind in RECEIVES:
             ops.extend(_transfer(op, boundaries, device, rank))
         else:
             if op.kind in INPUT_GRADIENTS:
                 backwards[op.chunk] += 1
             ops.append(RankOp(op.kind, op.microbatch, op.slice, op.chunk, _label(op), start=op.start, stop=op.stop))
-    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS - EXCHANGE)
+    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS and op.kind.role is Role.TRANSFER)
     return RankProgram(
         tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device), losses_known
     )
-
-
-_HANDED_OVER = {
-    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECV_FORWARD),
-    **dict.fromkeys(INPUT_GRADIENTS, (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)),
-}
 
 
 def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
@@ -448,25 +441,18 @@ def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
     dependencies = Dependencies.of(program)
     found: dict[Slot, Slot] = {}
     for op in program.ops[device]:
-        if op.kind in _HANDED_OVER:
+        send = op.kind.sent_by
+        if send is not None and send.other_end is not None and op.kind in COMPUTE:
             target = dependencies.target(device, op)
             if target is not None and target[0] == device:
-                send, receive = _HANDED_OVER[op.kind]
                 key = (op.microbatch, op.slice, op.chunk)
-                found[send, key] = (receive, (op.microbatch, op.slice, target[1]))
+                found[send, key] = (send.other_end, (op.microbatch, op.slice, target[1]))
     return found
 
 
-def _idle_work(program: Program, device: int) -> frozenset[Op]:
-    """The ATTEND_HELP operations in which a device works because it has no pass in their slot."""
-    slots = joint_slots(program) if program.attention_units else []
-    events = (slot.event(device) for slot in slots)
-    return frozenset(op for op in events if op is not None and op.kind in HELPS)
-
-
-def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
+def _by_heads(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
     """One operation per rank of the other device that has some of this rank's heads, as owner or as helper."""
-    owns = op.kind in OWNERS
+    owns = not op.kind.fields.of_peer
     shared = boundaries.shared_groups(device, op.peer) if owns else boundaries.shared_groups(op.peer, device)
     mine = [piece for piece in shared if rank == (piece.src if owns else piece.dst)]
     found = []
@@ -531,20 +517,8 @@ def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[in
     for program in programs:
         for device, ops in enumerate(program.ops):
             for kind, peer in {(op.kind, op.peer) for op in ops if op.kind in SENDS}:
-                if kind in EXCHANGE:
+                if kind.fields.by_heads:
                     found.update(boundaries.pairs(device, peer))
                 else:
                     found.update((p.src, p.dst) for p in boundaries.pieces(device, peer))
     return sorted(found)
-
-
-def exchange_edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
-    """Directed rank pairs over which queries and results of the context exchange travel."""
-    pairs = {
-        pair
-        for program in programs
-        for device, ops in enumerate(program.ops)
-        for peer in {op.peer for op in ops if op.kind in HELPS}
-        for pair in boundaries.pairs(device, peer)
-    }
-    return sorted(pairs | {(dst, src) for src, dst in pairs})

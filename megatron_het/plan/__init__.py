@@ -6,15 +6,17 @@ microbatches of each replica.  Planner, schedule generators, runtime, tests and
 people read the same file.  This package needs the standard library only.
 """
 
-from megatron_het.plan.costs import DeviceCosts, LinkCosts, PlannedCosts
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.placement import Location, Placement
 from megatron_het.plan.schema import (
     PLAN_FORMAT,
     PLAN_VERSION,
     Cut,
+    DeviceCosts,
+    LinkCosts,
     ModelShape,
     Plan,
+    PlannedCosts,
     Prediction,
     RankPrediction,
     Replica,

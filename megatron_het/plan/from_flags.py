@@ -11,8 +11,20 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.patterns import CHUNK, LATER, later_layers, layers_of, problem_of, without_chunks
-from megatron_het.plan.schema import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.plan.schema import (
+    CHUNK,
+    LATER,
+    ModelShape,
+    Plan,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+    later_layers,
+    layers_of,
+    problem_of,
+    without_chunks,
+)
 from megatron_het.schedule.ir import path_of, placement_of
 
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")

@@ -8,11 +8,22 @@ import json
 import math
 import os
 
-from megatron_het.plan.costs import check_costs
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.patterns import CHUNK, later_layers, layers_of, problem_of
 from megatron_het.plan.placement import Placement
-from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape, _plain
+from megatron_het.plan.schema import (
+    CHUNK,
+    Cut,
+    ModelShape,
+    Plan,
+    Replica,
+    Stage,
+    TrainingShape,
+    _plain,
+    check_costs,
+    later_layers,
+    layers_of,
+    problem_of,
+)
 from megatron_het.safe_io import MAX_PASSES, FileError, read_json, write_json
 from megatron_het.schedule.ir import PLACEMENTS, placement_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.schedule.kinds import Direction, Role, where
+from megatron_het.schedule.kinds import Direction, where
 
 # When the two ends of every transfer were posted, and when what was waited for had come.
 #
@@ -78,10 +78,9 @@ class TransferLog:
         return taken
 
 
-_WORKING = (Role.PASS, Role.PART, Role.HELP)
-_FORWARD = where(lambda kind: kind.role in _WORKING and kind.direction is Direction.FORWARD)
-_BACKWARD = where(lambda kind: kind.role in _WORKING and kind.direction is Direction.BACKWARD)
-TIMED = _FORWARD | _BACKWARD
+_FORWARD = where(lambda kind: kind.works and kind.direction is Direction.FORWARD)
+_BACKWARD = where(lambda kind: kind.works and kind.direction is Direction.BACKWARD)
+TIMED = where(lambda kind: kind.works)
 """Kinds of operations that compute, whose times mean something on every device."""
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]

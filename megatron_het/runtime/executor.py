@@ -22,13 +22,13 @@ from torch.profiler import record_function
 from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.building import drop_copies
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
-from megatron_het.runtime.quantized_weights import drop_copies
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
-from megatron_het.schedule.kinds import PARTS
+from megatron_het.schedule.kinds import PARTS, executed_by
 
 # ``--overlap-param-gather``: when updated parameters travel between the replicas of a stage.
 #
@@ -105,9 +105,8 @@ class Executor:
 
     def _all_handlers(self) -> dict[Kind, Handler]:
         handlers: dict[Kind, Handler] = {
+            **dict.fromkeys(executed_by("compute"), self._backward),
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
             Kind.SEND_FORWARD: self._send,
             Kind.SEND_BACKWARD: self._send,
             Kind.RECV_FORWARD: self._receive,
@@ -222,7 +221,7 @@ class Executor:
         return output
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
-        """BACKWARD and BACKWARD_INPUT: a feature decides what of it is left for later."""
+        """Run a backward; a feature decides what of it is left for later."""
         from megatron.core.pipeline_parallel import schedules
 
         key, backward = op.key, BackwardPass(op)

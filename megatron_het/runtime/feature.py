@@ -225,6 +225,9 @@ class RuntimeFeature:
         """
         return {}
 
+    def end_when_waited_for(self) -> None:
+        """Take what is under way for unfinished until somebody waits for it, so that memory is the same every time."""
+
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """For the report after an iteration of training: figures by title."""
         return {}

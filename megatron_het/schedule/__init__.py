@@ -3,9 +3,21 @@
 from megatron_het.schedule.cost import Costs, Link, Memory
 from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.graph import Graph, ScheduleError
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Device, Kind, Op, Program, Shape
+from megatron_het.schedule.ir import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Device,
+    Kind,
+    Op,
+    Program,
+    ScheduleSyntaxError,
+    Shape,
+    dumps,
+    loads,
+)
 from megatron_het.schedule.simulate import Result, simulate
-from megatron_het.schedule.text import ScheduleSyntaxError, dumps, loads
 from megatron_het.schedule.transfers import add_transfers
 
 __all__ = [

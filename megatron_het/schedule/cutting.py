@@ -53,6 +53,7 @@ class Cutting:
             of equal length.
         window_tokens: How many earlier tokens a query sees in layers with a sliding window.
         window_share: Share of the layers that have one.
+        by_work: Whether lengths are of equal work, also where ``keys_per_token`` is not known yet.
     """
 
     length: int
@@ -61,6 +62,7 @@ class Cutting:
     keys_per_token: float = 0.0
     window_tokens: int | None = None
     window_share: float = 0.0
+    by_work: bool = False
 
     @property
     def nominal(self) -> int:
@@ -70,7 +72,7 @@ class Cutting:
     @property
     def is_even(self) -> bool:
         """Whether all slices of all sequences are equally long."""
-        return not self.keys_per_token and self.length == self.slices * self.nominal
+        return not (self.by_work or self.keys_per_token) and self.length == self.slices * self.nominal
 
     def bounds(self, starts: Sequence[Starts] | None = None) -> Bounds:
         """Where the slices of a microbatch begin, and its end.

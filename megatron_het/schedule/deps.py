@@ -7,39 +7,206 @@ written here holds everywhere:
 * activations from the previous chunk, gradients from the next one,
 * keys and values: the FORWARD of a slice needs the FORWARD of the slice before it (SlimPipe, section 4.1.2),
   the BACKWARD of a slice needs the BACKWARD of the slice after it (dK and dV of a slice are complete then),
-* the vocabulary's operations (section 4.3): all devices of a microbatch need the last chunk's output; the
-  losses need all partial statistics; the last chunk's BACKWARD needs all partial gradients,
-* the attention context exchange (section 4.2).
+* what the operations of features need, and what passes need of them (``kinds.Needs``, ``kinds.Rules``).
 
-The table of kinds names what each kind needs; this module says where that is.  Lifetimes (parameters,
-activations) are states rather than values; see ``lifetimes.py``.
+The table of kinds names what each kind needs; this module says where that is.  Lifetimes are states rather than
+values: what a device holds at an operation, and which operation brought it there.  Activations are a state per
+FORWARD: kept, and on the device or elsewhere.  Features add states of their own (:class:`State`): parameters that are
+gathered and released, gradients that are reduced, keys and values of others.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from megatron_het.schedule.ir import Op, Program, Shape
-from megatron_het.schedule.kinds import FOR_A_PEER, Kind, Needs, Value, complete, where
+from megatron_het.schedule.kinds import PARTS, RULES, Direction, Ends, Kind, Role, Rule, Value, chunk_of, where
+
+# Lifetimes.  Operations of side streams (``Kind.is_issued``) are issued when the compute operation before them in the
+# list is done; compute waits for what is brought for it.
+
+Pass = tuple[int, int, int]
+"""(microbatch, slice, chunk)"""
+
+_STATEFUL = where(lambda kind: kind.is_issued or (kind.role is not Role.PASS and kind.effect.lifetime is not None))
+"""Kinds that change what is held beyond what the order of values says already."""
+
+
+class Unfit(NamedTuple):
+    """Something that does not fit what a device holds.
+
+    Attributes:
+        device: the device.
+        node: number of the operation in the graph, -1 for the end of the list.
+        reason: in words.
+    """
+
+    device: int
+    node: int
+    reason: str
+
+
+class State:
+    """Holds what the operations of a feature have on one device; their effects step over it.
+
+    Args:
+        held: of the device.
+        program: the program.
+        kinds: all kinds in the program.
+    """
+
+    of_parameters = False
+    """Whether it has to do with parameters or their gradients, which parts of shared layers have too."""
+
+    def __init__(self, held: "Lifetimes", program: Program, kinds: Set[Kind]) -> None:
+        self.held = held
+
+    def computes(self, node: int, chunk: int, found: list[int]) -> None:
+        """A pass of a chunk, or a part that uses it, comes next; what it waits for is added to ``found``."""
+
+    def uses(self, key: Pass, found: list[int]) -> None:
+        """The activations of a pass are used next."""
+
+    def has_parameters(self, node: int, chunk: int) -> None:
+        """The parameters of a chunk are used next."""
+
+    def makes_gradients(self, node: int, chunk: int) -> None:
+        """Gradients of a chunk are made next."""
+
+    def finish(self) -> None:
+        """The end of the list."""
+
+
+class Lifetimes:
+    """Walks one device's list: says what each operation waits for, and what does not fit.
+
+    Args:
+        program: the program.
+        device: the device.
+        kinds: all kinds in the program.
+
+    Attributes:
+        problems: what did not fit up to now.
+        layers: of each chunk.
+        kept: passes whose activations are held, and whether they are elsewhere.
+        compute: the last operation that computed, -1 before the first.
+    """
+
+    def __init__(self, program: Program, device: int, kinds: Set[Kind]) -> None:
+        self.device, self.layers = device, program.shape.layers[program.devices[device].stage]
+        self.problems: list[Unfit] = []
+        self.kept: dict[Pass, bool] = {}
+        self.compute = -1
+        self._program, self._kinds = program, kinds
+        self._states: dict[type[State], State] = {}
+        self._effects = {kind: kind.effect.lifetime(self) for kind in kinds if kind.effect.lifetime is not None}
+
+    @staticmethod
+    def matter(kinds: Set[Kind]) -> bool:
+        """Whether a program with these kinds has more states than FORWARD before BACKWARD, which values say too."""
+        return not kinds.isdisjoint(_STATEFUL)
+
+    def state[S: State](self, state: type[S]) -> S:
+        """A feature's state on this device."""
+        found = self._states.get(state)
+        if found is None:
+            found = self._states[state] = state(self, self._program, self._kinds)
+        assert isinstance(found, state)
+        return found
+
+    def step(self, node: int, op: Op, found: list[int]) -> None:
+        """The next operation of the device.
+
+        Args:
+            node: its number.
+            op: the operation.
+            found: what it waits for; what it waits for because of what the device holds is added.
+        """
+        kind = op.kind
+        if kind.is_issued and self.compute >= 0:
+            found.append(self.compute)
+        if kind in PARTS and any(state.of_parameters for state in self._states.values()):
+            self._part(node, op, found)
+        effect = self._effects.get(kind)
+        if effect is not None:
+            effect(node, op, found)
+
+    def finish(self) -> None:
+        """The end of the list."""
+        for state in self._states.values():
+            state.finish()
+
+    def whole(self, chunk: int) -> set[int]:
+        """All layers of a chunk; one that has none counts as one."""
+        return set(range(max(self.layers[chunk], 1)))
+
+    def covered(self, op: Op) -> set[int]:
+        """The layers of its chunk that an operation is about; without a range all."""
+        return self.whole(op.chunk) if op.start < 0 else set(range(op.start, op.stop))
+
+    def unfit(self, node: int, reason: str) -> None:
+        """Something does not fit."""
+        self.problems.append(Unfit(self.device, node, reason))
+
+    def _part(self, node: int, op: Op, found: list[int]) -> None:
+        """A part of a layer that devices share uses the parameters of the chunk that has its rows."""
+        chunk = chunk_of(op.kind, op.chunk, len(self.layers))
+        self._computes(node, chunk, found)
+        for state in self._states.values():
+            state.has_parameters(node, chunk)
+            if op.kind.direction is Direction.BACKWARD:
+                state.makes_gradients(node, chunk)
+
+    def _computes(self, node: int, chunk: int, found: list[int]) -> None:
+        for state in self._states.values():
+            state.computes(node, chunk, found)
+        self.compute = node
+
+    def keep(self, node: int, op: Op, found: list[int]) -> None:
+        """A FORWARD leaves activations."""
+        self._computes(node, op.chunk, found)
+        for state in self._states.values():
+            state.has_parameters(node, op.chunk)
+        self.kept[op.microbatch, op.slice, op.chunk] = False
+
+    def use_up(self, node: int, op: Op, found: list[int]) -> None:
+        """A backward uses activations for the last time."""
+        self.use(node, op, found)
+        self.kept.pop((op.microbatch, op.slice, op.chunk), None)
+
+    def use(self, node: int, op: Op, found: list[int], *, parameters: bool = True) -> None:
+        """A backward uses activations, and parameters too or not."""
+        key = (op.microbatch, op.slice, op.chunk)
+        self._computes(node, op.chunk, found)
+        for state in self._states.values():
+            state.uses(key, found)
+            if parameters:
+                state.has_parameters(node, op.chunk)
+        elsewhere = self.kept.get(key)
+        if elsewhere is None:
+            self.unfit(node, "its FORWARD has not run, or its activations are already released")
+        elif elsewhere:
+            self.unfit(node, "its activations are on the host (no fetch before it)")
+        for state in self._states.values():
+            state.makes_gradients(node, op.chunk)
+
+
+def shown_ranges(numbers: set[int]) -> str:
+    """Numbers in words, a run of them by its ends."""
+    ordered = sorted(numbers)
+    if ordered and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered))
+
 
 Key = tuple[int, ...]
 """(value, microbatch, slice, chunk), and the device it is for when it is made or received for another one."""
 Need = tuple[int, Key]
 """(device, key): the value ``key`` of that device."""
 
-_OUTPUT, _GRADIENT, _LOGITS_GRADIENT, _EMBEDDING = (
-    Value.OUTPUT,
-    Value.GRADIENT,
-    Value.LOGITS_GRADIENT,
-    Value.EMBEDDING,
-)
+_OUTPUT, _GRADIENT = Value.OUTPUT, Value.GRADIENT
 
 
-OWN_VALUE = {
-    kind: Value.OUTPUT if kind.needs is Needs.OWN_OUTPUT else Value.GRADIENT
-    for kind in Kind
-    if kind.needs in (Needs.OWN_OUTPUT, Needs.OWN_GRADIENT)
-}
-"""The value of their own pass that some kinds need, and nothing else."""
-AFTER_BEGINNING = where(lambda kind: kind.needs is Needs.ALL_LOGITS)
+AFTER_BEGINNING = where(lambda kind: kind.needs.begun is not None)
 """Kinds that wait for another operation to begin, besides values; see :meth:`Dependencies.begun`."""
 HELPED_BY_RECEIVE = where(lambda kind: kind.fed_by is not None and kind.fed_by.makes is not None)
 """Kinds that may use what their own device receives; see :func:`brought`."""
@@ -59,7 +226,7 @@ def produces(op: Op) -> Key | None:
     value = op.kind.makes
     if value is None:
         return None
-    if value in FOR_A_PEER:
+    if value.for_a_peer:
         return (value, op.microbatch, op.slice, op.chunk, op.peer)
     return (value, op.microbatch, op.slice, op.chunk)
 
@@ -69,44 +236,52 @@ class Dependencies:
 
     Args:
         shape: the shape of the program.
-        splits_output: the output layer is split over the devices (``Program.splits_output``).
-        attention_units: units per slice in which attention moves (``Program.attention_units``).
-        embedding: the word embeddings are split over the devices (``Program.embedding``).
+        first_inputs: what features make forwards of the first chunk need (``kinds.Rules``).
+        last_gradients: the same of backwards of the last chunk.
+        units: units per slice in which attention moves (``Program.attention_units``).
 
     Attributes:
         rules: :meth:`requires` by kind, for who asks for many operations.
+        shape: as given.
+        units: as given.
     """
 
     __slots__ = (
         "_after",
         "_before",
-        "_last",
+        "_begun",
+        "_first_inputs",
+        "_last_gradients",
         "_runner",
         "_slices",
-        "embedding",
         "rules",
         "shape",
-        "splits_output",
         "units",
     )
 
     def __init__(
-        self, shape: Shape, splits_output: bool = False, attention_units: int = 0, embedding: bool = False
+        self, shape: Shape, first_inputs: Sequence[Ends] = (), last_gradients: Sequence[Ends] = (), units: int = 0
     ) -> None:
-        self.embedding = embedding
-        self.shape, self.splits_output, self.units = shape, splits_output, attention_units
+        self.shape, self.units = shape, units
+        self._first_inputs, self._last_gradients = first_inputs, last_gradients
         self._before = [[shape.previous(d.stage, c) for c in range(len(shape.layers[d.stage]))] for d in shape.devices]
         self._after = [[shape.next(d.stage, c) for c in range(len(shape.layers[d.stage]))] for d in shape.devices]
-        self._last = shape.path[-1]
         self._runner = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
         self._slices = shape.slices
-        rules = self._all_rules()
-        self.rules = [rules[kind.needs] for kind in Kind]
+        self.rules: list[Rule] = [kind.needs.rule(self) for kind in Kind]
+        self._begun = {kind: kind.needs.begun(self) for kind in AFTER_BEGINNING if kind.needs.begun is not None}
 
     @classmethod
     def of(cls, program: Program) -> "Dependencies":
         """Returns the dependencies of a program."""
-        return cls(program.shape, program.splits_output, program.attention_units, program.embedding)
+        firsts = (rules.first_input(program) for rules in RULES)
+        lasts = (rules.last_gradient(program) for rules in RULES)
+        return cls(
+            program.shape,
+            [needs for needs in firsts if needs is not None],
+            [needs for needs in lasts if needs is not None],
+            program.attention_units,
+        )
 
     def runner(self, stage: int, microbatch: int) -> int:
         """Device that runs ``microbatch`` in ``stage``."""
@@ -116,7 +291,8 @@ class Dependencies:
         """The devices that a microbatch visits, by stage."""
         return [row[microbatch] for row in self._runner]
 
-    def _first(self, microbatch: int) -> int:
+    def first(self, microbatch: int) -> int:
+        """The device with the model's first chunk."""
         return self._runner[self.shape.path[0][0]][microbatch]
 
     def target(self, device: int, op: Op) -> tuple[int, int] | None:
@@ -134,117 +310,46 @@ class Dependencies:
         return self.rules[op.kind](device, op)
 
     def begun(self, device: int, op: Op) -> list[Need]:
-        """Values whose making must have begun before an operation of :data:`AFTER_BEGINNING` can run.
+        """Values whose making must have begun before an operation of :data:`AFTER_BEGINNING` can run."""
+        return self._begun[op.kind](device, op)
 
-        The loss is made where the last stage comes to its own VOCAB_BACKWARD, and its gradient is sent before
-        that part is computed.  So the others wait for what comes before that operation, not for its end.
-        """
-        last = self.team(op.microbatch)[-1]
-        return [] if last == device else [(last, (_LOGITS_GRADIENT, op.microbatch, op.slice, 0))]
+    def nothing(self, device: int, op: Op) -> list[Need]:
+        """No values."""
+        return []
 
-    def _all_rules(self) -> dict[Needs, Callable[[int, Op], list[Need]]]:
-        return complete(
-            Needs,
-            {
-                Needs.INPUT: self._input,
-                Needs.OUTPUT_GRADIENT: self._output_gradient,
-                Needs.OWN_OUTPUT: _own,
-                Needs.OWN_GRADIENT: _own,
-                Needs.LAST_OUTPUT: self._last_output,
-                Needs.ALL_LOGITS: self._all_logits,
-                Needs.TOKENS: self._tokens,
-                Needs.FIRST_GRADIENT: self._first_gradient,
-                Needs.KEYS: self._keys,
-                Needs.KEYS_MADE: lambda d, op: [self._newest_keys(d, op)],
-                Needs.QUERY: lambda d, op: [_of_owner(Value.QUERY, op)],
-                Needs.QUERY_BACKWARD: lambda d, op: [_of_owner(Value.QUERY_BACKWARD, op)],
-                Needs.PARTIAL: lambda d, op: [_of_helper(Value.PARTIAL, d, op)],
-                Needs.PARTIAL_BACKWARD: lambda d, op: [_of_helper(Value.PARTIAL_BACKWARD, d, op)],
-                Needs.OTHER_END: lambda d, op: [],
-                Needs.NOTHING: lambda d, op: [],
-            },
-        )
+    def own(self, device: int, op: Op) -> list[Need]:
+        """The value of its own pass that the kind names."""
+        value = op.kind.needs.own
+        assert value is not None
+        return [(device, (value, op.microbatch, op.slice, op.chunk))]
 
-    def _input(self, device: int, op: Op) -> list[Need]:
+    def input(self, device: int, op: Op) -> list[Need]:
+        """Activations of the chunk before, and of the slice before."""
         _, microbatch, piece, chunk, _, _, _, _ = op
         needs: list[Need] = []
         place = self._before[device][chunk]
         if place is not None:
             needs.append((self._runner[place[0]][microbatch], (_OUTPUT, microbatch, piece, place[1])))
-        elif self.embedding:
-            needs += [(d, (_EMBEDDING, microbatch, piece, 0)) for d in self.team(microbatch)]
+        else:
+            for more in self._first_inputs:
+                needs += more(self, microbatch, piece)
         if piece:
             needs.append((device, (_OUTPUT, microbatch, piece - 1, chunk)))
         return needs
 
-    def _output_gradient(self, device: int, op: Op) -> list[Need]:
+    def output_gradient(self, device: int, op: Op) -> list[Need]:
+        """The output, and gradients of the chunk after and of the slice after."""
         _, microbatch, piece, chunk, _, _, _, _ = op
         needs: list[Need] = [(device, (_OUTPUT, microbatch, piece, chunk))]
         place = self._after[device][chunk]
         if place is not None:
             needs.append((self._runner[place[0]][microbatch], (_GRADIENT, microbatch, piece, place[1])))
-        elif self.splits_output:
-            needs += [(d, (_LOGITS_GRADIENT, microbatch, piece, 0)) for d in self.team(microbatch)]
+        else:
+            for more in self._last_gradients:
+                needs += more(self, microbatch, piece)
         if piece < self._slices - 1:
             needs.append((device, (_GRADIENT, microbatch, piece + 1, chunk)))
         return needs
-
-    def _last_output(self, device: int, op: Op) -> list[Need]:
-        stage, last = self._last
-        return [(self._runner[stage][op.microbatch], (_OUTPUT, op.microbatch, op.slice, last))]
-
-    def _all_logits(self, device: int, op: Op) -> list[Need]:
-        return [(d, (Value.LOGITS, op.microbatch, op.slice, 0)) for d in self.team(op.microbatch)]
-
-    def _tokens(self, device: int, op: Op) -> list[Need]:
-        first = self._first(op.microbatch)
-        return [] if device == first else [(first, (_EMBEDDING, op.microbatch, op.slice, 0))]
-
-    def _first_gradient(self, device: int, op: Op) -> list[Need]:
-        return [(self._first(op.microbatch), (_GRADIENT, op.microbatch, op.slice, self.shape.path[0][1]))]
-
-    def _newest_slice(self, op: Op) -> int:
-        """The last of the slices whose keys and values are sent."""
-        return -(-op.stop // max(self.units, 1)) - 1
-
-    def _newest_keys(self, device: int, op: Op) -> Need:
-        return (device, (_OUTPUT, op.microbatch, self._newest_slice(op), op.chunk))
-
-    def _keys(self, device: int, op: Op) -> list[Need]:
-        if self._newest_slice(op) >= op.slice:  # its own keys: made in this very pass
-            return self._input(device, op)
-        return [self._newest_keys(device, op)]
-
-
-def _own(device: int, op: Op) -> list[Need]:
-    return [(device, (OWN_VALUE[op.kind], op.microbatch, op.slice, op.chunk))]
-
-
-def _of_owner(value: Value, op: Op) -> Need:
-    return (op.peer, (value, op.microbatch, op.slice, op.peer_chunk))
-
-
-def _of_helper(value: Value, device: int, op: Op) -> Need:
-    return (op.peer, (value, op.microbatch, op.slice, op.chunk, device))
-
-
-_NAMES = complete(
-    Value,
-    {
-        Value.OUTPUT: "the output",
-        Value.GRADIENT: "the gradient",
-        Value.WEIGHT_GRADIENT: "the weight gradient",
-        Value.LOGITS: "the vocabulary forward",
-        Value.LOGITS_GRADIENT: "the vocabulary backward",
-        Value.QUERY: "the query",
-        Value.PARTIAL: "the partial attention",
-        Value.QUERY_BACKWARD: "the output gradient",
-        Value.PARTIAL_BACKWARD: "the partial attention gradient",
-        Value.EMBEDDING: "the part of the embeddings",
-        Value.KV: "the keys and values",
-        Value.KV_BACKWARD: "the keys and values (backward)",
-    },
-)
 
 
 def explain(need: Need, op: Op, shape: Shape, device: int) -> str:
@@ -255,4 +360,5 @@ def explain(need: Need, op: Op, shape: Shape, device: int) -> str:
         return f"the keys and values of {what}"
     if source == device and value == _GRADIENT and piece != op.slice:
         return f"the gradients of keys and values from {what}"
-    return f"{_NAMES[Value(value)]} of {what}"
+    assert isinstance(value, Value)
+    return f"{value.words} of {what}"

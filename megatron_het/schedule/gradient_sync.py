@@ -14,20 +14,11 @@ from typing import Any
 from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.joint import event_places
-from megatron_het.schedule.kinds import (
-    INPUT_GRADIENTS,
-    OUTPUT_PARTS,
-    WEIGHT_GRADIENTS,
-    WORD_PARTS,
-    Direction,
-    Kind,
-    where,
-)
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, OUTPUT_PARTS, WORD_PARTS, Direction, Kind, Work, where
 
-_BACKWARD = where(lambda kind: kind.direction is Direction.BACKWARD)
-_OUTPUT_GRADIENTS, _WORD_GRADIENTS = OUTPUT_PARTS & _BACKWARD, WORD_PARTS & _BACKWARD
 # Half a backward that leaves gradients of linear layers for later makes those of norms and embeddings.
-_MAKERS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | _OUTPUT_GRADIENTS | _WORD_GRADIENTS
+_MAKERS = where(lambda kind: kind.direction is Direction.BACKWARD and (kind.work is not Work.NONE or kind.meets))
+_UPDATES = where(lambda kind: kind.effect.updates)
 
 Maker = tuple[Kind, int]
 """(kind, chunk) of the operations that make gradients; parts of layers that devices share have chunk 0."""
@@ -73,12 +64,12 @@ def counting_places(program: Program) -> list[int] | None:
     Returns:
         None without updates inside the iteration.  Each device's own place where receives are posted early.
     """
-    if not any(op.kind is Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
+    if not any(op.kind in _UPDATES for ops in program.ops for op in ops):
         return None
     graph = Graph(program)
     own = [last_before_losses_are_known(ops) for ops in program.ops]
     lasts = [first + last for first, last in zip(graph.first, own) if last >= 0]
-    steps = [node for node, op in enumerate(graph.ops) if op.kind is Kind.OPTIMIZER_STEP]
+    steps = [node for node, op in enumerate(graph.ops) if op.kind in _UPDATES]
     places = event_places(graph, graph.teams(), extra=[(last, step) for last in lasts for step in steps])
     if min(places) < 0 and min(event_places(graph, graph.teams())) < 0:
         # Receives are posted ahead of the order of all, by a host that does not wait for a device: any place will do.
@@ -101,9 +92,9 @@ def sync_points(ops: Iterable[Any], chunks: int) -> Mapping[int, tuple[int, ...]
     for chunk in range(chunks):
         makers: list[Maker] = [(kind, chunk) for kind in INPUT_GRADIENTS]
         if chunk in (0, chunks - 1):
-            makers += [(kind, 0) for kind in _OUTPUT_GRADIENTS]
+            makers += [(kind, 0) for kind in OUTPUT_PARTS]
         if chunk == 0:
-            makers += [(kind, 0) for kind in _WORD_GRADIENTS]
+            makers += [(kind, 0) for kind in WORD_PARTS]
         places = [last[maker] for maker in makers if maker in last]
         if places:
             found[min(places)] = (*found.get(min(places), ()), chunk)

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from megatron_het.schedule.deps import (
     AFTER_BEGINNING,
     HELPED_BY_RECEIVE,
-    OWN_VALUE,
     Dependencies,
     Key,
+    Lifetimes,
     Need,
+    Unfit,
     brought,
     explain,
 )
 from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
-from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, FOR_A_PEER, PARTS, TOGETHER, Making, Role, Stream
-from megatron_het.schedule.lifetimes import Lifetimes, Unfit
+from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, TOGETHER, Making, Role, Stream
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Graph:
         waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
         other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
         missing: (operation, need) for needs that nothing in the program produces or delivers.
-        unfit: what does not fit what a device holds then (``lifetimes.py``).
+        unfit: what does not fit what a device holds then (``deps.Lifetimes``).
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Graph:
                 value = kind.makes
                 if value is not None:
                     key: Key = (value, microbatch, piece, chunk)
-                    if value in FOR_A_PEER:
+                    if value.for_a_peer:
                         key = (value, microbatch, piece, chunk, peer)
                     if key in made and kind.making is once:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
@@ -160,7 +160,7 @@ class Graph:
             self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
-        """Returns what every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
+        """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
         waits: list[Sequence[int]] = []
         kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
         ops, other_end = self.ops, self.other_end
@@ -170,11 +170,12 @@ class Graph:
             for i in range(self.first[d], self.first[d + 1]):
                 op = ops[i]
                 kind = op.kind
+                own = kind.needs.own
                 found: list[int] | None = None
                 if kind in RECEIVES:
                     found = [other_end[i]] if other_end[i] >= 0 else []
-                elif kind in OWN_VALUE:  # a short cut: no dependency but this one
-                    maker = made.get((OWN_VALUE[kind], op.microbatch, op.slice, op.chunk))
+                elif own is not None:  # a short cut: no dependency but this one
+                    maker = made.get((own, op.microbatch, op.slice, op.chunk))
                     found = None if maker is None else [maker]
                 if found is None:
                     found = self._found(d, i, op, deliveries)

@@ -1,29 +1,25 @@
-"""Passes that run jointly: devices that attend for each other go through a slot layer by layer together.
+"""What several devices do together: slots, in which they run their passes in step, and events.
 
-In the attention context exchange (:mod:`~megatron_het.schedule.exchange`) the owner of a pass needs partial
-results in the middle of every layer, and its helper makes them in the middle of its own layers.  Neither pass can
-end before the other has begun: all passes of a slot between which attention moves, and the attention of devices
-without a pass, are one *joint event*.
+Some operations cannot end before others of another device have begun: passes of a slot between which attention moves
+(``features/context_exchange/kinds.py``), the parts of a split vocabulary that meet (``graph.meetings``).  These are
+one *joint event*.
 
-Why that cannot deadlock: replace every joint event by one node, both ends of every transfer, and the parts of a
-split vocabulary that meet (``graph.meetings``).  If what is left has no cycle, all lists are projections of one total
-order of events.  The first event of that order that has not happened can always happen, because everybody who takes
-part in it has arrived.  Inside an event all devices go through the same layers in the same order, and post what they
-send before they wait.
-:func:`stuck_events` looks for the cycle.
+Why that cannot deadlock: replace every joint event by one node, and both ends of every transfer.  If what is left has
+no cycle, all lists are projections of one total order of events.  The first event of that order that has not happened
+can always happen, because everybody who takes part in it has arrived.  Inside an event all devices go through the same
+layers in the same order, and post what they send before they wait.  :func:`stuck_events` looks for the cycle.
 
 The same holds wherever the host waits for the device, as it does when a kernel is launched for the first time: all that
 it waits for was posted for earlier events.  Hence what replicas gather and reduce together is an event, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from megatron_het.schedule.graph import Graph, meetings
-from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
-from megatron_het.schedule.kinds import HELPS, Direction, Role, Work, where
+from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, WEIGHT_GRADIENTS
 
 # Aligned slots: devices run their passes in step, one slot after the other.
 #
@@ -58,7 +54,7 @@ def aligned_slots(program: Program) -> list[Slot]:
         raise ValueError(f"program {program.name}: its chunks are placed in a V, so its slots are not aligned")
     if len(set(map(len, program.shape.layers))) > 1:
         raise ValueError(f"program {program.name}: stages have different numbers of chunks, so slots are not aligned")
-    if any(op.kind.work in (Work.INPUT, Work.WEIGHTS) for ops in program.ops for op in ops):
+    if any((op.kind in INPUT_GRADIENTS) != (op.kind in WEIGHT_GRADIENTS) for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: its backwards are split in two, so its slots are not aligned")
     pipelines = program.shape.pipelines()
     if pipelines is None:
@@ -94,69 +90,6 @@ def _pipeline_slots(program: Program, devices: Sequence[int]) -> list[Slot]:
     return out
 
 
-_MARKS = where(lambda kind: kind.role in (Role.GIVE, Role.MERGE))
-
-
-@dataclass(frozen=True, slots=True)
-class JointSlot:
-    """Holds what happens in a slot.
-
-    Attributes:
-        passes: the pass of each device that has one.
-        idle: the ATTEND_HELP operations of each device that has none, in list order.  The last one does the
-            work of all, because the owners go on layer by layer at the same time.
-        helped: (owner, helper) of every move.
-    """
-
-    passes: dict[int, Op]
-    idle: dict[int, tuple[Op, ...]]
-    helped: frozenset[tuple[int, int]]
-
-    def event(self, device: int) -> Op | None:
-        """The operation in which the device takes part in the joint event."""
-        return self.passes.get(device) or next(reversed(self.idle.get(device, ())), None)
-
-
-def joint_slots(program: Program) -> list[JointSlot]:
-    """The slots of a program with exchange, in their order.
-
-    Raises:
-        ValueError: its passes are not aligned in slots, or it attends for a pass that does not exist.
-    """
-    slots = aligned_slots(program)
-    slot_of = {(d, op): i for i, (_, _, passes) in enumerate(slots) for d, op in passes.items()}
-    idle: list[dict[int, list[Op]]] = [{} for _ in slots]
-    helped: list[set[tuple[int, int]]] = [set() for _ in slots]
-    for d, ops in enumerate(program.ops):
-        for op in ops:
-            if op.kind in HELPS:
-                owner = owner_pass(op)
-                if (op.peer, owner) not in slot_of:
-                    raise ValueError(f"program {program.name}: device {d} has {op}, but device {op.peer} no {owner}")
-                i = slot_of[op.peer, owner]
-                helped[i].add((op.peer, d))
-                if d not in slots[i][2]:
-                    idle[i].setdefault(d, []).append(op)
-    return [
-        JointSlot(passes, {d: tuple(ops) for d, ops in idle[i].items()}, frozenset(helped[i]))
-        for i, (_, _, passes) in enumerate(slots)
-    ]
-
-
-def owner_pass(help_: Op) -> Op:
-    """The pass of the peer that an ATTEND_HELP operation works for."""
-    kind = Kind.FORWARD if help_.kind.direction is Direction.FORWARD else Kind.BACKWARD
-    return Op(kind, help_.microbatch, help_.slice, help_.peer_chunk)
-
-
-def unequal_layers(program: Program) -> str | None:
-    """Why the passes of a joint event cannot go layer by layer, None if they can."""
-    layers = program.shape.layers
-    if len({n for chunks in layers for n in chunks}) > 1:
-        return f"layers per chunk {layers}: devices attend for each other layer by layer, so all chunks need as many"
-    return None
-
-
 class _Events:
     """Operations merged into events (a union-find over the nodes of a graph)."""
 
@@ -165,8 +98,11 @@ class _Events:
         self.parent = list(range(len(graph.ops)))
         self.skipped: set[int] = set()
         self._merge_transfers()
-        if graph.program.attention_units:
-            self._merge_slots()
+        for rules in RULES:
+            skipped, pairs = rules.joined(graph)
+            self.skipped |= skipped
+            for first, second in pairs:
+                self.parent[self.of(first)] = self.of(second)
         for nodes in (*meetings(graph), *together):
             for node in nodes:
                 self.parent[self.of(node)] = self.of(nodes[0])
@@ -190,18 +126,6 @@ class _Events:
         for node, other in enumerate(self.graph.other_end):
             if other >= 0:
                 self.parent[self.of(node)] = self.of(other)
-
-    def _merge_slots(self) -> None:
-        graph = self.graph
-        nodes: dict[tuple[int, Op | None], int]
-        nodes = {(d, op): i for i, (op, d) in enumerate(zip(graph.ops, graph.device)) if op.kind in COMPUTE | HELPS}
-        self.skipped = {i for i, op in enumerate(graph.ops) if op.kind in _MARKS | HELPS}
-        for slot in joint_slots(graph.program):
-            for devices in slot.helped:
-                owner, helper = ((d, slot.event(d)) for d in devices)
-                for place in (owner, helper):
-                    self.skipped.discard(nodes[place])
-                self.parent[self.of(nodes[owner])] = self.of(nodes[helper])
 
 
 def event_places(
@@ -273,6 +197,3 @@ def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterat
         stuck = next((node for node in range(first, end) if places[node] < 0), None)
         if stuck is not None:
             yield stuck
-
-
-__all__ = ["HELPS", "JointSlot", "event_places", "joint_slots", "owner_pass", "stuck_events", "unequal_layers"]

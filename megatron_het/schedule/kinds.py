@@ -1,16 +1,18 @@
 """The kinds of operations: one row each, with everything that readers need to know about them.
 
 Dependencies, validator, simulator, durations, memory, text, pictures and the command line read this table, and the
-executor's handlers are checked against it.  No column has a default: a row that lacks one fails when this module is
-imported, and a reader that does not know an entry of a column fails when it is imported (:func:`complete`).
-So a new kind is a new row, and whatever it needs beyond the existing entries says so by itself.
+executor's handlers are checked against it.  No column has a default: a row that lacks one fails when it is added.
+Here are the passes of every schedule and the transfers between chunks.  A feature adds the rows of its own operations
+(:func:`add_kinds`), and with the entries of their columns says what they need, take and hold: no reader knows them.
 
 Kinds are names.  They are integers only so that tables can be indexed by them; to compare them as numbers is an
 error.
 """
 
-from collections.abc import Callable, Mapping
-from enum import Enum, Flag, IntEnum, StrEnum
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from enum import Enum, Flag, StrEnum
+from typing import Any, ClassVar
 
 # The columns of the table: what each of their entries can be.
 
@@ -35,20 +37,7 @@ class Role(Enum):
     """A forward or backward of a chunk, or half of a backward: the compute order that a generator decides."""
     TRANSFER = "transfer"
     """Activations or gradients between two chunks."""
-    KEYS = "keys"
-    """Keys and values on their way to a helper."""
-    GIVE = "give"
-    """The owner of a pass hands a query to a helper."""
-    HELP = "help"
-    """A helper attends for the owner of a pass."""
-    MERGE = "merge"
-    """The owner of a pass takes the result back."""
-    PART = "part"
-    """A part of a layer that is split over the devices of a microbatch."""
-    STATE = "state"
-    """Parameters, gradients and optimizer state of a chunk."""
-    ACTIVATIONS = "activations"
-    """Activations between device and host."""
+    OTHER = "other"
 
 
 class Direction(Enum):
@@ -70,74 +59,82 @@ class Work(Flag):
     """Gradient of the chunk's weights."""
 
 
-class Fields(Enum):
-    """Which fields of an operation mean something."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """Which fields of an operation mean something, besides its chunk.
 
-    PASS = "pass"
-    """microbatch, slice and chunk, of a pass of this device."""
-    TRANSFER = "transfer"
-    """Those, and peer and peer_chunk."""
-    UNITS = "units"
-    """Those, and start and stop: exchange units of the sequence."""
-    UNITS_OF_PEER = "units of peer"
-    """The same, of a pass of the peer."""
-    LAYERS = "layers"
-    """chunk, and start and stop: layers of the chunk (-1: all)."""
+    Attributes:
+        names_pass: microbatch, slice and chunk are those of a pass; else layers ``[start, stop)``, -1 for all.
+        of_peer: it is a pass of the peer.
+        has_peer: peer and peer_chunk too.
+        by_heads: start and stop too, parts of the sequence; ranks share it by the heads of attention that they have.
+    """
+
+    names_pass: bool = True
+    of_peer: bool = False
+    has_peer: bool = False
+    by_heads: bool = False
 
 
-class Value(IntEnum):
-    """Holds what an operation leaves on its device."""
+PASS_FIELDS = Fields()
+TRANSFER_FIELDS = Fields(has_peer=True)
 
-    OUTPUT = 0
-    GRADIENT = 1
+
+class Value(int):
+    """Holds what an operation leaves on its device; a number, so that keys of values are tuples of numbers."""
+
+    OUTPUT: ClassVar["Value"]
+    GRADIENT: ClassVar["Value"]
     """Gradient of the chunk's input."""
-    WEIGHT_GRADIENT = 2
-    LOGITS = 3
-    LOGITS_GRADIENT = 4
-    QUERY = 5
-    PARTIAL = 6
-    QUERY_BACKWARD = 7
-    PARTIAL_BACKWARD = 8
-    KV = 9
-    KV_BACKWARD = 10
-    EMBEDDING = 11
-    """Of the first stage: the tokens; of others: their part of the embeddings."""
+    words: str
+    for_a_peer: bool
+    _made: ClassVar[list["Value"]] = []
+
+    def __new__(cls, words: str, *, for_a_peer: bool = False) -> "Value":
+        """Makes another value.
+
+        Args:
+            words: What it is, in messages.
+            for_a_peer: It is made for another device, or received from it.
+        """
+        value = int.__new__(cls, len(cls._made))
+        value.words, value.for_a_peer = words, for_a_peer
+        cls._made.append(value)
+        return value
 
 
-FOR_A_PEER = frozenset({Value.PARTIAL, Value.PARTIAL_BACKWARD, Value.KV, Value.KV_BACKWARD})
-"""Values that are made for another device, or received from it."""
-
-
+Value.OUTPUT = Value("the output")
+Value.GRADIENT = Value("the gradient")
 DELIVERED = frozenset({Value.OUTPUT, Value.GRADIENT})
 """Values that transfers of the program carry to other devices."""
 
+Rule = Callable[[int, Any], list[Any]]
+"""From a device and one of its operations, the values that this needs (``deps.Need``)."""
 
-class Needs(Enum):
-    """Which values an operation needs before it can run; ``deps.py`` says where they are."""
 
-    INPUT = "input"
-    """Output of the chunk before (or embeddings), keys and values of the slice before."""
-    OUTPUT_GRADIENT = "output gradient"
-    """Own output, gradient of the chunk after (or of the logits), gradients of keys and values of the slice after."""
-    OWN_OUTPUT = "own output"
-    OWN_GRADIENT = "own gradient"
-    LAST_OUTPUT = "last output"
-    """Output of the model's last chunk."""
-    ALL_LOGITS = "all logits"
-    """The logits of all devices of the microbatch, and that the last stage comes to its own part."""
-    TOKENS = "tokens"
-    FIRST_GRADIENT = "first gradient"
-    """Gradient of the input of the model's first chunk."""
-    KEYS = "keys"
-    """Keys and values, which may be made in the very pass that sends them."""
-    KEYS_MADE = "keys made"
-    QUERY = "query"
-    QUERY_BACKWARD = "query backward"
-    PARTIAL = "partial"
-    PARTIAL_BACKWARD = "partial backward"
-    OTHER_END = "other end"
-    """Of a receive: its send."""
-    NOTHING = "nothing"
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """Which values an operation needs before it can run.
+
+    Attributes:
+        rule: From the dependencies of a program (``deps.Dependencies``).
+        own: The one value of its own pass that it needs, and nothing else.
+        begun: From the same, the values whose making must have begun; None for none.
+    """
+
+    rule: Callable[[Any], Rule]
+    own: Value | None = None
+    begun: Callable[[Any], Rule] | None = None
+
+
+NO_NEEDS = Needs(lambda deps: deps.nothing)
+"""Also of a receive, which is tied to its send."""
+INPUT = Needs(lambda deps: deps.input)
+"""Output of the chunk before (or embeddings), keys and values of the slice before."""
+OUTPUT_GRADIENT = Needs(lambda deps: deps.output_gradient)
+"""Own output, gradient of the chunk after (or of the logits), gradients of keys and values of the slice after."""
+OWN_OUTPUT = Needs(lambda deps: deps.own, own=Value.OUTPUT)
+OWN_GRADIENT = Needs(lambda deps: deps.own, own=Value.GRADIENT)
 
 
 class Making(Enum):
@@ -150,81 +147,61 @@ class Making(Enum):
     """A query for several peers, keys in several ranges."""
 
 
-class Effect(Enum):
-    """Holds what an operation does to what its device holds: lifetimes and memory."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Effect:
+    """Holds what an operation does to what its device holds.
 
-    KEEP = "keep"
-    """Activations are kept for the backward."""
-    USE = "use"
-    """Activations are used and stay."""
-    USE_UP = "use up"
-    """Activations are used for the last time, by an operation that needs the parameters too."""
-    USE_UP_WITHOUT_PARAMETERS = "use up without parameters"
-    KEEP_LOGITS = "keep logits"
-    USE_UP_LOGITS = "use up logits"
-    TO_HOST = "to host"
-    """Activations go to the host."""
-    FROM_HOST = "from host"
-    KEYS_ARRIVE = "keys arrive"
-    USE_KEYS = "use keys"
-    """Of the owner of the pass that is helped."""
-    SHARD_FROM_HOST = "shard from host"
-    GATHER = "gather"
-    RELEASE = "release"
-    SHARD_TO_HOST = "shard to host"
-    REDUCE = "reduce"
-    STEP = "step"
-    NOTHING = "nothing"
-
-
-class Price(Enum):
-    """How long an operation takes; ``cost.py`` reads it from the costs."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-    LINK = "link"
-    """Size of the message over the link between the devices."""
-    GIVEN = "given"
-    """Nothing; the pass that follows has that much less attention."""
-    HELPED = "helped"
-    MERGED = "merged"
-    OUTPUT_PART = "part of the output layer"
-    OUTPUT_PART_BACKWARD = "part of the output layer, backward"
-    WORD_PART = "part of the word embeddings"
-    WORD_PART_BACKWARD = "part of the word embeddings, backward"
-    PREFETCH = "prefetch"
-    GATHER = "gather"
-    OFFLOAD = "offload"
-    REDUCE = "reduce"
-    STEP = "step"
-    ACT_OFFLOAD = "activation offload"
-    ACT_FETCH = "activation fetch"
-    FREE = "free"
-
-
-def complete[K: Enum, V](column: type[K], table: Mapping[K, V]) -> dict[K, V]:
-    """A reader's table over all entries of a column.
-
-    Raises:
-        TypeError: an entry is missing; it would otherwise fall through in silence.
+    Attributes:
+        lifetime: From ``lifetimes.Lifetimes``, what steps over the operation; None where values say it all.
+        memory: From the holdings of ``memory.py``, what changes in bytes; None for nothing.
+        absent: Fields of ``cost.Memory`` that are not on the device at the start of a program with such operations.
+        updates: It updates parameters.
     """
-    missing = [entry.name for entry in column if entry not in table]
-    if missing:
-        raise TypeError(f"{column.__name__}: no meaning here for {', '.join(missing)}")
-    return dict(table)
+
+    lifetime: Callable[[Any], Callable[[int, Any, list[int]], None]] | None = None
+    memory: Callable[[Any], Callable[[int, Any], None]] | None = None
+    absent: tuple[str, ...] = ()
+    updates: bool = False
+
+
+NO_EFFECT = Effect()
+KEEP = Effect(lifetime=lambda held: held.keep, memory=lambda bytes_: bytes_.keep)
+"""Activations are kept for the backward."""
+USE_UP = Effect(lifetime=lambda held: held.use_up, memory=lambda bytes_: bytes_.use_up)
+"""Activations are used for the last time, by an operation that needs the parameters too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Price:
+    """How long an operation takes.
+
+    Attributes:
+        seconds: From the prices of a program (``cost.Prices``); None for no time, and for transfers.
+        is_pass: Of it a part is the same for every operation, whatever its size.
+        attends: It has attention, and less of it where that was given away before it.
+        relief: From the prices, what the pass that follows has less; None for nothing.
+        size: Bytes of a receive of keys and values, from costs, program, sender and the receive; None for activations.
+    """
+
+    seconds: Callable[[Any], Callable[[int, Any], float]] | None = None
+    is_pass: bool = False
+    attends: bool = False
+    relief: Callable[[Any], Callable[[int, Any], float]] | None = None
+    size: Callable[[Any, Any, int, Any], float] | None = None
+
+
+FREE = Price()
+"""Of a transfer too: there the link decides."""
+FORWARD_PRICE = Price(seconds=lambda prices: prices.forward, is_pass=True, attends=True)
+BACKWARD_PRICE = Price(seconds=lambda prices: prices.backward, is_pass=True, attends=True)
 
 
 Colour = tuple[float, float, float]
 """(lightness, how much lighter the last chunk is, saturation); the hue is the microbatch's."""
 
-_LIGHT: Colour = (0.60, 0.22, 0.85)
-_DARK: Colour = (0.42, 0.22, 0.60)
-_GREYISH: Colour = (0.42, 0.22, 0.25)
-_DEEP: Colour = (0.30, 0.0, 0.90)
-_PALE: Colour = (0.75, 0.0, 0.35)
-_GREY: Colour = (0.55, 0.0, 0.0)
+LIGHT: Colour = (0.60, 0.22, 0.85)
+DARK: Colour = (0.42, 0.22, 0.60)
+GREY: Colour = (0.55, 0.0, 0.0)
 
 
 class Columns:
@@ -236,6 +213,11 @@ class Columns:
             of a feature; without a feature of this name it can be simulated only.
         stream: where it runs.
         role: what it is among the others.
+        works: whether it computes for a microbatch, so that its time means something on every device.
+        meets: whether it is a part of a layer that all devices of its microbatch share, which begins and ends
+            when they have all come to it.
+        in_last_chunk: whether it is about parameters of its device's last chunk, whatever chunk it names.
+        is_issued: whether it is issued when the compute operation before it in its list is done.
         direction: the pass that it is part of.
         work: what it does of the training of a slice in a chunk.
         fields: which fields of the operation mean something.
@@ -255,6 +237,10 @@ class Columns:
     executor: str
     stream: Stream
     role: Role
+    works: bool
+    meets: bool
+    in_last_chunk: bool
+    is_issued: bool
     direction: Direction
     work: Work
     fields: Fields
@@ -270,274 +256,181 @@ class Columns:
     colour: Colour
 
 
-_COLUMNS = tuple(Columns.__annotations__)
+_COLUMNS = frozenset(Columns.__annotations__)
 _KINDS = ("fed_by", "sent_by", "other_end")
 """Columns that name other rows, which are not there yet when a row is read."""
 
 
-def _row(mnemonic: str, **entries: object) -> dict[str, object]:
-    """Returns one row of the table.
+class _Table(type):
+    """Makes ``Kind.FORWARD`` and a loop over ``Kind`` mean rows of the table."""
 
-    Raises:
-        TypeError: An entry is missing; no column has a default.
-    """
-    row = {"mnemonic": mnemonic, **entries}
-    if differing := row.keys() ^ set(_COLUMNS):
-        raise TypeError(f"row {mnemonic!r} and the columns differ in {', '.join(sorted(differing))}")
-    return row
+    rows: dict[str, "Kind"]
+
+    def __getattr__(cls, name: str) -> "Kind":
+        if name in cls.rows:
+            return cls.rows[name]
+        raise AttributeError(f"there is no kind {name}: the feature that has it is not imported, or there is none")
+
+    def __iter__(cls) -> Iterator["Kind"]:
+        return iter(tuple(cls.rows.values()))
+
+    def __len__(cls) -> int:
+        return len(cls.rows)
 
 
-class Kind(Columns, IntEnum):
+class Kind(Columns, int, metaclass=_Table):
     """Holds what an operation does: one literal per kind, with an entry for each of :class:`Columns`."""
 
-    def __new__(cls, row: Mapping[str, object]) -> "Kind":
-        """Makes the member of one row."""
-        kind = int.__new__(cls, len(cls.__members__))
-        kind._value_ = len(cls.__members__)
-        for column, entry in row.items():
-            setattr(kind, column, entry)
-        return kind
-
-    # fmt: off
-    FORWARD = _row(
-        mnemonic="F", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.FORWARD,
-        work=Work.FORWARD, fields=Fields.PASS,
-        needs=Needs.INPUT, makes=Value.OUTPUT, making=Making.ONCE, fed_by="RECV_FORWARD", sent_by="SEND_FORWARD",
-        other_end=None,
-        effect=Effect.KEEP, price=Price.FORWARD, plain_s=1.0, colour=_LIGHT)
-    BACKWARD = _row(
-        mnemonic="B", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
-        work=Work.INPUT | Work.WEIGHTS, fields=Fields.PASS,
-        needs=Needs.OUTPUT_GRADIENT, makes=Value.GRADIENT, making=Making.ONCE, fed_by="RECV_BACKWARD",
-        sent_by="SEND_BACKWARD", other_end=None,
-        effect=Effect.USE_UP, price=Price.BACKWARD, plain_s=2.0, colour=_DARK)
-    """Gradients of inputs and weights together."""
-    BACKWARD_INPUT = _row(
-        mnemonic="I", executor="compute", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
-        work=Work.INPUT, fields=Fields.PASS,
-        needs=Needs.OUTPUT_GRADIENT, makes=Value.GRADIENT, making=Making.ONCE, fed_by="RECV_BACKWARD",
-        sent_by="SEND_BACKWARD", other_end=None,
-        effect=Effect.USE, price=Price.INPUT_GRADIENT, plain_s=1.0, colour=_DARK)
-    """Gradient of the chunk's input only (zero-bubble schedules)."""
-    BACKWARD_WEIGHT = _row(
-        mnemonic="W", executor="zero_bubble", stream=Stream.COMPUTE, role=Role.PASS, direction=Direction.BACKWARD,
-        work=Work.WEIGHTS, fields=Fields.PASS,
-        needs=Needs.OWN_GRADIENT, makes=Value.WEIGHT_GRADIENT, making=Making.ONCE, fed_by=None, sent_by=None,
-        other_end=None,
-        effect=Effect.USE_UP_WITHOUT_PARAMETERS, price=Price.WEIGHT_GRADIENT, plain_s=1.0, colour=_GREYISH)
-    """Gradients of the chunk's weights only."""
-    SEND_FORWARD = _row(
-        mnemonic="SF", executor="transfer", stream=Stream.SEND, role=Role.TRANSFER, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.TRANSFER,
-        needs=Needs.OWN_OUTPUT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="RECV_FORWARD",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """Activations of ``chunk`` leave for ``peer_chunk`` on ``peer``."""
-    RECV_FORWARD = _row(
-        mnemonic="RF", executor="transfer", stream=Stream.RECEIVE, role=Role.TRANSFER, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.TRANSFER,
-        needs=Needs.OTHER_END, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="SEND_FORWARD",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """Activations for ``chunk`` arrive from ``peer_chunk`` on ``peer``."""
-    SEND_BACKWARD = _row(
-        mnemonic="SB", executor="transfer", stream=Stream.SEND, role=Role.TRANSFER, direction=Direction.BACKWARD,
-        work=Work.NONE, fields=Fields.TRANSFER,
-        needs=Needs.OWN_GRADIENT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="RECV_BACKWARD",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """The gradient of the input of ``chunk`` leaves for ``peer_chunk`` on ``peer``."""
-    RECV_BACKWARD = _row(
-        mnemonic="RB", executor="transfer", stream=Stream.RECEIVE, role=Role.TRANSFER, direction=Direction.BACKWARD,
-        work=Work.NONE, fields=Fields.TRANSFER,
-        needs=Needs.OTHER_END, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="SEND_BACKWARD",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """The gradient of the output of ``chunk`` arrives from ``peer_chunk`` on ``peer``."""
-    KV_SEND = _row(
-        mnemonic="KS", executor="context_exchange", stream=Stream.SEND, role=Role.KEYS, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.KEYS, makes=None, making=Making.ONCE, fed_by="RECV_FORWARD", sent_by=None, other_end="KV_RECV",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """Keys and values ``[start, stop)`` (exchange units) leave for ``peer``, ahead of their use."""
-    KV_RECV = _row(
-        mnemonic="KR", executor="context_exchange", stream=Stream.RECEIVE, role=Role.KEYS, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.UNITS_OF_PEER,
-        needs=Needs.OTHER_END, makes=Value.KV, making=Making.REPEATED, fed_by=None, sent_by=None, other_end="KV_SEND",
-        effect=Effect.KEYS_ARRIVE, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    ATTEND_GIVE = _row(
-        mnemonic="AG", executor="context_exchange", stream=Stream.COMPUTE, role=Role.GIVE, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.INPUT, makes=Value.QUERY, making=Making.REPEATED, fed_by="RECV_FORWARD", sent_by=None,
-        other_end=None,
-        effect=Effect.NOTHING, price=Price.GIVEN, plain_s=0.0, colour=_LIGHT)
-    """The query of the following FORWARD is handed to ``peer``, to attend to units ``[start, stop)``."""
-    ATTEND_HELP = _row(
-        mnemonic="AH", executor="context_exchange", stream=Stream.COMPUTE, role=Role.HELP, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.UNITS_OF_PEER,
-        needs=Needs.QUERY, makes=Value.PARTIAL, making=Making.ONCE, fed_by="KV_RECV", sent_by=None, other_end=None,
-        effect=Effect.USE_KEYS, price=Price.HELPED, plain_s=0.0, colour=_PALE)
-    """Attention of ``peer``'s query over the units ``[start, stop)`` of ``peer``'s keys and values."""
-    ATTEND_MERGE = _row(
-        mnemonic="AM", executor="context_exchange", stream=Stream.COMPUTE, role=Role.MERGE,
-        direction=Direction.FORWARD, work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.PARTIAL, makes=Value.OUTPUT, making=Making.COMPLETED, fed_by=None, sent_by="SEND_FORWARD",
-        other_end=None,
-        effect=Effect.NOTHING, price=Price.MERGED, plain_s=0.0, colour=_LIGHT)
-    """The partial outputs given away are merged; the FORWARD before it is complete only now."""
-    ATTEND_GIVE_BACKWARD = _row(
-        mnemonic="AGB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.GIVE,
-        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.OUTPUT_GRADIENT, makes=Value.QUERY_BACKWARD, making=Making.REPEATED, fed_by="RECV_BACKWARD",
-        sent_by=None, other_end=None,
-        effect=Effect.NOTHING, price=Price.GIVEN, plain_s=0.0, colour=_LIGHT)
-    ATTEND_HELP_BACKWARD = _row(
-        mnemonic="AHB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.HELP,
-        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS_OF_PEER,
-        needs=Needs.QUERY_BACKWARD, makes=Value.PARTIAL_BACKWARD, making=Making.ONCE, fed_by="KV_RECV_BACKWARD",
-        sent_by=None, other_end=None,
-        effect=Effect.USE_KEYS, price=Price.HELPED, plain_s=0.0, colour=_PALE)
-    ATTEND_MERGE_BACKWARD = _row(
-        mnemonic="AMB", executor="context_exchange", stream=Stream.COMPUTE, role=Role.MERGE,
-        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.PARTIAL_BACKWARD, makes=Value.GRADIENT, making=Making.COMPLETED, fed_by=None,
-        sent_by="SEND_BACKWARD", other_end=None,
-        effect=Effect.NOTHING, price=Price.MERGED, plain_s=0.0, colour=_LIGHT)
-    VOCAB_FORWARD = _row(
-        mnemonic="VF", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.LAST_OUTPUT, makes=Value.LOGITS, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.KEEP_LOGITS, price=Price.OUTPUT_PART, plain_s=0.0, colour=_DEEP)
-    """This device's part of the output layer and of the cross entropy."""
-    VOCAB_BACKWARD = _row(
-        mnemonic="VB", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.BACKWARD,
-        work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.ALL_LOGITS, makes=Value.LOGITS_GRADIENT, making=Making.ONCE, fed_by=None, sent_by=None,
-        other_end=None,
-        effect=Effect.USE_UP_LOGITS, price=Price.OUTPUT_PART_BACKWARD, plain_s=0.0, colour=_DEEP)
-    PARAM_PREFETCH = _row(
-        mnemonic="PP", executor="window", stream=Stream.HOST_TO_DEVICE, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.SHARD_FROM_HOST, price=Price.PREFETCH, plain_s=0.0, colour=_GREY)
-    """Parameter shards of ``chunk`` come from the host."""
-    PARAM_GATHER = _row(
-        mnemonic="PG", executor="window", stream=Stream.COLLECTIVE, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.GATHER, price=Price.GATHER, plain_s=0.0, colour=_GREY)
-    """All-gather of the parameters of layers ``[start, stop)`` of ``chunk``."""
-    PARAM_RELEASE = _row(
-        mnemonic="PR", executor="window", stream=Stream.COMPUTE, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.RELEASE, price=Price.FREE, plain_s=0.0, colour=_GREY)
-    """The gathered parameters are dropped; the shards stay."""
-    PARAM_OFFLOAD = _row(
-        mnemonic="PO", executor="window", stream=Stream.DEVICE_TO_HOST, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.SHARD_TO_HOST, price=Price.OFFLOAD, plain_s=0.0, colour=_GREY)
-    """Parameter shards go to the host."""
-    GRAD_REDUCE = _row(
-        mnemonic="GR", executor="window", stream=Stream.COLLECTIVE, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.REDUCE, price=Price.REDUCE, plain_s=0.0, colour=_GREY)
-    """Reduce-scatter of the gradients of layers ``[start, stop)`` of ``chunk``."""
-    OPTIMIZER_STEP = _row(
-        mnemonic="OS", executor="window", stream=Stream.COMPUTE, role=Role.STATE, direction=Direction.NEITHER,
-        work=Work.NONE, fields=Fields.LAYERS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.STEP, price=Price.STEP, plain_s=0.0, colour=_GREY)
-    ACT_OFFLOAD = _row(
-        mnemonic="AO", executor="activation_offload", stream=Stream.DEVICE_TO_HOST, role=Role.ACTIVATIONS,
-        direction=Direction.FORWARD, work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.OWN_OUTPUT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.TO_HOST, price=Price.ACT_OFFLOAD, plain_s=0.0, colour=_LIGHT)
-    """Activations of a FORWARD go to the host."""
-    ACT_FETCH = _row(
-        mnemonic="AF", executor="activation_offload", stream=Stream.HOST_TO_DEVICE, role=Role.ACTIVATIONS,
-        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.NOTHING, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.FROM_HOST, price=Price.ACT_FETCH, plain_s=0.0, colour=_LIGHT)
-    """They come back ahead of the BACKWARD."""
-    KV_SEND_BACKWARD = _row(
-        mnemonic="KSB", executor="context_exchange", stream=Stream.SEND, role=Role.KEYS, direction=Direction.BACKWARD,
-        work=Work.NONE, fields=Fields.UNITS,
-        needs=Needs.KEYS_MADE, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end="KV_RECV_BACKWARD",
-        effect=Effect.NOTHING, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    """As KV_SEND, for the attention's backward pass (when the peer did not keep them)."""
-    KV_RECV_BACKWARD = _row(
-        mnemonic="KRB", executor="context_exchange", stream=Stream.RECEIVE, role=Role.KEYS,
-        direction=Direction.BACKWARD, work=Work.NONE, fields=Fields.UNITS_OF_PEER,
-        needs=Needs.OTHER_END, makes=Value.KV_BACKWARD, making=Making.REPEATED, fed_by=None, sent_by=None,
-        other_end="KV_SEND_BACKWARD",
-        effect=Effect.KEYS_ARRIVE, price=Price.LINK, plain_s=0.0, colour=_GREY)
-    EMBED_FORWARD = _row(
-        mnemonic="EF", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.FORWARD,
-        work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.TOKENS, makes=Value.EMBEDDING, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.NOTHING, price=Price.WORD_PART, plain_s=0.0, colour=_DEEP)
-    """This device's part of the word embeddings of a slice; on the first stage: the tokens leave."""
-    EMBED_BACKWARD = _row(
-        mnemonic="EB", executor="vocabulary", stream=Stream.COMPUTE, role=Role.PART, direction=Direction.BACKWARD,
-        work=Work.NONE, fields=Fields.PASS,
-        needs=Needs.FIRST_GRADIENT, makes=None, making=Making.ONCE, fed_by=None, sent_by=None, other_end=None,
-        effect=Effect.NOTHING, price=Price.WORD_PART_BACKWARD, plain_s=0.0, colour=_DEEP)
-    """Gradient of this device's part; on the first stage: the gradient of the embeddings leaves."""
-    # fmt: on
+    rows: ClassVar[dict[str, "Kind"]] = {}
+    name: str
 
     def _no_order(self, other: object) -> bool:
         raise TypeError(f"{self.name} and {other!r} have no order: ask for a column of the table of kinds")
 
     __lt__ = __le__ = __gt__ = __ge__ = _no_order
 
+    def __repr__(self) -> str:
+        return f"Kind.{self.name}"
 
-def _resolve() -> None:
-    """Turns the names of other rows into the rows, and checks that both ends of a transfer name each other."""
-    for kind in Kind:
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns its name: a number means another kind where other features are imported."""
+        return _Table.__getattr__, (Kind, self.name)
+
+
+def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
+    """Adds rows to the table, in :data:`SETS` too; columns that name a kind have its name.
+
+    Args:
+        rows: By name of the kind.
+
+    Raises:
+        TypeError: A row is there already or lacks a column, a mnemonic is taken, or the ends of a transfer do not name
+            each other.
+    """
+    added = []
+    for name, row in rows.items():
+        if name in Kind.rows:
+            raise TypeError(f"there are two kinds {name}")
+        if differing := row.keys() ^ _COLUMNS:
+            raise TypeError(f"row {row.get('mnemonic')!r} and the columns differ in {', '.join(sorted(differing))}")
+        kind = int.__new__(Kind, len(Kind.rows))
+        kind.name, Kind.rows[name] = name, kind
+        kind.__dict__ |= row
+        added.append(kind)
+    for kind in added:
         for column in _KINDS:
-            name = getattr(kind, column)
-            setattr(kind, column, None if name is None else Kind[name])
-    for kind in Kind:
+            other = getattr(kind, column)
+            setattr(kind, column, None if other is None else Kind.rows[other])
+    for kind in added:
         if kind.other_end is not None and kind.other_end.other_end is not kind:
             raise TypeError(f"{kind.name} and {kind.other_end.name} are not each other's other end")
     if len({kind.mnemonic for kind in Kind}) < len(Kind):
         raise TypeError("two kinds have one mnemonic")
+    for condition, found in SETS:
+        found.update(filter(condition, added))
 
 
-_resolve()
+def drop_kinds(names: Set[str]) -> None:
+    """Takes rows out of the table and of :data:`SETS` again: the last ones that were added."""
+    for name in names:
+        gone = Kind.rows.pop(name)
+        for _, found in SETS:
+            found.discard(gone)
 
 
-def where(condition: Callable[[Kind], bool]) -> frozenset[Kind]:
-    """The kinds for which a condition holds."""
-    return frozenset(kind for kind in Kind if condition(kind))
+SETS: list[tuple[Callable[[Kind], bool], set[Kind]]] = []
+"""Sets that :func:`where` has returned, which grow with the table."""
+
+
+def where(condition: Callable[[Kind], bool]) -> Set[Kind]:
+    """The kinds for which a condition holds; those that are added later too."""
+    found = set(filter(condition, Kind))
+    SETS.append((condition, found))
+    return found
 
 
 def executed_by(executor: str) -> frozenset[Kind]:
     """The kinds that somebody executes: ``"compute"``, ``"transfer"`` or the name of a feature."""
-    return where(lambda kind: kind.executor == executor)
+    return frozenset(kind for kind in Kind if kind.executor == executor)
 
+
+NEITHER: dict[str, object] = {
+    "works": False,
+    "meets": False,
+    "in_last_chunk": False,
+    "is_issued": False,
+    "work": Work.NONE,
+    "makes": None,
+    "making": Making.ONCE,
+    "fed_by": None,
+    "sent_by": None,
+    "other_end": None,
+    "plain_s": 0.0,
+}
+"""Entries of most rows of features, which write what differs."""
+_PASS = NEITHER | {
+    "executor": "compute",
+    "stream": Stream.COMPUTE,
+    "role": Role.PASS,
+    "works": True,
+    "fields": PASS_FIELDS,
+}
+BACKWARD_PASS: dict[str, object] = _PASS | {
+    "direction": Direction.BACKWARD,
+    "needs": OUTPUT_GRADIENT,
+    "makes": Value.GRADIENT,
+    "fed_by": "RECV_BACKWARD",
+    "sent_by": "SEND_BACKWARD",
+    "colour": DARK,
+}
+"""Of operations that make the gradient of a chunk's input."""
+_TRANSFER = NEITHER | {
+    "executor": "transfer",
+    "role": Role.TRANSFER,
+    "fields": TRANSFER_FIELDS,
+    "effect": NO_EFFECT,
+    "price": FREE,
+    "colour": GREY,
+}
+_SEND, _RECEIVE = _TRANSFER | {"stream": Stream.SEND}, _TRANSFER | {"stream": Stream.RECEIVE, "needs": NO_NEEDS}
+_FORWARD, _BACKWARD = {"direction": Direction.FORWARD}, {"direction": Direction.BACKWARD}
+
+# fmt: off
+add_kinds({
+    "FORWARD": _PASS | _FORWARD | {
+        "mnemonic": "F", "work": Work.FORWARD, "needs": INPUT, "makes": Value.OUTPUT, "fed_by": "RECV_FORWARD",
+        "sent_by": "SEND_FORWARD", "effect": KEEP, "price": FORWARD_PRICE, "plain_s": 1.0, "colour": LIGHT},
+    # Gradients of inputs and weights together.
+    "BACKWARD": BACKWARD_PASS | {
+        "mnemonic": "B", "work": Work.INPUT | Work.WEIGHTS, "effect": USE_UP, "price": BACKWARD_PRICE, "plain_s": 2.0},
+    # Activations of ``chunk`` leave for ``peer_chunk`` on ``peer``; those for ``chunk`` arrive from there.
+    "SEND_FORWARD": _SEND | _FORWARD | {"mnemonic": "SF", "needs": OWN_OUTPUT, "other_end": "RECV_FORWARD"},
+    "RECV_FORWARD": _RECEIVE | _FORWARD | {"mnemonic": "RF", "other_end": "SEND_FORWARD"},
+    # The gradient of the input of ``chunk`` leaves; that of its output arrives.
+    "SEND_BACKWARD": _SEND | _BACKWARD | {"mnemonic": "SB", "needs": OWN_GRADIENT, "other_end": "RECV_BACKWARD"},
+    "RECV_BACKWARD": _RECEIVE | _BACKWARD | {"mnemonic": "RB", "other_end": "SEND_BACKWARD"},
+})
+# fmt: on
 
 COMPUTE = where(lambda kind: kind.role is Role.PASS)
 """The kinds whose order a generator decides and every pass keeps."""
 INPUT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.INPUT in kind.work)
 """Backward passes that make the gradient of a chunk's input, with that of its weights or without."""
 WEIGHT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.WEIGHTS in kind.work)
-TOGETHER = COMPUTE - where(lambda kind: kind.work is Work.WEIGHTS)
+TOGETHER = where(lambda kind: kind.role is Role.PASS and kind.work is not Work.WEIGHTS)
 """Passes in which layers of experts send tokens or their gradients."""
 SENDS = where(lambda kind: kind.stream is Stream.SEND)
 RECEIVES = where(lambda kind: kind.stream is Stream.RECEIVE)
-TRANSFERS = SENDS | RECEIVES
+TRANSFERS = where(lambda kind: kind.stream in (Stream.SEND, Stream.RECEIVE))
 COLLECTIVES = where(lambda kind: kind.stream is Stream.COLLECTIVE)
-EXCHANGE = executed_by("context_exchange")
-"""The kinds of the attention context exchange."""
-PARAMETER_KINDS = where(lambda kind: kind.role is Role.STATE)
-OWNERS = where(lambda kind: kind.fields is Fields.UNITS)
-"""Those of the device whose attention is exchanged; the others are the helper's."""
-OUTPUT_PARTS = where(lambda kind: kind.effect in (Effect.KEEP_LOGITS, Effect.USE_UP_LOGITS))
+PARTS = where(lambda kind: kind.meets)
+"""Parts of layers that devices share."""
+OUTPUT_PARTS = where(lambda kind: kind.meets and kind.in_last_chunk)
 """Parts of the output layer."""
-PARTS = where(lambda kind: kind.role is Role.PART)
-WORD_PARTS = PARTS - OUTPUT_PARTS
+WORD_PARTS = where(lambda kind: kind.meets and not kind.in_last_chunk)
 """Parts of the word embeddings."""
-HELPS = where(lambda kind: kind.role is Role.HELP)
 
 
 def chunk_of(kind: Kind, chunk: int, chunks: int) -> int:
@@ -551,4 +444,53 @@ def chunk_of(kind: Kind, chunk: int, chunks: int) -> int:
         chunk: what the operation says.
         chunks: how many the device has.
     """
-    return chunks - 1 if kind in OUTPUT_PARTS else chunk
+    return chunks - 1 if kind.in_last_chunk else chunk
+
+
+Ends = Callable[[Any, int, int], list[Any]]
+"""From dependencies, microbatch and slice, the values that are needed at an end of the model."""
+
+
+class Rules:
+    """Says what operations of a feature mean for whole programs, where rows of the table cannot say it.
+
+    Readers of programs ask the rules of all features, whether a program has operations of theirs or not.  By default
+    there is nothing to say.
+    """
+
+    def first_input(self, program: Any) -> "Ends | None":
+        """Values that a forward of the model's first chunk needs; None for none."""
+        del program
+        return None
+
+    def last_gradient(self, program: Any) -> "Ends | None":
+        """Values that a backward of the model's last chunk needs; None for none."""
+        del program
+        return None
+
+    def lockstep(self, graph: Any, duration: list[float]) -> None:
+        """Changes plain durations and ``graph.waits`` to how passes wait for each other, to place transfers by."""
+
+    def joined(self, graph: Any) -> tuple[Set[int], list[tuple[int, int]]]:
+        """Nodes that are no events of their own, and pairs of nodes that are one event (``joint.py``)."""
+        del graph
+        return frozenset(), []
+
+    def busy(self, program: Any, device: int) -> Set[Any]:
+        """Operations of a device, besides passes, in which it works for others."""
+        del program, device
+        return frozenset()
+
+    def kept_buffers(self, timeline: Any, device: int) -> dict[int, tuple[int, int]]:
+        """Receives whose buffers stay: the last operation, and the first backward, that use each of them."""
+        del timeline, device
+        return {}
+
+    def volume(self, program: Any, device: int, op: Any) -> float:
+        """Hidden states of a slice that an operation moves through its device's links, besides activations."""
+        del program, device, op
+        return 0.0
+
+
+RULES: list[Rules] = []
+"""Of the features that have some, which add them here."""

@@ -1,14 +1,14 @@
 """Memory of a simulated iteration: every device, every category, over time."""
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_het.schedule.cost import Costs, PerChunk, message_bytes
+from megatron_het.schedule.deps import Lifetimes
 from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
-from megatron_het.schedule.kinds import PARTS, Direction, Effect, Stream, Work, chunk_of, complete
-from megatron_het.schedule.lifetimes import Lifetimes
+from megatron_het.schedule.kinds import PARTS, RULES, Direction, Stream, Work, chunk_of
 
 # What a simulation finds: when every operation runs, and why not earlier.
 
@@ -88,7 +88,7 @@ class Timeline:
 
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other", "workspace")
-_PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _KV, _LOGITS, _BUFFERS, _OTHER, _WORKSPACE = range(len(CATEGORIES))
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, KV, LOGITS, BUFFERS, OTHER, WORKSPACE = range(len(CATEGORIES))
 
 Change = tuple[float, float, int]
 """(time, bytes, category)"""
@@ -141,7 +141,7 @@ def memory_use(timeline: Timeline) -> tuple[MemoryUse, ...]:
 
 def _of_device(timeline: Timeline, device: int, kinds: Set[Kind], consumers: dict[int, int]) -> MemoryUse:
     held = _at_start(timeline, device, kinds)
-    changes = [*_Holdings(timeline, device, kinds).changes(), *_buffer_changes(timeline, device, consumers)]
+    changes = [*Holdings(timeline, device, kinds).changes(), *_buffer_changes(timeline, device, consumers)]
     changes.sort()  # at one moment what is freed goes first
     now, peak, at, snapshot = sum(held), sum(held), 0.0, list(held)
     running = list(held)
@@ -154,206 +154,144 @@ def _of_device(timeline: Timeline, device: int, kinds: Set[Kind], consumers: dic
     return MemoryUse(peak, at, dict(zip(CATEGORIES, snapshot)), dict(zip(CATEGORIES, held)), tuple(changes))
 
 
+_AT_START = {
+    "optimizer_bytes": OPTIMIZER,
+    "parameter_bytes": PARAMETERS,
+    "parameter_shard_bytes": PARAMETERS,
+    "gradient_bytes": GRADIENTS,
+    "gradient_shard_bytes": GRADIENTS,
+}
+"""Fields of ``Memory`` that are on a device at the start, unless operations bring them (``Effect.absent``)."""
+
+
 def _at_start(timeline: Timeline, device: int, kinds: Set[Kind]) -> list[float]:
-    memory, effects = timeline.costs.memory, {kind.effect for kind in kinds}
-    total = lambda table: sum(table[device]) if table else 0.0  # noqa: E731
+    memory, absent = timeline.costs.memory, {name for kind in kinds for name in kind.effect.absent}
     held = [0.0] * len(CATEGORIES)
-    held[_OPTIMIZER] = total(memory.optimizer_bytes)
-    held[_OTHER] = memory.other_bytes[device] if memory.other_bytes else 0.0
-    if Effect.GATHER not in effects:
-        held[_PARAMETERS] += total(memory.parameter_bytes)
-    if Effect.SHARD_FROM_HOST not in effects:
-        held[_PARAMETERS] += total(memory.parameter_shard_bytes)
-    if Effect.REDUCE not in effects:
-        held[_GRADIENTS] += total(memory.gradient_bytes)
-    held[_GRADIENTS] += total(memory.gradient_shard_bytes) if Effect.STEP not in effects else 0.0
+    held[OTHER] = memory.other_bytes[device] if memory.other_bytes else 0.0
+    for name, category in _AT_START.items():
+        table: PerChunk = getattr(memory, name)
+        if table and name not in absent:
+            held[category] += sum(table[device])
     return held
 
 
-def _row(table: PerChunk, device: int, chunks: int, slices: int) -> list[float]:
-    return [value / slices for value in table[device]] if table else [0.0] * chunks
+class BytesOf:
+    """Bytes that a feature's operations bring and take on one device; its effects change ``held.found``.
+
+    Args:
+        held: of the device.
+        kinds: all kinds in the program.
+    """
+
+    def __init__(self, held: "Holdings", kinds: Set[Kind]) -> None:
+        self.held = held
+
+    def makes_gradients(self, node: int, chunk: int) -> None:
+        """Gradients of a chunk are made next."""
+
+    def computed(self, node: int) -> None:
+        """A part of a layer that devices share has been computed."""
 
 
-class _Holdings:
+class Holdings:
     """Changes of what one device holds: its effects (``kinds.Effect``) in bytes.
 
-    Which layers are gathered and reduced is taken from :class:`Lifetimes`.  Keys and values of others, and messages,
-    are buffers, see :func:`_buffer_changes`.
+    Keys and values of others, and messages, are buffers, see :func:`_buffer_changes`.
+
+    Attributes:
+        found: the changes.
+        issued: end of the compute operation before.  What a gather or a copy fills is allocated when the operation
+            is issued, in the order of the list: after that, however long the collectives ahead of it take.
+        lifetimes: walks along where operations do more than keep and use activations.
     """
 
     def __init__(self, timeline: Timeline, device: int, kinds: Set[Kind]) -> None:
         self.program, self.costs, self.memory = timeline.program, timeline.costs, timeline.costs.memory
-        self.present = {kind.effect for kind in kinds}
         self.ops, self.first = self.program.ops[device], timeline.graph.first[device]
         self.start, self.end = timeline.start_s, timeline.end_s
         shape, memory = self.program.shape, self.memory
-        self.slices, self.layers = shape.slices, shape.layers[shape.devices[device].stage]
-        rows = {"chunks": len(self.layers), "device": device}
-        self.kept = _row(memory.activation_bytes, slices=shape.slices, **rows)
-        self.boundary = _row(memory.boundary_bytes, slices=shape.slices, **rows)
-        self.kv = _row(memory.kv_bytes, slices=shape.slices, **rows)
-        self.workspace = _row(memory.workspace_bytes, slices=shape.slices, **rows)
-        self.full = _row(memory.parameter_bytes, slices=1, **rows)
-        self.shard = _row(memory.parameter_shard_bytes, slices=1, **rows)
-        self.gradient = _row(memory.gradient_bytes, slices=1, **rows)
-        self.gradient_shard = _row(memory.gradient_shard_bytes, slices=1, **rows)
+        self.device, self.slices, self.layers = device, shape.slices, shape.layers[shape.devices[device].stage]
+        self.kept = self.row(memory.activation_bytes, shape.slices)
+        self.kv = self.row(memory.kv_bytes, shape.slices)
+        self.workspace = self.row(memory.workspace_bytes, shape.slices)
         self.logits = memory.logits_bytes[device] / shape.slices if memory.logits_bytes else 0.0
         stage, chunk = shape.path[-1]
-        split = Effect.KEEP_LOGITS in self.present
-        self.own_logits = chunk if stage == shape.devices[device].stage and not split else -1
+        has_loss = stage == shape.devices[device].stage and not self.program.splits_output
+        self.own_logits = chunk if has_loss else -1
         self.sizes = shape.relative_sizes()
-        self.state = Lifetimes(self.program, device, kinds) if Lifetimes.matter(kinds) else None
-        # What a gather or a copy fills is allocated when the operation is issued, in the order of the list:
-        # after the compute before it, however long the collectives ahead of it take.
+        self.lifetimes = Lifetimes(self.program, device, kinds) if Lifetimes.matter(kinds) else None
         self.issued = 0.0
-        self.with_gradients: set[int] = set()
-        self.with_shards: set[tuple[int, int]] = set()
-        # Without steps in the program a chunk is updated when it is first opened, by the gradients of the
-        # iteration before, which were there from the start.
-        self.updated: set[int] = set()
         self.found: list[Change] = []
-        self.effects: dict[Effect, Callable[[int, Op], None] | None] = complete(
-            Effect,
-            {
-                Effect.KEEP: self._keep,
-                Effect.USE: None,
-                Effect.USE_UP: self._use_up,
-                Effect.USE_UP_WITHOUT_PARAMETERS: self._use_up,
-                Effect.KEEP_LOGITS: self._keep_logits,
-                Effect.USE_UP_LOGITS: self._use_up_logits,
-                Effect.TO_HOST: self._to_host,
-                Effect.FROM_HOST: self._from_host,
-                Effect.KEYS_ARRIVE: None,
-                Effect.USE_KEYS: None,
-                Effect.SHARD_FROM_HOST: self._shard_from_host,
-                Effect.GATHER: self._gather,
-                Effect.RELEASE: self._release,
-                Effect.SHARD_TO_HOST: self._shard_to_host,
-                Effect.REDUCE: self._reduce,
-                Effect.STEP: self._step,
-                Effect.NOTHING: None,
-            },
-        )
+        self._kinds = kinds
+        self._states: dict[type[BytesOf], BytesOf] = {}
+        self._effects = {kind: kind.effect.memory(self) for kind in kinds if kind.effect.memory is not None}
+
+    def row(self, table: PerChunk, slices: int = 1) -> list[float]:
+        """Returns what each chunk of the device has in a table, of one slice."""
+        return [value / slices for value in table[self.device]] if table else [0.0] * len(self.layers)
+
+    def state[S: BytesOf](self, state: type[S]) -> S:
+        """A feature's bytes on this device."""
+        found = self._states.get(state)
+        if found is None:
+            found = self._states[state] = state(self, self._kinds)
+        assert isinstance(found, state)
+        return found
 
     def changes(self) -> list[Change]:
         """All changes, in the order of the list."""
-        handlers = [self.effects[kind.effect] for kind in Kind]
-        reduces, end = Effect.REDUCE in self.present, self.end
+        end, states = self.end, tuple(self._states.values())
         with_workspace = bool(self.memory.workspace_bytes)
         for i, op in enumerate(self.ops, self.first):
             kind = op.kind
             if kind in COMPUTE:
                 self.issued = end[i]
                 if with_workspace:
-                    workspace = self.workspace[op.chunk] * self._size(op)
-                    self.found.append((self.start[i], workspace, _WORKSPACE))
-                    self.found.append((self.end[i], -workspace, _WORKSPACE))
-                if reduces and Work.WEIGHTS in kind.work:
-                    self._open_gradients(i, op.chunk)
+                    workspace = self.workspace[op.chunk] * self.size(op)
+                    self.found.append((self.start[i], workspace, WORKSPACE))
+                    self.found.append((self.end[i], -workspace, WORKSPACE))
+                for state in states if Work.WEIGHTS in kind.work else ():
+                    state.makes_gradients(i, op.chunk)
             elif kind in PARTS:
-                self.issued = end[i] if Effect.GATHER in self.present else self.issued
-                if reduces and kind.direction is Direction.BACKWARD:
-                    self._open_gradients(i, chunk_of(kind, op.chunk, len(self.layers)))
-            handler = handlers[kind]
-            if handler is not None:
-                handler(i, op)
+                for state in states:
+                    state.computed(i)
+                    if kind.direction is Direction.BACKWARD:
+                        state.makes_gradients(i, chunk_of(kind, op.chunk, len(self.layers)))
+            effect = self._effects.get(kind)
+            if effect is not None:
+                effect(i, op)
         return self.found
 
-    def _size(self, op: Op) -> float:
+    def size(self, op: Op) -> float:
         """How many times as many tokens a pass has as an equal slice of the largest microbatch."""
         size = self.sizes[op.microbatch]
         return self.costs.of_tokens(size * self.slices, op, self.slices) if self.costs.parts else size
 
-    def _keep(self, node: int, op: Op) -> None:
-        chunk, start, size = op.chunk, self.start[node], self._size(op)
+    def keep(self, node: int, op: Op) -> None:
+        """A FORWARD keeps activations."""
+        chunk, start, size = op.chunk, self.start[node], self.size(op)
         kept, keys, logits = self.kept[chunk] * size, self.kv[chunk] * size, self.logits * size
-        self.found.append((start, kept, _ACTIVATIONS))
+        self.found.append((start, kept, ACTIVATIONS))
         if self.memory.kv_bytes:
-            self.found.append((start, keys, _KV))
+            self.found.append((start, keys, KV))
         if logits and chunk == self.own_logits:
-            self.found.append((start, logits, _LOGITS))
+            self.found.append((start, logits, LOGITS))
         if self.program.forward_only:  # nothing is kept for a backward; keys and values until the last slice
-            self.found.append((self.end[node], -kept, _ACTIVATIONS))
+            self.found.append((self.end[node], -kept, ACTIVATIONS))
             if logits and chunk == self.own_logits:
-                self.found.append((self.end[node], -logits, _LOGITS))
+                self.found.append((self.end[node], -logits, LOGITS))
             if self.memory.kv_bytes and op.slice == self.slices - 1:
                 whole = self.kv[chunk] * self.sizes[op.microbatch] * self.slices
-                self.found.append((self.end[node], -whole, _KV))
+                self.found.append((self.end[node], -whole, KV))
 
-    def _use_up(self, node: int, op: Op) -> None:
-        chunk, end, size = op.chunk, self.end[node], self._size(op)
-        self.found.append((end, -self.kept[chunk] * size, _ACTIVATIONS))
+    def use_up(self, node: int, op: Op) -> None:
+        """A backward lets them go."""
+        chunk, end, size = op.chunk, self.end[node], self.size(op)
+        self.found.append((end, -self.kept[chunk] * size, ACTIVATIONS))
         if self.memory.kv_bytes:
-            self.found.append((end, -self.kv[chunk] * size, _KV))
+            self.found.append((end, -self.kv[chunk] * size, KV))
         if self.logits and chunk == self.own_logits:
-            self.found.append((end, -self.logits * size, _LOGITS))
-
-    def _keep_logits(self, node: int, op: Op) -> None:
-        if self.logits:
-            logits = self.logits * self._size(op)
-            self.found.append((self.start[node], logits, _LOGITS))
-            if self.program.forward_only:
-                self.found.append((self.end[node], -logits, _LOGITS))
-
-    def _use_up_logits(self, node: int, op: Op) -> None:
-        if self.logits:
-            self.found.append((self.end[node], -self.logits * self._size(op), _LOGITS))
-
-    def _offloaded(self, op: Op) -> float:
-        return (self.kept[op.chunk] - self.boundary[op.chunk]) * self._size(op)
-
-    def _to_host(self, node: int, op: Op) -> None:
-        self.found.append((self.end[node], -self._offloaded(op), _ACTIVATIONS))
-
-    def _from_host(self, node: int, op: Op) -> None:
-        self.found.append((self.start[node], self._offloaded(op), _ACTIVATIONS))
-
-    def _walk(self, node: int, op: Op) -> float:
-        """Goes on to the operation; share of the chunk's layers that it gathers, releases or reduces."""
-        assert self.state is not None
-        layers = self.state.gathered
-        before = len(layers[op.chunk])
-        self.state.step(node, op, [])
-        if op.kind.effect is Effect.REDUCE:
-            return len(self.state.covered(op)) / max(self.layers[op.chunk], 1)
-        return abs(len(layers[op.chunk]) - before) / max(self.layers[op.chunk], 1)
-
-    def _gather(self, node: int, op: Op) -> None:
-        chunk, at = op.chunk, min(self.start[node], self.issued)
-        share = self._walk(node, op)
-        if Effect.STEP not in self.present and not self.program.forward_only and chunk not in self.updated:
-            self.updated.add(chunk)
-            self.found.append((at, -self.gradient_shard[chunk], _GRADIENTS))
-        self.found.append((at, self.full[chunk] * share, _PARAMETERS))
-
-    def _release(self, node: int, op: Op) -> None:
-        self.found.append((self.end[node], -self.full[op.chunk] * self._walk(node, op), _PARAMETERS))
-
-    def _shard_from_host(self, node: int, op: Op) -> None:
-        self.found.append((min(self.start[node], self.issued), self.shard[op.chunk], _PARAMETERS))
-
-    def _shard_to_host(self, node: int, op: Op) -> None:
-        self.found.append((self.end[node], -self.shard[op.chunk], _PARAMETERS))
-
-    def _open_gradients(self, node: int, chunk: int) -> None:
-        if chunk not in self.with_gradients:
-            self.with_gradients.add(chunk)
-            self.found.append((self.start[node], self.gradient[chunk], _GRADIENTS))
-
-    def _reduce(self, node: int, op: Op) -> None:
-        chunk, share = op.chunk, self._walk(node, op)
-        self._open_gradients(node, chunk)  # of a pass that this replica does not have: zeros
-        self.found.append((self.end[node], -self.gradient[chunk] * share, _GRADIENTS))
-        # Reduced after every pass, the shards of all passes are added up in one place.
-        if not self.program.forward_only and (chunk, op.start) not in self.with_shards:
-            self.with_shards.add((chunk, op.start))
-            self.found.append((self.start[node], self.gradient_shard[chunk] * share, _GRADIENTS))
-        assert self.state is not None
-        if len(self.state.reduced[chunk]) == max(self.layers[chunk], 1):
-            self.with_gradients.discard(chunk)  # the next pass allocates them again
-
-    def _step(self, node: int, op: Op) -> None:
-        self.found.append((self.end[node], -self.gradient_shard[op.chunk], _GRADIENTS))
+            self.found.append((end, -self.logits * size, LOGITS))
 
 
 def _consumers(timeline: Timeline) -> dict[int, int]:
@@ -379,7 +317,9 @@ def _buffer_changes(timeline: Timeline, device: int, consumers: dict[int, int]) 
         return
     graph, program, costs = timeline.graph, timeline.program, timeline.costs
     start, end = timeline.start_s, timeline.end_s
-    kept = _held_keys(timeline, device) if program.attention_units else {}
+    kept: dict[int, tuple[int, int]] = {}
+    for rules in RULES:
+        kept |= rules.kept_buffers(timeline, device)
     issued = 0.0
     for i, op in enumerate(program.ops[device], graph.first[device]):
         if op.kind in COMPUTE:
@@ -387,39 +327,17 @@ def _buffer_changes(timeline: Timeline, device: int, consumers: dict[int, int]) 
         elif i in kept:
             size = message_bytes(costs, program, op.peer, op)
             last, first_backward = kept[i]
-            yield start[i], size, _KV
-            yield end[last], -size, _KV
+            yield start[i], size, KV
+            yield end[last], -size, KV
             if first_backward < last:  # gradients are added up where the keys are, and return with the last pass
-                yield end[first_backward], size, _KV
-                yield end[last], -size, _KV
+                yield end[first_backward], size, KV
+                yield end[last], -size, KV
         elif op.kind in RECEIVES:
             size = message_bytes(costs, program, op.peer, op)
-            yield min(start[i], issued), size, _BUFFERS
-            yield (start[consumers[i]] if i in consumers else timeline.makespan_s), -size, _BUFFERS
+            yield min(start[i], issued), size, BUFFERS
+            yield (start[consumers[i]] if i in consumers else timeline.makespan_s), -size, BUFFERS
         elif graph.other_end[i] >= 0:
             size = message_bytes(costs, program, device, graph.ops[graph.other_end[i]])
             produced = max((end[j] for j in graph.waits[i]), default=start[i])
-            yield produced, size, _BUFFERS
-            yield timeline.makespan_s if costs.keeps_sent else end[i], -size, _BUFFERS
-
-
-def _held_keys(timeline: Timeline, device: int) -> dict[int, tuple[int, int]]:
-    """Keys and values of others: each receive with the last, and the first backward, attention that uses it here.
-
-    Without any backward, the last one stands for the first backward too.
-    """
-    graph = timeline.graph
-    newest: dict[tuple[int, int, int, int], int] = {}
-    last_use: dict[int, int] = {}
-    first_backward: dict[int, int] = {}
-    for i, op in enumerate(timeline.program.ops[device], graph.first[device]):
-        if op.kind.effect is Effect.KEYS_ARRIVE:
-            newest.update(((op.peer, op.microbatch, op.peer_chunk, unit), i) for unit in range(op.start, op.stop))
-        elif op.kind.effect is Effect.USE_KEYS:
-            for unit in range(op.start, op.stop):
-                receive = newest.get((op.peer, op.microbatch, op.peer_chunk, unit))
-                if receive is not None:
-                    last_use[receive] = i
-                    if op.kind.direction is Direction.BACKWARD:
-                        first_backward.setdefault(receive, i)
-    return {receive: (last, first_backward.get(receive, last)) for receive, last in last_use.items()}
+            yield produced, size, BUFFERS
+            yield timeline.makespan_s if costs.keeps_sent else end[i], -size, BUFFERS

@@ -48,7 +48,8 @@ class Bubble:
         return self.warmup_s + self.imbalance_s + self.communication_s + self.gather_s + self.tail_s
 
 
-_GATHER = where(lambda kind: kind.stream in (Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST))
+_GATHER = where(lambda kind: kind.stream not in (Stream.COMPUTE, Stream.SEND, Stream.RECEIVE))
+"""Kinds that move parameters, gradients or activations, or add them up."""
 
 
 def attribute_bubble(timeline: Timeline) -> tuple[Bubble, ...]:
@@ -128,7 +129,7 @@ class Result(Timeline):
         return memory_use(self)
 
 
-_QUEUES = (Stream.COMPUTE, Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST)
+_QUEUES = tuple(stream for stream in Stream if stream not in (Stream.SEND, Stream.RECEIVE))
 """Streams with one queue per device, in the order of the queues."""
 
 

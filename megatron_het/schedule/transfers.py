@@ -16,8 +16,8 @@ from typing import NamedTuple
 from megatron_het.schedule.generators.listing import Speeds
 from megatron_het.schedule.graph import Graph, collection_paused, meetings, replay, waits_to_leave
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op, Program
-from megatron_het.schedule.joint import aligned_slots, joint_slots
-from megatron_het.schedule.kinds import HELPS, Direction, Role, where
+from megatron_het.schedule.joint import aligned_slots
+from megatron_het.schedule.kinds import RULES, Direction, Role, Stream, where
 
 
 def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:
@@ -51,7 +51,10 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
         raise ValueError(f"order = {order!r}: must be global or late")
     graph = Graph(program, open_sends=True)
     graph.check_complete()
-    duration = _lockstep(graph) if program.attention_units else plain_durations(program, graph, speeds)
+    joint = program.attention_units > 0
+    duration = plain_durations(program, graph, None if joint else speeds)
+    for rules in RULES:
+        rules.lockstep(graph, duration)
     graph.waits = graph.together()
     graph.waits = waits_to_leave(graph)
     for nodes in meetings(graph) if program.shape.companions else ():
@@ -95,27 +98,6 @@ def _one_compute_earlier(ops: Sequence[Op]) -> tuple[Op, ...]:
     return (*out, *since)
 
 
-def _lockstep(graph: Graph) -> list[float]:
-    """Durations of a program with exchange, after making every slot wait for all of the slot before it.
-
-    That is what joint passes come to, and it makes their transfers projections of one order too; see
-    ``joint.py``.
-    """
-    duration = plain_durations(graph.program, graph)
-    nodes = {(d, op): i for i, (op, d) in enumerate(zip(graph.ops, graph.device)) if op.kind in COMPUTE | HELPS}
-    before: dict[int, list[int]] = {}  # by replica: pipelines go on by themselves
-    for slot in joint_slots(graph.program):
-        present = [*slot.passes, *slot.idle]
-        pipeline = graph.program.devices[present[0]].replica
-        now = [nodes[d, op] for d in present if (op := slot.event(d)) is not None]
-        longest = max(duration[node] for node in now)
-        for node in now:
-            graph.waits[node] = [*graph.waits[node], *before.get(pipeline, ())]
-            duration[node] = longest
-        before[pipeline] = now
-    return duration
-
-
 def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
     """(send, peer, receive) for the operation's result, None when it stays on the device."""
     op, device = graph.ops[node], graph.device[node]
@@ -126,7 +108,7 @@ def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
     send, value = kind.sent_by, kind.makes
     if send is not None and value is not None:
         if graph.index[device][value, op.microbatch, op.slice, op.chunk] != node:
-            return None  # a later ATTEND_MERGE completes this one
+            return None  # a later operation completes this one
         target = graph.deps.target(device, op)
         if target is None or target[0] == device:
             return None
@@ -189,13 +171,13 @@ def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program
 
 
 def _first_user(receive: Op) -> tuple[object, ...]:
-    peer = receive.peer if receive.kind.role is Role.KEYS else -1
+    peer = -1 if receive.kind.role is Role.TRANSFER else receive.peer
     return receive.kind, receive.microbatch, receive.slice, receive.chunk, peer
 
 
 def _use(op: Op) -> tuple[object, ...]:
     receive = op.kind.fed_by
-    peer = op.peer if receive is not None and receive.role is Role.KEYS else -1
+    peer = -1 if receive is None or receive.role is Role.TRANSFER else op.peer
     return receive, op.microbatch, op.slice, op.chunk, peer
 
 
@@ -203,7 +185,8 @@ def _use(op: Op) -> tuple[object, ...]:
 
 
 _CLOSE = 1e-9
-_OWN = where(lambda kind: kind.role in (Role.PASS, Role.GIVE, Role.MERGE))
+_IN_A_SLOT = where(lambda kind: kind.stream is Stream.COMPUTE and kind.fields.names_pass and not kind.meets)
+"""Kinds that belong to a slot; parts of shared layers, and what is sent ahead of time, go with what follows them."""
 
 Inserts = list[dict[int, list[Op]]]
 """Per device: operations to insert before a position."""
@@ -329,9 +312,8 @@ def _slot_numbers(
     for i in range(len(ops) - 1, -1, -1):
         op = ops[i]
         backward = op.kind.direction is Direction.BACKWARD
-        if op.kind in _OWN:
-            following = number[device, backward, op.microbatch, op.slice, op.chunk]
-        elif op.kind in HELPS:
-            following = number[op.peer, backward, op.microbatch, op.slice, op.peer_chunk]
+        if op.kind in _IN_A_SLOT:
+            owner, chunk = (op.peer, op.peer_chunk) if op.kind.fields.of_peer else (device, op.chunk)
+            following = number[owner, backward, op.microbatch, op.slice, chunk]
         out[i] = following
     return out

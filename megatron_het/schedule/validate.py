@@ -8,7 +8,7 @@ from megatron_het.schedule.deps import explain
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe, waits_to_meet
 from megatron_het.schedule.ir import COMPUTE, SENDS, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import stuck_events
-from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, Direction, Fields, Work, complete
+from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, Direction, Work
 
 # Can a program deadlock?  Models of how transfers are executed.
 #
@@ -289,12 +289,6 @@ def _problem(program: Program, rule: str, device: int, position: int, reason: st
     return Problem(rule, device, position, op, f"{describe(program, device, position)}: {reason}")
 
 
-_HAS_PEER = complete(
-    Fields,
-    {Fields.PASS: False, Fields.TRANSFER: True, Fields.UNITS: True, Fields.UNITS_OF_PEER: True, Fields.LAYERS: False},
-)
-
-
 def _fields(program: Program) -> Iterator[Problem]:
     """Numbers that name nothing."""
     shape = program.shape
@@ -305,13 +299,13 @@ def _fields(program: Program) -> Iterator[Problem]:
         for i, op in enumerate(ops):
             kind, microbatch, piece, chunk, peer, peer_chunk, start, stop = op
             fields = kind.fields
-            if fields is Fields.LAYERS:
+            if not fields.names_pass:
                 good = 0 <= chunk < chunks and (start < 0) == (stop < 0)
-            elif fields is Fields.UNITS_OF_PEER:
+            elif fields.of_peer:
                 good = 0 <= microbatch < microbatches and 0 <= piece < slices
             else:
                 good = microbatch in own and 0 <= piece < slices and 0 <= chunk < chunks
-            if good and _HAS_PEER[fields]:
+            if good and fields.has_peer:
                 edge = (peer, peer_chunk)
                 if edge not in known:
                     peer_chunks = len(shape.layers[shape.devices[peer].stage]) if 0 <= peer < len(program.ops) else 0

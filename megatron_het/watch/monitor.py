@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -171,7 +171,7 @@ def _us(seconds: float) -> int:
     return round(seconds * _MICRO)
 
 
-def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: frozenset[Any]) -> Sample:
+def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: Set[Any]) -> Sample:
     """The sample of an iteration whose times are all there.
 
     Args:

@@ -71,7 +71,7 @@ def _predicted(program: Program, costs: Costs, shown: set[int]) -> Iterator[dict
 def _measured(pid: int, shift_s: float, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
     yield _named("thread_name", pid, _WAITING, {"name": "waiting"})
     for name, microbatch, part, chunk, _, start, stop, waited in rows:
-        kind = Kind[name]
+        kind = Kind.rows[name]
         begin = shift_s + start + waited
         label = str(Op(kind, microbatch, part, chunk))
         if waited > 0:

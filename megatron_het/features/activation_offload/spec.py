@@ -2,15 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Refusal, ViewFlag, option
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.deps import Lifetimes, Pass, State
 from megatron_het.schedule.ir import Kind, Op, Program
-from megatron_het.schedule.kinds import Value, Work
+from megatron_het.schedule.kinds import (
+    LIGHT,
+    NEITHER,
+    NO_NEEDS,
+    OWN_OUTPUT,
+    PASS_FIELDS,
+    Direction,
+    Effect,
+    Price,
+    Role,
+    Stream,
+    Value,
+    Work,
+    add_kinds,
+)
+from megatron_het.schedule.memory import ACTIVATIONS, BytesOf, Holdings
+
+# The operations: activations of a FORWARD go to the host, and come back ahead of the BACKWARD.
+
+
+class _Away(State):
+    """Activations of passes that are on the host, or on their way."""
+
+    def __init__(self, held: Lifetimes, program: Program, kinds: Set[Kind]) -> None:
+        super().__init__(held, program, kinds)
+        self._offloaded: dict[Pass, int] = {}
+        self._fetched: dict[Pass, int] = {}
+
+    def uses(self, key: Pass, found: list[int]) -> None:
+        """A backward waits for its activations."""
+        if key in self._fetched:
+            found.append(self._fetched.pop(key))
+
+    def offload(self, node: int, op: Op, found: list[int]) -> None:
+        """They go."""
+        self._offloaded[op.microbatch, op.slice, op.chunk] = node
+        self._move(node, op, True)
+
+    def fetch(self, node: int, op: Op, found: list[int]) -> None:
+        """They come back."""
+        key = (op.microbatch, op.slice, op.chunk)
+        if key in self._offloaded:
+            found.append(self._offloaded.pop(key))
+        self._fetched[key] = node
+        self._move(node, op, False)
+
+    def _move(self, node: int, op: Op, to_host: bool) -> None:
+        key = (op.microbatch, op.slice, op.chunk)
+        on_host = self.held.kept.get(key)
+        if on_host is None:
+            self.held.unfit(node, "there are no activations to move: no FORWARD before it, or released already")
+        elif on_host == to_host:
+            self.held.unfit(node, f"its activations are {'on the host' if to_host else 'on the device'} already")
+        self.held.kept[key] = to_host
+
+
+class _AwayBytes(BytesOf):
+    """Bytes of what leaves the device of a pass."""
+
+    def __init__(self, held: Holdings, kinds: Set[Kind]) -> None:
+        super().__init__(held, kinds)
+        self._left = held.row(held.memory.boundary_bytes, held.slices)
+
+    def _moved(self, op: Op) -> float:
+        return (self.held.kept[op.chunk] - self._left[op.chunk]) * self.held.size(op)
+
+    def offload(self, node: int, op: Op) -> None:
+        """They go."""
+        self.held.found.append((self.held.end[node], -self._moved(op), ACTIVATIONS))
+
+    def fetch(self, node: int, op: Op) -> None:
+        """They come back."""
+        self.held.found.append((self.held.start[node], self._moved(op), ACTIVATIONS))
+
+
+_COPY = NEITHER | {"executor": "activation_offload", "role": Role.OTHER, "fields": PASS_FIELDS, "colour": LIGHT}
+
+# fmt: off
+add_kinds({
+    "ACT_OFFLOAD": _COPY | {
+        "mnemonic": "AO", "stream": Stream.DEVICE_TO_HOST, "direction": Direction.FORWARD, "needs": OWN_OUTPUT,
+        "effect": Effect(lifetime=lambda held: held.state(_Away).offload,
+                         memory=lambda held: held.state(_AwayBytes).offload),
+        "price": Price(seconds=lambda prices: prices.per_slice(prices.costs.act_offload_s))},
+    "ACT_FETCH": _COPY | {
+        "mnemonic": "AF", "stream": Stream.HOST_TO_DEVICE, "direction": Direction.BACKWARD, "needs": NO_NEEDS,
+        "is_issued": True,
+        "effect": Effect(lifetime=lambda held: held.state(_Away).fetch,
+                         memory=lambda held: held.state(_AwayBytes).fetch),
+        "price": Price(seconds=lambda prices: prices.per_slice(prices.costs.act_fetch_s))},
+})
+# fmt: on
 
 # Adds the offload of activations to the host (Zorse, section 4.1.3; SlimPipe, section 6.5).
 
@@ -92,6 +184,7 @@ class ActivationOffload(Feature):
     title = "activations in host memory"
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
+    no_graphs = "what a graph keeps for its backward stays in the graph's memory, which cannot be moved"
     refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
 
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:

@@ -54,12 +54,25 @@ from megatron_het.features.context_exchange.helper import (
     joined_heads,
     returned_units,
 )
+from megatron_het.features.context_exchange.kinds import HELPS, OWNERS
 from megatron_het.features.context_exchange.spec import Units
-from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels, Moment, PendingReceive
-from megatron_het.schedule.ir import Kind
-from megatron_het.schedule.kinds import OWNERS
+from megatron_het.schedule.ir import Kind, Program
+
+
+def exchange_edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
+    """Directed rank pairs over which queries and results of the context exchange travel."""
+    pairs = {
+        pair
+        for program in programs
+        for device, ops in enumerate(program.ops)
+        for peer in {op.peer for op in ops if op.kind in HELPS}
+        for pair in boundaries.pairs(device, peer)
+    }
+    return sorted(pairs | {(dst, src) for src, dst in pairs})
+
 
 # One slot of the context exchange on a rank: what a pass gives away and does for others, and what is on its way.
 
@@ -112,7 +125,6 @@ _BACKWARD = frozenset({Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kin
 _SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})
 _RECEIVES = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
 _GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
-_HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
 
 
 class ContextExchange:
@@ -246,7 +258,7 @@ class ContextExchange:
             self._keys.receive(op, self._layers, self.shape(op))
         elif op.kind in _GIVES:
             self._gives.append(op)
-        elif op.kind in _HELPS:
+        elif op.kind in HELPS:
             self._help(op)
         elif self._gives:  # what is merged came back inside the pass; here its result is complete
             raise ExchangeError(f"{op.label} before its pass")

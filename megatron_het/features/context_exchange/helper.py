@@ -21,7 +21,7 @@ from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram, Side
 from megatron_het.plan import Placement
-from megatron_het.plan.parts import part_tokens
+from megatron_het.plan.placement import part_tokens
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.cutting import Starts
 from megatron_het.schedule.ir import Kind

@@ -12,13 +12,13 @@ import torch
 from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.families import family_of
-from megatron_het.features.context_exchange.exchange import ContextExchange
+from megatron_het.features.context_exchange.exchange import ContextExchange, exchange_edges
 from megatron_het.features.context_exchange.helper import Limits
+from megatron_het.features.context_exchange.kinds import EXCHANGE, exchanged_layers
 from megatron_het.features.context_exchange.spec import Units
-from megatron_het.features.documents.spec import asked_by
-from megatron_het.features.slices.spec import cutting_of
+from megatron_het.features.registry import cutting_of, packing_argument
 from megatron_het.lowering.programs import posted_for, program_of
-from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
+from megatron_het.lowering.ranks import RankProgram, lower
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -29,8 +29,7 @@ from megatron_het.runtime.feature import (
     RuntimeFeature,
 )
 from megatron_het.schedule.cutting import Parts
-from megatron_het.schedule.exchange import exchanged_layers
-from megatron_het.schedule.kinds import EXCHANGE, Kind
+from megatron_het.schedule.kinds import Kind
 from megatron_het.schedule.validate import check
 
 _PENDING_SENDS = 4
@@ -168,7 +167,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     units = Units(options.units, part_lengths, nominal, context.batches.bounds)
     limited, keys_channels = None, context.channels
     pairs = exchange_edges(list(context.programs.values()), context.boundaries)
-    if asked_by(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
+    if packing_argument(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
         limited = LimitedPrograms(context, units)
         pairs, keys_channels = limited.pairs, limited.channels
     exchange = ContextExchange(

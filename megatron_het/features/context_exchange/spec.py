@@ -7,99 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
-from megatron_het.features.slices.spec import DEFAULT_UNITS, EXCHANGE, SLICED_SCHEDULES, UNITS, not_sliced, slice_tokens
+from megatron_het.features.base import Feature, Figures, Option, ViewFlag, not_sliced, option
+from megatron_het.features.context_exchange.kinds import exchanged_layers
+from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, plan_exchange
+from megatron_het.features.registry import slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Bounds, Parts
-from megatron_het.schedule.exchange import ExchangePlan, Move, PassCosts, exchanged_layers, plan_exchange
-from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program, Shape
-
-# Adds the attention context exchange of a plan to a program.
-
-
-_KINDS = (
-    (Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_MERGE, Kind.KV_SEND),
-    (Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.ATTEND_MERGE_BACKWARD, Kind.KV_SEND_BACKWARD),
-)
-
-
-def add_exchange(program: Program, plan: ExchangePlan | None = None, **options: object) -> Program:
-    """The program with KV_SEND, ATTEND_GIVE, ATTEND_HELP and ATTEND_MERGE operations.
-
-    In a slot a device first gives its queries away, then attends for others, then runs its own pass, then
-    merges what comes back; devices without a pass only attend.  Keys and values are sent one slot ahead
-    when they exist by then.  Run this before transfers are added: KV_SEND gets its KV_RECV there.
-
-    Args:
-        program: compute operations only.
-        plan: from :func:`~megatron_het.schedule.exchange.plan_exchange`; made with ``options`` if absent.
-        **options: of ``plan_exchange``.
-
-    Raises:
-        ValueError: the program has other operations already, or cannot be aligned in slots.
-    """
-    if any(op.kind not in COMPUTE for ops in program.ops for op in ops):
-        raise ValueError(f"program {program.name}: the exchange comes first, before other passes")
-    plan = plan or plan_exchange(program, **options)  # type: ignore[arg-type]
-    ahead: list[list[tuple[int, Op]]] = [[] for _ in plan.slots]
-    made: dict[tuple[int, int, int, int], int] = {}
-    for s, slot in enumerate(plan.slots):
-        for move in slot.moves:
-            for device, send in _sends(move, slot.backward):
-                newest = (move.owner, move.microbatch, -(-send.stop // plan.units) - 1, move.chunk)
-                ahead[s - 1 if s and made.get(newest, s) < s - 1 else s].append((device, send))
-        if not slot.backward:
-            for device, op in slot.passes.items():
-                made[device, op.microbatch, op.slice, op.chunk] = s
-    out: list[list[Op]] = [[] for _ in program.ops]
-    for s, slot in enumerate(plan.slots):
-        for device, send in ahead[s]:
-            out[device].append(send)
-        give, help_, merge, _ = _KINDS[slot.backward]
-        for move in slot.moves:
-            out[move.owner].append(_op(give, move, move.helper))
-        for move in slot.moves:
-            out[move.helper].append(_op(help_, move, move.owner))
-        for device, op in slot.passes.items():
-            out[device].append(op)
-        for move in slot.moves:
-            out[move.owner].append(_op(merge, move, move.helper))
-    return replace(program, ops=tuple(map(tuple, out)), attention_units=plan.units)
-
-
-def _op(kind: Kind, move: Move, peer: int) -> Op:
-    return Op(
-        kind=kind,
-        microbatch=move.microbatch,
-        slice=move.slice,
-        chunk=move.chunk,
-        peer=peer,
-        peer_chunk=move.chunk,
-        start=move.start,
-        stop=move.stop,
-    )
-
-
-def _sends(move: Move, backward: bool) -> list[tuple[int, Op]]:
-    kind = _KINDS[backward][3]
-    return [
-        (
-            move.owner,
-            Op(
-                kind=kind,
-                microbatch=move.microbatch,
-                slice=move.slice,
-                chunk=move.chunk,
-                peer=move.helper,
-                peer_chunk=move.chunk,
-                start=start,
-                stop=stop,
-            ),
-        )
-        for start, stop in move.sent
-    ]
-
+from megatron_het.schedule.ir import SLICED_SCHEDULES, Program, Shape
 
 # Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
 
@@ -108,7 +23,7 @@ class Units:
     """Every slice has as many exchange units; those of a longer one have more tokens.
 
     Slices have multiples of what the ranks that share them divide into units of whole tokens
-    (``features/slices/spec.py: token_unit``), so that nothing here is rounded.
+    (``features/slices/spec.py: _token_unit``), so that nothing here is rounded.
 
     Args:
         units: Of a slice.
@@ -152,6 +67,7 @@ class Units:
 
 
 _SWITCH = "--het-context-exchange"
+DEFAULT_UNITS = 2
 _TRUE_OR_FALSE = "must be true or false"
 
 ATTENTION, REST = "exchange_attention", "exchange_rest"
@@ -194,7 +110,7 @@ class ExchangeOptions:
     """
 
     units: int = option(
-        UNITS,
+        "exchange_units",
         DEFAULT_UNITS,
         flag="--het-exchange-units",
         metavar="Q",
@@ -243,7 +159,7 @@ class ContextExchange(Feature):
     title = "attention context exchange"
     options = ExchangeOptions
     switch = Option(
-        EXCHANGE,
+        "context_exchange",
         flag=_SWITCH,
         help="devices with short prefixes attend for those with long ones, so that slices take equal "
         "time on all stages (SlimPipe, section 4.2)",
@@ -255,6 +171,7 @@ class ContextExchange(Feature):
         ViewFlag("--helping", "idle devices take part in the exchange"),
         ViewFlag("--keep-kv", "keys and values stay at the helper"),
     )
+    show_flags = (ViewFlag("--exchange-plan", "the exchange plan instead of a timeline"),)
     parts: Parts = ()
     """What slices see, by microbatch and slice; empty where each sees all before it."""
 
@@ -265,13 +182,21 @@ class ContextExchange(Feature):
         return found
 
     def attention_units(self, options: ExchangeOptions) -> int:
-        """Returns the exchange units of a slice."""
-        return options.units
+        """Returns the exchange units of a slice; 1 also for what is no number of them, which is refused later."""
+        return options.units if isinstance(options.units, int) and options.units > 0 else 1
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
         """Units switch it on."""
         units = flags["exchange_units"]
         return ExchangeOptions(units, keep=flags["keep_kv"], idle=flags["helping"]) if units else None
+
+    def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
+        """Who attends for whom, slot by slot."""
+        if not flags["exchange_plan"]:
+            return None
+        units = flags["exchange_units"] or DEFAULT_UNITS
+        plan = plan_exchange(program, units=units, helping=flags["helping"], keep=flags["keep_kv"])
+        return plan.to_json(), ("  slot | loads | giver>taker:slices | loads after", *plan.lines())
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError:
         """An exchange between passes over whole sequences."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.places import pack, unpack
-from megatron_het.plan.parts import Blocks
+from megatron_het.plan.placement import Blocks
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
 # Commuted context parallelism (SlimPipe, section 5): queries, outputs and normalisers travel, keys and values stay.
@@ -26,7 +26,7 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 # part of the slice; while the partial outputs travel, for its own to the earlier slices.
 #
 # Rank k holds the k-th block of a slice from its start and the k-th from its end, both of one size, which may differ
-# from rank to rank; see ``plan/parts.py``.
+# from rank to rank; see ``plan/placement.py``.
 
 
 Tensors = tuple[torch.Tensor, ...]

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.context_exchange.spec import ContextExchange
-from megatron_het.features.slices.spec import slice_tokens
-from megatron_het.plan import Plan, PlanError, Replica
-from megatron_het.plan.parts import least_tokens
+from megatron_het.features.registry import part_grain, slice_tokens
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.placement import least_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,3 @@ class ContextParallel(Feature):
         """Returns what travels."""
         sizes = " and ".join(map(str, options.sizes))
         return f"context-parallel size {sizes}, which sends queries instead of keys and values"
-
-
-def part_grain(plan: Plan, replica: Replica) -> int:
-    """Returns what the tokens of every context-parallel rank of a replica are a multiple of.
-
-    TP ranks divide them under sequence parallelism, and the context exchange takes them in units.
-    """
-    exchange = ContextExchange().options_of(plan)
-    divided = replica.tp if plan.training.sequence_parallel else 1
-    return math.lcm(divided, exchange.units if exchange else 1)

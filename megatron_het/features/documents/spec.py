@@ -8,15 +8,13 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, check_reach, flag_of
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.patterns import KINDS, RECURRENT
+from megatron_het.plan.schema import KINDS, RECURRENT
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
 """Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
 PACKING = (CONVERSATIONS, BY_DATASET)
 """Those with which Megatron packs sequences, and positions begin anew with each."""
-DOCUMENT_FLAGS = frozenset(map(flag_of, (*PACKING, BY_TOKEN)))
-"""The flags that say what a document is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,7 @@ class Documents(Feature):
     name = "documents"
     title = "packed documents"
     options = DocumentOptions
+    packing_flags = frozenset(map(flag_of, (*PACKING, BY_TOKEN)))
     upstream_names: ClassVar[Mapping[str, str]] = {
         "megatron.training.datasets.sft_dataset.SFTDataset.__getitem__": (
             "f5314cbb2afc02014177ab679280345ac2a7ad6b44b5569f88b4975e573b7bf6"
@@ -82,6 +81,10 @@ class Documents(Feature):
                 "to skip iterations Megatron reads where documents begin on every stage, and only the first one knows",
                 "Leave --iterations-to-skip out",
             )
+
+    def packing_argument(self, args: Any) -> str:
+        """Those of whole documents first."""
+        return asked_by(args)
 
     def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:
         """No masks: they grow as the square of the length."""

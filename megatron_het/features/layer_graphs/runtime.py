@@ -14,7 +14,7 @@ import torch
 from megatron_het.features.layer_graphs.spec import BY_TE, LOCAL, NONE
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, Key, OpenContext, RuntimeFeature
-from megatron_het.schedule.kinds import Kind
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _WARMUP_RUNS = 10
 """Runs of a layer before its capture, as in Megatron: libraries choose and load their kernels in the first ones."""
@@ -43,11 +43,10 @@ class Passes:
             mine = [op.key for op in forwards if op.chunk == chunk]
             numbers |= {key: number for number, key in enumerate(mine)}
         places = {op.key: place for place, op in enumerate(forwards, 1)}
-        backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         order = [
             places[op.key] if op.kind == Kind.FORWARD else -places[op.key]
             for op in program.ops
-            if op.kind == Kind.FORWARD or op.kind in backward
+            if op.kind == Kind.FORWARD or op.kind in INPUT_GRADIENTS
         ]
         return cls(forwards, numbers, tuple(order))
 

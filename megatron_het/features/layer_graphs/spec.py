@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
-from megatron_het.features.activation_offload.spec import ActivationOffload
 from megatron_het.features.base import Feature, flag_of
-from megatron_het.features.documents.spec import asked_by
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
-from megatron_het.features.slices.spec import cuts_sequences
-from megatron_het.features.window.spec import Window
+from megatron_het.features.registry import cuts_sequences, features_of, packing_argument
 from megatron_het.plan import Plan, PlanError
 
 NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
@@ -27,11 +24,6 @@ _GRAPHS, _LAYER = (
     "megatron.core.transformer.transformer_layer.TransformerLayer",
 )
 _POSITIONS = ("rope", "learned_absolute", "none")
-_BESIDE = {
-    Window(): "a graph reads weights and adds to gradients where they were at its capture; a window moves them",
-    ActivationOffload(): "what a graph keeps for its backward stays in the graph's memory, which cannot be moved",
-}
-"""Features of a plan that no graph can go with, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +79,9 @@ def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterat
     if getattr(args, "recompute_granularity", None) == "full" or plan.training.recompute == "full":
         problem = "full recomputation runs layers again in their backward, outside of graphs"
         yield _FLAG, kind, problem, "Recompute selectively, or not at all"
-    for feature, problem in _BESIDE.items():
-        if feature.options_of(plan) is not None:
-            yield _FLAG, kind, problem, "Leave one of them out"
+    for feature, _ in features_of(plan):
+        if feature.no_graphs:
+            yield _FLAG, kind, feature.no_graphs, "Leave one of them out"
     if family_of(args).pattern(args):
         yield _FLAG, kind, "the layers of a hybrid model have not been tried in graphs", "Leave it out"
     yield from _problems_of_local(plan, args, parts) if kind == LOCAL else _problems_of_te(args, parts)
@@ -131,7 +123,7 @@ def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> It
             "number of keys"
         )
         yield _FLAG, kind, problem, outside
-    if flag := asked_by(args):
+    if flag := packing_argument(args):
         yield (
             flag_of(flag),
             True,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_het.attention.places import take_blocks
-from megatron_het.features.slices.spec import cutting_of
+from megatron_het.features.registry import cutting_of
 from megatron_het.lowering.ranks import RankOp, RankProgram
-from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
+from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts

@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
-from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, option
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, not_sliced, option
+from megatron_het.features.registry import attention_units
+from megatron_het.features.slices.passes import seq1f1b, slimpipe, terapipe
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.parts import least_tokens
-from megatron_het.plan.patterns import KINDS, RECURRENT, SPARSE_ATTENTION
+from megatron_het.plan.placement import least_tokens
+from megatron_het.plan.schema import KINDS, RECURRENT, SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting
+from megatron_het.schedule.generators import BY_PART, GENERATORS
+from megatron_het.schedule.ir import SLICED_SCHEDULES
 
-SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
-"""Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
+GENERATORS.update({"seq1f1b": seq1f1b, "slimpipe": slimpipe, "terapipe": terapipe})
+BY_PART.update(("seq1f1b", "slimpipe"))
+
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
-EXCHANGE, UNITS, DEFAULT_UNITS = "context_exchange", "exchange_units", 2
-"""The context exchange cuts slices into units; its feature has the rest."""
 EQUAL, WORK = "equal", "work"
 """How long slices are: as long as each other, or as long as equal work makes them."""
 
@@ -98,7 +101,7 @@ class Slices(Feature):
         """The options; context parallelism cuts sequences too, into one slice."""
         if is_sliced(plan):
             return self.read(plan.schedule) or SliceOptions()
-        return SliceOptions() if cuts_sequences(plan) else None
+        return SliceOptions() if plan.most_cp > 1 else None
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError:
         """Slices with a schedule of whole sequences."""
@@ -109,13 +112,13 @@ class Slices(Feature):
         if is_sliced(plan):
             _check_number(plan)
         _check_kinds(plan)
-        length, unit = plan.model.seq_length, cutting_of(plan).unit
+        length, unit = plan.model.seq_length, _cutting_of(plan).unit
         if length % unit or length // unit < options.slices:
             raise PlanError(
                 "--het-slices",
                 options.slices,
                 "the ranks of a replica share every slice"
-                f"{', in exchange units' if _exchange_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
+                f"{', in exchange units' if attention_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
                 f"multiple of {unit} tokens, and have {options.slices} of them at least",
             )
 
@@ -132,6 +135,10 @@ class Slices(Feature):
         """Slices are causal; a mask grows as s^2."""
         args.create_attention_mask_in_dataloader = False
 
+    def cutting(self, plan: Plan, args: Any) -> Cutting | None:
+        """Slices; where only context-parallel ranks share sequences, one."""
+        return _cutting_of(plan, args) if self.options_of(plan) is not None else None
+
     def shape(self, options: SliceOptions) -> dict[str, Any]:
         """Slices per sequence."""
         return {"slices": options.slices}
@@ -142,32 +149,16 @@ def is_sliced(plan: Plan) -> bool:
     return plan.schedule.name in SLICED_SCHEDULES
 
 
-def cuts_sequences(plan: Plan) -> bool:
-    """Whether forward passes run parts of sequences: slices, or what one context-parallel rank holds."""
-    return is_sliced(plan) or plan.most_cp > 1
-
-
-def slices_of(plan: Plan) -> int:
-    """Slices per sequence; 1 for schedules that do not cut sequences."""
-    return plan.schedule.parameters.get(_SLICES, 1) if is_sliced(plan) else 1
-
-
-def token_unit(plan: Plan) -> int:
+def _token_unit(plan: Plan) -> int:
     """Returns what the tokens of slices of different length are a multiple of.
 
     All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
     """
-    found, units = 1, _exchange_units(plan)
+    found, units = 1, max(attention_units(plan), 1)
     for replica in (replica for stage in plan.stages for replica in stage.replicas):
         grain = math.lcm(units, replica.tp if plan.training.sequence_parallel else 1)
         found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
     return found
-
-
-def _exchange_units(plan: Plan) -> int:
-    """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
-    units = plan.schedule.parameters.get(UNITS, DEFAULT_UNITS) if plan.schedule.parameters.get(EXCHANGE) else 1
-    return units if isinstance(units, int) and units > 0 else 1
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:
@@ -182,7 +173,7 @@ def _can_be_even(plan: Plan, slices: int) -> bool:
     return True
 
 
-def cutting_of(plan: Plan, args: Any = None) -> Cutting:
+def _cutting_of(plan: Plan, args: Any = None) -> Cutting:
     """Where the plan cuts sequences.
 
     Args:
@@ -192,7 +183,8 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
     options = Slices().options_of(plan) or SliceOptions()
     length, slices = plan.model.seq_length, max(options.slices, 1)
     is_even = options.lengths == EQUAL and (not is_sliced(plan) or _can_be_even(plan, slices))
-    cutting = Cutting(length, slices, length // slices if is_even else token_unit(plan))
+    unit = length // slices if is_even else _token_unit(plan)
+    cutting = Cutting(length, slices, unit, by_work=options.lengths != EQUAL)
     if args is None:
         return cutting
     limits = getattr(args, "window_size", None)
@@ -202,12 +194,6 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
         window_tokens=limits[0] if limits else None,
         window_share=_window_share(args) if limits else 0.0,
     )
-
-
-def has_even_slices(plan: Plan) -> bool:
-    """Whether all slices of all sequences are equally long."""
-    options = Slices().options_of(plan)
-    return cutting_of(plan).is_even and (options is None or options.lengths == EQUAL)
 
 
 def keys_per_token(args: Any) -> float:
@@ -240,21 +226,6 @@ def _window_share(args: Any) -> float:
     if isinstance(skip, int):
         return sum(number % skip != 0 for number in numbers) / len(numbers)
     return sum(bool(skip[number - 1]) for number in numbers) / len(numbers)
-
-
-def slice_tokens(plan: Plan) -> int:
-    """Tokens of a slice of nominal length; of the sequence without slices."""
-    return cutting_of(plan).nominal
-
-
-def not_sliced(plan: Plan, given: Option) -> PlanError:
-    """The refusal of a parameter that is about slices, with a schedule of whole sequences."""
-    return PlanError(
-        f"schedule.parameters.{given.parameter}",
-        plan.schedule.parameters[given.parameter],
-        f"schedule {plan.schedule.name} does not cut sequences",
-        f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
-    )
 
 
 def _check_kinds(plan: Plan) -> None:

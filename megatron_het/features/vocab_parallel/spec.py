@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import megatron_het.features.vocab_parallel.kinds  # noqa: F401  (its operations are added to the table)
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, check_reductions_meet, option
-from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.parts import PARAMETER, stage_rows, tp_unit
+from megatron_het.plan.placement import PARAMETER, stage_rows, tp_unit
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
@@ -236,26 +236,6 @@ class Vocabulary(Feature):
                 plan.model.mtp_num_layers,
                 "its layers read the embedding of later tokens, whose rows are spread over the stages",
                 f"Leave out {_SWITCH}",
-            )
-        window = Window().options_of(plan)
-        if window is None:
-            return
-        if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
-            raise PlanError(
-                "model.tied_embeddings",
-                True,
-                f"with a parameter window and {_SWITCH} a stage's rows are in its first ministage, which is closed "
-                "when its last ministage needs them for the output layer",
-                f"Use one ministage per stage, untie them, or leave out {_SWITCH}",
-            )
-        if not window.zero and (window.per_microbatch or not window.keep_at_turn):
-            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
-            raise PlanError(
-                f"schedule.parameters.{name}",
-                window.per_microbatch,
-                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
-                "pipeline: its replicas would wait for each other if it was closed in between",
-                f"Leave it out, or {_SWITCH}",
             )
 
     def named(self, plan: Plan) -> str:

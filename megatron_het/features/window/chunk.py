@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from megatron_het.device.memory import uncounted
 from megatron_het.device.simulated import is_simulated
-from megatron_het.features.window.building import layer_of, num_layers_of
-from megatron_het.features.window.shards import Pending, parts_of
-from megatron_het.runtime.quantized_weights import drop_copies
+from megatron_het.features.window.shards import Pending, layer_of, num_layers_of, parts_of
+from megatron_het.runtime.building import drop_copies
 
 # What the parameter window uses: bytes, collectives, and the shards' place in host memory.
 
@@ -50,6 +49,7 @@ class WindowUse:
 
     Attributes:
         streams: The CUDA streams of this window; they go with it.
+        ends_when_waited_for: Whether reductions count as under way until somebody waits for them.
     """
 
     gathers: int = 0
@@ -58,6 +58,7 @@ class WindowUse:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_total_bytes: int = 0
     streams: Streams = field(default_factory=Streams)
+    ends_when_waited_for: bool = False
 
     def add(self, kind: str, count: int) -> None:
         """Account for ``count`` more (or, negative, fewer) bytes of a kind."""
@@ -386,7 +387,8 @@ class ChunkWindow:
 
     def is_reducing(self) -> bool:
         """Whether a reduction has been started and is not finished."""
-        return any(b.reducing is not None and not b.reducing.is_completed() for b in self.buckets)
+        under_way = (b.reducing for b in self.buckets if b.reducing is not None)
+        return any(self.use.ends_when_waited_for or not reducing.is_completed() for reducing in under_way)
 
     def keep_gradient_shards(self) -> None:
         """Finish the reductions, add to this rank's shards and free the whole gradients."""

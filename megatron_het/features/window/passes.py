@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_het.features.window.kinds import PARAMETER_KINDS
 from megatron_het.schedule.graph import Graph, ScheduleError, replay
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program
 from megatron_het.schedule.joint import event_places, stuck_events
-from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, PARAMETER_KINDS, PARTS, Direction, chunk_of
+from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, PARTS, Direction, Role, chunk_of, where
 from megatron_het.schedule.transfers import add_transfers, plain_durations
 
 # ZeRO-2 and 3 without a pipeline: gradients are reduced after every pass, parameters gathered for every pass.
@@ -164,7 +165,7 @@ class _Passes:
 
 
 STEPS = ("end", "ministage", "none")
-_USERS = COMPUTE | PARTS
+_USERS = where(lambda kind: kind in COMPUTE or kind in PARTS)
 """Operations that use parameters."""
 
 
@@ -339,7 +340,7 @@ class _Window:
 
 
 _COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
-_PLACED = RECEIVES | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
+_PLACED = where(lambda kind: kind in RECEIVES or kind.role is Role.TRANSFER)
 """What ``add_transfers`` adds."""
 
 
@@ -399,7 +400,7 @@ def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
         return graph.ops[other].kind in COLLECTIVES
 
     def is_anchor(other: int) -> bool:
-        return graph.ops[other].kind not in TRANSFERS | COLLECTIVES
+        return graph.ops[other].kind not in TRANSFERS and graph.ops[other].kind not in COLLECTIVES
 
     def is_about(other: int) -> bool:
         if kind is Kind.GRAD_REDUCE and graph.ops[other].kind in _COPIES:

@@ -446,6 +446,10 @@ class WindowFeature(RuntimeFeature):
         """See :class:`RuntimeFeature`; one ministage is whole at a time."""
         return self.window.copies(parameters)
 
+    def end_when_waited_for(self) -> None:
+        """Gradients are freed at the same place whenever reductions end."""
+        self.window.use.ends_when_waited_for = True
+
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """Bytes and collectives in the latest iteration."""
         return {"window": self.window.use.as_json()}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
-from megatron_het.features.window.passes import STAGES, add_parameters, add_sharded_passes
+from megatron_het.features.registry import rows_are_shared
+from megatron_het.features.window.passes import STAGES, add_parameters, add_sharded_passes, post_together
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import state_shares
 from megatron_het.schedule.cost import Costs, PerChunk
@@ -161,6 +162,7 @@ class Window(Feature):
             "c64b5a70420eeefdbc0cf61fe66c6bd5b2c7f3f36bb1942cbd2c3f0945567a94"
         ),
     }
+    no_graphs = "a graph reads weights and adds to gradients where they were at its capture; a window moves them"
     refused = (
         Refusal("log_params_norm", "it reads parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
@@ -233,6 +235,7 @@ class Window(Feature):
                         "Give one of them a share",
                     )
         _check_zero(plan, options)
+        _check_shared_rows(plan, options)
         per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]
         if options.per_microbatch and any(len(found) > 1 for found in per_stage):
             raise PlanError(
@@ -288,6 +291,10 @@ class Window(Feature):
             late=options.late,
         )
 
+    def in_order(self, program: Program, options: WindowOptions, speeds: Sequence[float] | None) -> Program:
+        """The program whose replicas come together to what they gather and reduce."""
+        return post_together(program, speeds=speeds)
+
     def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:
         """Gathers and reductions over the stage's replicas; shards from and to the host."""
         copies = _by_layers(program, figures.host_copy_s) if options.offload else ()
@@ -297,6 +304,30 @@ class Window(Feature):
             reduce_s=_by_layers(program, figures.reduce_s),
             prefetch_s=copies,
             offload_s=copies,
+        )
+
+
+def _check_shared_rows(plan: Plan, options: WindowOptions) -> None:
+    """Refuse what cannot be where all stages have rows of the vocabulary, which its flag switches on."""
+    if not rows_are_shared(plan):
+        return
+    switch = "--het-vocabulary-parallel"
+    if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
+        raise PlanError(
+            "model.tied_embeddings",
+            True,
+            f"with a parameter window and {switch} a stage's rows are in its first ministage, which is closed "
+            "when its last ministage needs them for the output layer",
+            f"Use one ministage per stage, untie them, or leave out {switch}",
+        )
+    if not options.zero and (options.per_microbatch or not options.keep_at_turn):
+        name = "per_microbatch" if options.per_microbatch else "keep_at_turn"
+        raise PlanError(
+            f"schedule.parameters.{name}",
+            options.per_microbatch,
+            "parts of the output layer run between the last ministage's forwards and backwards, all over the "
+            "pipeline: its replicas would wait for each other if it was closed in between",
+            f"Leave it out, or {switch}",
         )
 
 

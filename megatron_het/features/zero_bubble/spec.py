@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal, check_reductions_meet
+from megatron_het.features.zero_bubble.passes import v_half, zb_h1, zb_v
 from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.ir import Program, placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
@@ -16,6 +18,9 @@ _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout.PipelineParallelLayerL
 _BUCKET_SIZE, _LARGE_VOCABULARY = 40_000_000, 300_000
 SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Schedules that split backward passes and that plans can have."""
+
+
+GENERATORS.update({"v-half": v_half, "zb-h1": zb_h1, "zb-v": zb_v})
 
 
 @dataclass(frozen=True, slots=True)

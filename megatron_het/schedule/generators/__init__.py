@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from megatron_het.schedule.generators.interleaved import interleaved, ministage
 from megatron_het.schedule.generators.one_f_one_b import data_parallel, gpipe, one_f_one_b
-from megatron_het.schedule.generators.slimpipe import seq1f1b, slimpipe, terapipe
-from megatron_het.schedule.generators.zero_bubble import chunks_held, v_half, zb_h1, zb_v
 from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {
@@ -18,14 +16,9 @@ GENERATORS: dict[str, Callable[..., Program]] = {
     "gpipe": gpipe,
     "interleaved": interleaved,
     "ministage": ministage,
-    "seq1f1b": seq1f1b,
-    "slimpipe": slimpipe,
-    "terapipe": terapipe,
-    "v-half": v_half,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
 }
-BY_PART = frozenset({"1f1b", "data-parallel", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe"})
+"""By name; features add their own."""
+BY_PART = {"1f1b", "data-parallel", "gpipe", "interleaved", "ministage"}
 """Schedules that order the parts of a shape (``pipelines.py``) each as if it were alone."""
 
 
@@ -46,4 +39,4 @@ def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameter
     return GENERATORS[name](shape, forward_only=forward_only, **parameters)
 
 
-__all__ = ["BY_PART", "GENERATORS", "chunks_held", "generate"]
+__all__ = ["BY_PART", "GENERATORS", "generate"]

@@ -25,12 +25,10 @@ from megatron_het.safe_io import (
     shown,
 )
 from megatron_het.schedule.cost import Costs, Link
-from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph, ScheduleError
-from megatron_het.schedule.ir import Program, Shape, placement_of
+from megatron_het.schedule.ir import Program, Shape, dumps, loads, placement_of
 from megatron_het.schedule.simulate import Result, simulate
-from megatron_het.schedule.text import dumps, loads
 from megatron_het.schedule.validate import TRANSPORTS, Problem, deadlocks, validate
 from megatron_het.schedule.view.visualize import (
     PICTURES,
@@ -223,7 +221,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_json(command)
     show, check, sim = (commands.choices[name] for name in ("show", "check", "simulate"))
     show.add_argument("--program-text", action="store_true", help="the program as text instead of a timeline")
-    show.add_argument("--exchange-plan", action="store_true", help="the exchange plan instead of a timeline")
+    for feature in FEATURES:
+        for flag in feature.show_flags:
+            _add_view_flag(show, flag)
     show.add_argument(
         "--width", type=count(1, 10_000), default=68, help="characters of the timeline (default %(default)s)"
     )
@@ -277,7 +277,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
             _add_view_flag(group, flag)
 
 
-def _add_view_flag(group: argparse._ArgumentGroup, flag: ViewFlag) -> None:
+def _add_view_flag(group: argparse._ActionsContainer, flag: ViewFlag) -> None:
     if flag.default is False:
         group.add_argument(flag.flag, action="store_true", help=flag.help)
     elif flag.choices:
@@ -412,12 +412,12 @@ def _pictures(options: argparse.Namespace, result: Result) -> None:
 def _show(options: argparse.Namespace) -> int:
     _check_outputs(options)
     program = _program(options)
-    if options.exchange_plan:
-        units = options.exchange_units or 2
-        plan = plan_exchange(program, units=units, helping=options.helping, keep=options.keep_kv)
-        if not _write(options, plan.to_json()):
-            sys.stdout.write("  slot | loads | giver>taker:slices | loads after\n" + "\n".join(plan.lines()) + "\n")
-        return 0
+    for feature in FEATURES:
+        if (found := feature.shown(program, vars(options))) is not None:
+            body, lines = found
+            if not _write(options, body):
+                sys.stdout.write("\n".join(lines) + "\n")
+            return 0
     if options.program_text:
         sys.stdout.write(dumps(program))
         return 0

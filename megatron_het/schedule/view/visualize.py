@@ -22,7 +22,7 @@ from megatron_het.lowering.programs import assemble
 from megatron_het.plan import ScheduleSpec
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Program, Shape, placement_of
-from megatron_het.schedule.kinds import Direction, Fields, Role
+from megatron_het.schedule.kinds import RULES, Role
 from megatron_het.schedule.simulate import simulate
 
 # All schedules side by side, on one model and one number of devices.
@@ -198,25 +198,16 @@ def model_costs(
 
 
 def communication_volume(result: Result) -> float:
-    """Activations, gradients and exchanged context through the busiest device, per microbatch.
-
-    A pass over one slice given away moves, per layer, query and output (2) and 2 tensors per slice of keys
-    and values in the forward (SlimPipe, section 4.2.3), and twice that in the backward (query, output,
-    its gradient and the query's; keys, values and their gradients).
-    """
+    """Activations, gradients and what features move through the busiest device, per microbatch."""
     program = result.program
     shape = program.shape
     total = [0.0] * len(program.ops)
     for d, ops in enumerate(program.ops):
         for op in ops:
-            kind = op.kind
-            if kind.role is Role.TRANSFER:
+            if op.kind.role is Role.TRANSFER:
                 total[d] += 1.0
-            elif kind.role in (Role.GIVE, Role.HELP, Role.KEYS):
-                owner = op.peer if kind.fields is Fields.UNITS_OF_PEER else d
-                layers = shape.layers[shape.devices[owner].stage][op.peer_chunk]
-                tensors = 2.0 * (op.stop - op.start) / program.attention_units if kind.role is Role.KEYS else 2.0
-                total[d] += layers * tensors * (2 if kind.direction is Direction.BACKWARD else 1)
+            for rules in RULES:
+                total[d] += rules.volume(program, d, op)
     return max(total) / shape.slices / shape.microbatches
 
 

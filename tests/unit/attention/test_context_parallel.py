@@ -15,7 +15,7 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import UNLIMITED, SliceContext, take_blocks
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_parallel.runtime import CommutedContextParallel
-from megatron_het.plan.parts import part_tokens, token_blocks
+from megatron_het.plan.placement import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
 
 _WAIT_S = 30.0

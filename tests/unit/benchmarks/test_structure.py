@@ -168,7 +168,7 @@ def test_a_feature_is_counted_where_it_is_imported_or_named(tmp_path: Path) -> N
         "megatron_het/kind.py": "x = Kind.ROPE_PULL\n",
         "megatron_het/field.py": "x = body['rope_units']\n",
         "megatron_het/parameter.py": "x = {'rope': True}\n",
-        "megatron_het/column.py": "x = Price.PREFETCH\n",
+        "megatron_het/column.py": "x = Stream.COLLECTIVE\n",
         "tools/argument.py": "f(rope_units=1)\n",
         "tools/class.py": "class RopeUnits: ...\n",
     }
@@ -176,7 +176,7 @@ def test_a_feature_is_counted_where_it_is_imported_or_named(tmp_path: Path) -> N
         "benchmarks/case.py": "f(rope_units=1)\n",
         "tests/test.py": "f(rope_units=1)\n",
         "megatron_het/free.py": '"""rope_units"""\ndef f(rope_units_of):\n    """rope_units"""\n    """rope_pull"""\n',
-        "megatron_het/common.py": "x = Price.FORWARD\ndef f(rope: float): ...\nrope = f(rope=1)\n",
+        "megatron_het/common.py": "x = Stream.COMPUTE, Work.WEIGHTS\ndef f(rope: float): ...\nrope = f(rope=1)\n",
     }
     root = tree(tmp_path, PLAIN | room | outside | free)
     everything, elsewhere = files_for_a_feature(read_tree(root), feature)

@@ -58,3 +58,14 @@ def test_what_the_user_sets_stays():
     pace.begin()
     assert [i for i in range(1, 10) if pace.is_due(i)] == [3, 6, 9]
     assert not any(Pace(0).is_due(i) for i in range(1, 10))
+
+
+def test_copies_tell_how_fast_state_moves():
+    pace = Pace(1)
+    run(pace, 1.0, Cost(0.1, 0.2, held_bytes=4000, sent_bytes=1000))
+    assert pace.rates is None, "what takes as long as a message tells nothing of the link"
+    for sent_s in (0.2, 0.4, 50.0):
+        run(pace, 1.0, Cost(0.1, sent_s, held_bytes=10**9, sent_bytes=10**8), 1)
+    assert pace.rates == (pytest.approx(10**10), pytest.approx(2.5 * 10**8))
+    pace.begin()
+    assert pace.rates is not None, "a change is judged right after the one before"

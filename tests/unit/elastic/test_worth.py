@@ -11,9 +11,21 @@ import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
-from megatron_het.elastic.worth import CHANGE_S, GROUP_S, against, change_s, grows_for_s, measured_s
+from megatron_het.elastic.worth import (
+    CHANGE_S,
+    DEATH,
+    GROUP_S,
+    JOIN,
+    LEAVE,
+    Rates,
+    against,
+    change_s,
+    grows_for_s,
+    measured_s,
+    state_bytes,
+)
 from megatron_het.plan import Plan, Prediction, RankPrediction
-from megatron_het.plan.costs import LinkCosts, PlannedCosts
+from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan
@@ -37,31 +49,66 @@ def test_what_a_change_takes() -> None:
 
 
 def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
-    def of(state_bytes: int, link_bytes_per_s: float, sizes: list[list[int]]) -> float:
-        ranks = tuple(RankPrediction(r, 1.0, state_bytes // 2, 0, state_bytes // 2, 0) for r in range(len(sizes)))
+    def of(held_bytes: int, link_bytes_per_s: float, sizes: list[list[int]], rates: Rates | None = None) -> float:
+        ranks = tuple(RankPrediction(r, 1.0, held_bytes // 2, 0, held_bytes // 2, 0) for r in range(len(sizes)))
         costs = PlannedCosts((), (LinkCosts(((0, 1),), 1e-5, link_bytes_per_s),))
-        return grows_for_s(replace(plan(sizes), predicted=Prediction(1.0, 0.0, ranks, costs)))
+        made = replace(plan(sizes), predicted=Prediction(1.0, 0.0, ranks, costs))
+        if rates is not None:
+            assert change_s([], made, JOIN, rates) == CHANGE_S + grows_for_s(made, rates)
+        return grows_for_s(made, rates or Rates())
 
     small, large = of(10**9, 1e9, [[1], [1]]), of(10**10, 1e9, [[1], [1]])
     assert large - small == pytest.approx(9 * 1.5), "once out, once over the link, once in"
     assert of(10**9, 1e8, [[1], [1]]) - small == pytest.approx(9.0)
     assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * GROUP_S)
-    assert grows_for_s(SLOW) == 0.0 and change_s([], SLOW) == CHANGE_S
+    assert grows_for_s(SLOW, Rates()) == 0.0 and change_s([], SLOW) == CHANGE_S
+    measured = of(10**9, 1e9, [[1], [1]], Rates(4e9, 1e8))
+    assert measured - small == pytest.approx(9.0), "copies have told that the link is slower"
+    assert of(10**9, 1e8, [[1], [1]], Rates(4e9, 1e9)) == measured, "of the planned and the seen link the slower one"
+    assert of(10**9, 1e9, [[1], [1]], Rates(4e8, None)) - small == pytest.approx(4.5)
 
 
 def test_what_a_change_takes_is_learned_from_the_changes_of_the_job() -> None:
     def seen(number: int, took_s: float, moved_s: float) -> dict[str, Any]:
         told = {"iteration": 5, "times": {"built": 3.0, "loaded": 3.0 + moved_s, "first_step": 10.0 + took_s}}
-        return {"generation": number, "seen": 10.0, "took_s": took_s, "grows_s": 2.0, "opened": {"0": told}}
+        return {"generation": number, "seen": 10.0, "took_s": took_s, "state_bytes": 4e9, "opened": {"0": told}}
 
     ranks = (RankPrediction(0, 1.0, 10**10, 0, 10**10, 0),)
     large = replace(FAST, predicted=Prediction(1.0, 0.0, ranks))
-    start, ratio = entry(0, 0.0, (9.0,)), grows_for_s(large) / 2.0
+    start, ratio = entry(0, 0.0, (9.0,)), 5.0
     assert change_s([start, seen(1, 7.0, 4.0)], large) == pytest.approx(3.0 + 4.0 * ratio)
     assert change_s([start, seen(1, 7.0, 9.0)], large) == pytest.approx(7.0 * ratio), "never more than the whole"
     changes = [seen(1, 1.0, 0.0), seen(2, 7.0, 0.0), seen(3, 90.0, 0.0), seen(4, 8.0, 0.0)]
     assert change_s([start, *changes], large) == 8.0, "one slow change does not count, nor does an old one"
     assert change_s([start, *changes]) == 8.0
+
+
+def test_a_join_is_not_judged_by_deaths() -> None:
+    """Who stays holds most of its state; a newcomer gets all of it."""
+    history = [entry(0, 0.0, (9.0,))]
+    history += [entry(i, 10.0, (10.0 + took_s,)) | {"kind": kind} for i, kind, took_s in
+                ((1, JOIN, 9.0), (2, DEATH, 0.4), (3, DEATH, 0.5), (4, LEAVE, 1.0), (5, DEATH, 0.3))]  # fmt: skip
+    assert change_s(history, kind=JOIN) == 9.0
+    assert change_s(history, kind=DEATH) == pytest.approx(0.4)
+    assert change_s([*history[:-1], history[-1] | {"kind": "other"}], kind="") == 0.5
+    assert change_s(history[:1] + history[2:4], kind=JOIN) == pytest.approx(0.45), "the others, where there is none"
+
+
+def test_the_controller_knows_how_fast_copies_went(tmp_path: Path) -> None:
+    board: Any = Notes()
+    made = replace(plan([[1], [1]]), predicted=Prediction(1.0, 0.0))
+    controller = Controller(board, GivenPlans([made]), tmp_path / "state.json", 2, Bounds(), lambda _: None)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    assert controller._rates() == Rates()
+    for number, rates in ((1, [2e9, 3e8]), (2, [1e9, 5e8])):
+        about = {"process": number, "node": f"n{number}", "device": "", "signature": "s"}
+        board.put(f"beat/{number}", {"beats": 1, "iteration": 4, "rates": rates, **about})
+    controller._step()
+    assert controller._rates() == Rates(1e9, 3e8), "the slowest"
+    board.put("beat/1", {"beats": 2, "iteration": 4, "rates": [0.0, -1.0], **about, "process": 1})
+    controller._step()
+    assert controller._rates() == Rates(1e9, 5e8), "nonsense tells nothing"
 
 
 def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
@@ -80,7 +127,8 @@ def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
             board.post({"type": "ended", **ended, "generation": 0})
             controller._step()
     noted = controller.history[-1]
-    assert noted["generation"] == 1 and noted["grows_s"] == grows_for_s(made) and 0.0 <= noted["took_s"] < 60.0
+    assert noted["generation"] == 1 and noted["state_bytes"] == state_bytes(made) == 2e9 and noted["kind"] == DEATH
+    assert 0.0 <= noted["took_s"] < 60.0
 
 
 def test_what_an_iteration_takes() -> None:

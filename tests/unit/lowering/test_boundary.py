@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.lowering.ranks import Piece, Side, pieces
-from megatron_het.plan.parts import least_tokens, part_tokens, token_blocks
+from megatron_het.plan.placement import least_tokens, part_tokens, token_blocks
 
 SEQ = 24
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_het.lowering.programs import costs_of, planned_costs, program_of
 from megatron_het.plan import ModelShape, Plan, PlanError, Prediction, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.plan.costs import PER_CHUNK, PER_DEVICE
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import cost
 from megatron_het.schedule.cost import Costs, Link

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_het.features.context_exchange.exchange import exchange_edges
 from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import build
-from megatron_het.lowering.ranks import BoundaryMap, edges, exchange_edges, lower
+from megatron_het.lowering.ranks import BoundaryMap, edges, lower
 from megatron_het.plan import Placement
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind
 from tests.unit.plan.test_plan import document, read

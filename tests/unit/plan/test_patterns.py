@@ -12,11 +12,12 @@ from megatron_het.families import GPT, HYBRID, family_of
 from megatron_het.families.hybrid import LOCAL_SPEC
 from megatron_het.features.context_exchange.runtime import windows_of
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.features.slices.spec import cutting_of, keys_per_token
+from megatron_het.features.registry import cutting_of
+from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.patterns import later_layers, layers_of, problem_of, with_chunks, without_chunks
+from megatron_het.plan.schema import later_layers, layers_of, problem_of, with_chunks, without_chunks
 from megatron_het.plan.validate import check_plan
 from tests.unit.plan.megatron_flags import flags
 from tests.unit.plan.test_refusals import Arguments, arguments

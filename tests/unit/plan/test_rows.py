@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.plan.parts import stage_rows
+from megatron_het.plan.placement import stage_rows
 
 MODEL = ModelShape(3, 64, 8, 4, 32)
 

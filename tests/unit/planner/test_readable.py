@@ -11,6 +11,7 @@ from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.analysis import alternatives, best_even_split, differences, stock_plans
 from tools.planner.report.tables import plans_tables, summary, summary_tables
 from tools.planner.search.outcome import Found, Outcome
@@ -121,6 +122,17 @@ def test_a_baseline_exists_where_not_all_gpus_can_be_used():
     assert even[0].world_size < 11
     times = [mine.time_s(c) for c in stock_plans(mine)]
     assert even[1].iteration_s == min(times)
+
+
+def test_the_baseline_divides_experts_over_replicas():
+    """As stock Megatron does, which then takes less time than with experts inside TP groups."""
+    shape = {"experts": Experts(count=8, top_k=2, ffn_hidden_size=14336), "num_layers": 8, "sequence_parallel": True}
+    large = MODEL.model_copy(update=shape)
+    mine = estimator(NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8, network_bytes_per_s=50e9), model=large)
+    even = best_even_split(mine)
+    assert even is not None and even[0].across_replicas
+    inside = [mine.time_s(c) for c in stock_plans(mine) if not c.across_replicas]
+    assert even[1].iteration_s < min(inside)
 
 
 def test_the_baseline_uses_tp_where_one_gpu_is_too_small():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.runtime.quantized_weights import add_all_gradients, copies_of, drop_copies
+from megatron_het.runtime.building import add_all_gradients, copies_of, drop_copies
 
 
 class Quantised:

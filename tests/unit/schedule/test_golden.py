@@ -5,15 +5,30 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, peaks, run
 
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import ExchangePlan, add_exchange, balance, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Costs, Link, Shape, add_transfers, generate, simulate
-from megatron_het.schedule.exchange import balance, lockstep_bubble, paper_volume, plan_exchange
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.validate import deadlocks
 from megatron_het.schedule.view.visualize import Setting, compare
 from testing import paper_formulas as formulas
+
+
+def paper_volume(stages: int, slices: int) -> int:
+    """Equation (2) without its last factor: slices per microbatch and device, of size L M_h / (p n)."""
+    p, n = stages, slices
+    return 2 * n + 2 * (n - p + 1) * ((p - 1) // 2) + 2 * (p - 1) * ((n - 1) // 2)
+
+
+def lockstep_bubble(plan: ExchangePlan, slices: int, microbatches: int) -> float:
+    """Bubble when attention is everything and every slot lasts as long as its heaviest device.
+
+    The backward mirrors the forward, so forward slots are enough.
+    """
+    total = sum(max(slot.after) for slot in plan.slots if not slot.backward)
+    ideal = microbatches * slices * (slices + 1) // 2 * plan.units
+    return (total - ideal) / ideal
 
 
 @pytest.mark.parametrize(

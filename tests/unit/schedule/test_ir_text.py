@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from schedule_helpers import full
 
 from megatron_het.schedule import Device, Kind, Op, ScheduleSyntaxError, Shape, dumps, generate, loads
-from megatron_het.schedule.ir import RECEIVES, SENDS
-from megatron_het.schedule.text import parse_op
+from megatron_het.schedule.ir import RECEIVES, SENDS, parse_op
 
 HET = Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2, 2))
 

@@ -3,11 +3,12 @@
 import pytest
 from schedule_helpers import with_device
 
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.kinds import ExchangeRules, joint_slots
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
-from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
+from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.joint import joint_slots, stuck_events, unequal_layers
+from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.validate import validate
 
 
@@ -88,7 +89,7 @@ def test_transfers_placed_without_lockstep_are_found(monkeypatch: pytest.MonkeyP
     """Placed as if helpers did not hold their owners up, some transfers cross their slots."""
     program = add_exchange(generate("slimpipe", Shape.uniform(4, 1, slices=4)), helping=True)
     assert validate(add_transfers(program)) == []
-    monkeypatch.setattr(transfers, "_lockstep", lambda graph: transfers.plain_durations(graph.program, graph))
+    monkeypatch.setattr(ExchangeRules, "lockstep", lambda rules, graph, duration: None)
     problems = validate(add_transfers(program))
     assert problems and {p.rule for p in problems} == {"deadlock"}
     assert "attend for each other" in problems[0].message
@@ -103,9 +104,3 @@ def test_passes_that_are_not_aligned_are_a_problem() -> None:
     assert first < last
     ops.insert(first, ops.pop(last))
     assert validate(with_device(program, 3, ops))
-
-
-def test_unequal_layers() -> None:
-    assert unequal_layers(generate("slimpipe", Shape.uniform(2, 1, slices=2, chunks=2))) is None
-    shape = Shape(((2,), (3,)), ((0,), (0,)), (1, 1), slices=2)
-    assert "as many" in (unequal_layers(generate("slimpipe", shape)) or "")

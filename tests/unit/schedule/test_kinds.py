@@ -1,45 +1,63 @@
 """The table of kinds: nothing can be left out, nothing falls through, kinds are not numbers."""
 
+import copy
 import operator
+import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from schedule_helpers import full, run
 
+from megatron_het.features.context_exchange.kinds import EXCHANGE
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
+from megatron_het.features.window.kinds import PARAMETER_KINDS
 from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds, simulate
-from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, PARAMETER_KINDS, TRANSFERS, Price, complete, executed_by
+from megatron_het.schedule.ir import parse_op
+from megatron_het.schedule.kinds import COMPUTE, TRANSFERS, Columns, executed_by
 from megatron_het.schedule.validate import validate
+
+ROW = {column: getattr(Kind.OPTIMIZER_STEP, column) for column in Columns.__annotations__} | {"mnemonic": "XX"}
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("rows", "message"),
     [
-        (
-            "effect=Effect.STEP, price=Price.STEP, plain_s=0.0, colour=_GREY)",
-            "effect=Effect.STEP, price=Price.STEP, plain_s=0.0)",
-            "row 'OS' and the columns differ in colour",
-        ),
-        ('other_end="RECV_FORWARD"', "other_end=None", "SEND_FORWARD"),
-        ('mnemonic="OS"', 'mnemonic="GR"', "two kinds have one mnemonic"),
+        ({"NEW": {**ROW, "extra": 1}}, "row 'XX' and the columns differ in extra"),
+        ({"NEW": {k: v for k, v in ROW.items() if k != "colour"}}, "row 'XX' and the columns differ in colour"),
+        ({"NEW": {**ROW, "other_end": "RECV_FORWARD"}}, "NEW and RECV_FORWARD are not each other's other end"),
+        ({"NEW": {**ROW, "mnemonic": "OS"}}, "two kinds have one mnemonic"),
+        ({"OPTIMIZER_STEP": ROW}, "there are two kinds OPTIMIZER_STEP"),
     ],
 )
-def test_a_row_that_lacks_something_fails_at_import(old: str, new: str, message: str) -> None:
+def test_a_row_that_lacks_something_is_refused(rows: dict[str, dict[str, object]], message: str) -> None:
     """There are no defaults, both ends of a transfer name each other, and text can be read back."""
-    source = Path(kinds.__file__).read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    with pytest.raises((TypeError, RuntimeError), match=message):
-        exec(compile(source.replace(old, new), "kinds.py", "exec"), {"__name__": "kinds"})  # noqa: S102
+    before = dict(Kind.rows)
+    try:
+        with pytest.raises(TypeError, match=message):
+            kinds.add_kinds(rows)
+    finally:
+        kinds.drop_kinds(Kind.rows.keys() - before.keys())
+    assert Kind.rows == before
 
 
-def test_a_reader_without_an_entry_fails() -> None:
-    """So that a new entry cannot fall through."""
-    table = dict.fromkeys(Price, 0.0)
-    assert complete(Price, table) == table
-    del table[Price.STEP]
-    with pytest.raises(TypeError, match="Price: no meaning here for STEP"):
-        complete(Price, table)
+def test_sets_grow_with_the_table() -> None:
+    """A feature that is imported later has its kinds in the sets that others made, and takes them along."""
+    updates = kinds.where(lambda kind: kind.effect.updates)
+    assert updates == {Kind.OPTIMIZER_STEP}
+    kinds.add_kinds({"NEW": ROW})
+    try:
+        assert updates == {Kind.OPTIMIZER_STEP, Kind.NEW} and parse_op("XX_.0.0").kind is Kind.NEW
+    finally:
+        kinds.drop_kinds({"NEW"})
+    assert updates == {Kind.OPTIMIZER_STEP} and "NEW" not in Kind.rows
+    with pytest.raises(AttributeError, match="no kind NEW"):
+        _ = Kind.NEW
+
+
+def test_a_kind_is_copied_and_pickled_by_name() -> None:
+    """Its number depends on the features that are imported."""
+    assert copy.deepcopy(Kind.VOCAB_FORWARD) is Kind.VOCAB_FORWARD
+    assert pickle.loads(pickle.dumps(Kind.VOCAB_FORWARD)) is Kind.VOCAB_FORWARD
 
 
 def test_kinds_have_no_order() -> None:
@@ -47,7 +65,7 @@ def test_kinds_have_no_order() -> None:
     for compare in (
         lambda: operator.lt(Kind.FORWARD, 3),
         lambda: operator.ge(Kind.KV_SEND, Kind.KV_RECV),
-        lambda: max(Kind),
+        lambda: max(tuple(Kind)),
     ):
         with pytest.raises(TypeError, match="have no order"):
             compare()

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, level, plan_exchange
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting
-from megatron_het.schedule.exchange import PassCosts, level, plan_exchange
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.simulate import simulate

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.graph import Graph, ScheduleError, meetings
-from megatron_het.schedule.ir import RECEIVES, SENDS
+from megatron_het.schedule.ir import RECEIVES, SENDS, dumps, loads
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.simulate import simulate
-from megatron_het.schedule.text import dumps, loads
 from megatron_het.schedule.validate import validate
 
 Options = dict[str, object]

@@ -7,11 +7,10 @@ import pytest
 from schedule_helpers import full
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
-from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.validate import check, validate
 

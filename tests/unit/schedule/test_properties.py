@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, add_sharded_passes, post_together
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads

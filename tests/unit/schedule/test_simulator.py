@@ -7,7 +7,7 @@ import pytest
 from schedule_helpers import full, run, with_device
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import (
     Costs,

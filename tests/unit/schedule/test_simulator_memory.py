@@ -6,7 +6,7 @@ import pytest
 from schedule_helpers import full, peaks, run
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
-from megatron_het.features.context_exchange.spec import add_exchange
+from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Costs, Kind, Link, Memory, Shape, add_transfers, generate, simulate

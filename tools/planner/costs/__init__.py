@@ -1,1 +1,1 @@
-"""Prices candidates: time, memory, traffic and money of layers, stages and plans."""
+"""Costs of a candidate: time, memory, traffic and money of layers, stages and plans."""

@@ -163,7 +163,7 @@ def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[
 
 
 def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
-    """Routes the microbatches of one of the equal pipelines."""
+    """Returns the routes of one of the equal pipelines."""
     seconds = [
         [_unit_time(estimator, candidate, s, g) for g in stage.groups for _ in range(g.count)]
         for s, stage in enumerate(candidate.block().stages)

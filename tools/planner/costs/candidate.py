@@ -1,4 +1,4 @@
-"""Defines what the search varies: a plan without rank numbers."""
+"""Candidates, which the search varies: plans without rank numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
-from megatron_het.plan.patterns import layers_of
+from megatron_het.plan.schema import layers_of
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement_of
@@ -106,11 +106,11 @@ class Candidate:
         return self.chunk_counts[s] if self.chunk_counts else self.chunks
 
     def as_of(self, s: int) -> Candidate:
-        """Returns the candidate for what only looks at one stage: its number of chunks is that of all."""
+        """Returns the candidate for callers that look at one stage only: its number of chunks is that of all."""
         return replace(self, chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
     def in_pools(self, pools: Sequence[int]) -> Candidate:
-        """Renumbers the pools: ``pools[p]`` in place of ``p``."""
+        """Returns the candidate with other numbers of pools: ``pools[p]`` in place of ``p``."""
         stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
         groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
         sizes = tuple(self.sizes[i] for i in sorted(range(len(groups)), key=lambda i: groups[i]))
@@ -132,7 +132,7 @@ class Candidate:
         return ep, max(1, group.tp // ep)
 
     def over_replicas(self, ep: int) -> Candidate:
-        """Divides experts over so many ranks of a stage, or as many as its ranks allow.
+        """Returns the candidate with experts over so many ranks of a stage, or as many as a stage's ranks allow.
 
         Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
         divided inside replicas.

@@ -144,7 +144,7 @@ class CatalogCosts:
         self._of_kind: dict[str, CatalogCosts] = {}
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
-        """Returns what published runs of such plans show."""
+        """Returns how far published runs of such plans were from their predictions."""
         return catalog_uncertainty(self.model, gpus, fitted=self.runtime.fused)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class CatalogCosts:
         return sliced / whole
 
     def of_kind(self, kind: str) -> CatalogCosts:
-        """Prices a model of one layer of a kind."""
+        """Returns the costs of a model of one layer of a kind."""
         if kind not in self._of_kind:
             self._of_kind[kind] = CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)
         return self._of_kind[kind]

@@ -195,7 +195,7 @@ class Estimator(OperatingPoints):
         return found
 
     def only(self, pools: Sequence[int]) -> Estimator:
-        """Estimates for these pools of the cluster alone, in this order."""
+        """Returns the estimator of these pools of the cluster, in this order."""
         nodes = tuple(self.cluster.nodes[p] for p in pools)
         cluster = Cluster(name=self.cluster.name, nodes=nodes, links=self.cluster.links, gpus=self.cluster.gpus)
         return Estimator(cluster, self.model, self.costs, self.runtime, self.memory_margin)

@@ -1,4 +1,4 @@
-"""Holds the closed form's figures of a candidate, its stages and its groups."""
+"""Figures of the closed form: of a candidate, its stages and its groups."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Unit:
         return seconds + last * self.head_f if last else seconds
 
     def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
-        """Backward of one microbatch through a stage (or its layers, on average)."""
+        """Returns the seconds of the backward of so many layers."""
         seconds = layers * self.layer_b + chunks * self.pass_b
         if first:
             seconds += first * self.embedding_b

@@ -1,4 +1,4 @@
-"""Extras of a plan besides its schedule: a split vocabulary, the context exchange, activations in main memory.
+"""Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
 
 Candidates say it in ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the schedule.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
-from megatron_het.plan.parts import PARAMETER, vocabulary_shares
-from megatron_het.plan.patterns import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
+from megatron_het.plan.placement import PARAMETER, vocabulary_shares
+from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
 
 from ..inputs.model import Model
 from .candidate import Candidate, Group, chunk_layers, layers_at

@@ -116,7 +116,7 @@ class LayerCost:
 
 
 def mean_of_layers(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
-    """Mean of several kinds of layers by share; temporary memory is that of the largest."""
+    """Returns the mean of several kinds of layers by share; temporary memory is that of the largest."""
     total = sum(share for share, _ in layers)
 
     def mean(name: str) -> float:

@@ -74,7 +74,7 @@ def _slope(steps: Sequence[float], rises: Sequence[float], i: int) -> float:
 
 
 def _at_an_end(step: float, following: float, rise: float, next_rise: float) -> float:
-    """Slope of the parabola through three points, as far as the cubic stays monotone with it."""
+    """Returns the slope of the parabola through three points, as far as the cubic stays monotone with it."""
     slope = ((2 * step + following) * rise - step * next_rise) / (step + following)
     if slope * rise <= 0:
         return 0.0
@@ -133,7 +133,7 @@ def pass_at(points: Sequence[LayerTiming], kind: Kind, batch: int, overhead: flo
 
 
 def without_sequences(points: Sequence[LayerTiming], kind: Kind) -> Pass:
-    """Returns what is left of a pass without any sequence, by the two smallest micro batches."""
+    """Returns the part of a pass that no sequence causes, by the two smallest micro batches; else nothing."""
     if len(points) < 2:
         return Pass(0.0, 0.0, 0.0, 0.0)
     a, b = points[0].micro_batch_size, points[1].micro_batch_size
@@ -164,7 +164,7 @@ Points = Mapping[Kind, Sequence[LayerTiming]]
 
 
 class SlicePrices:
-    """Figures of one profile.
+    """Prices of slices by one profile.
 
     Args:
         points: Of whole sequences.
@@ -179,7 +179,7 @@ class SlicePrices:
         self._points, self._slices, self._length, self._overhead = points, slices, length, overhead
 
     def more(self, kind: Kind, batch: int, slices: int, attention: tuple[float, float]) -> tuple[Pass, bool]:
-        """Returns what all slices take besides the whole sequence, and whether these slices were measured.
+        """Returns what all slices take besides the whole sequence, nothing at least, and whether they were measured.
 
         Shorter slices than those measured take no less than they do, for each slice after the first.
 
@@ -221,7 +221,7 @@ class SlicePrices:
 
 
 def mean_of(found: Sequence[tuple[float, Pass]]) -> Pass:
-    """Mean of several kinds of layers, by share."""
+    """Returns the mean of several kinds of layers, by share."""
     total = sum(share for share, _ in found)
     return Pass(*[sum(share * times[i] for share, times in found) / total for i in range(4)])
 
@@ -266,7 +266,7 @@ class MeasuredCosts:
         self._update_rate = cache(self._update_per_parameter)
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
-        """Error of predictions from profiles, with whole families of published runs left out."""
+        """Returns the error of predictions from profiles, with whole families of published runs left out."""
         return PROFILED
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ class MeasuredCosts:
     def sliced_share(
         self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
     ) -> float:
-        """Follows the catalog's model."""
+        """Returns the share of the catalog's model."""
         return self.analytic.sliced_share(gpu, batch, tp, recompute, kinds)
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
@@ -397,7 +397,7 @@ class MeasuredCosts:
     def _alone(
         self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1, of: Counted = ()
     ) -> LayerCost:
-        """Looks up what was profiled, without context parallelism: the mean of layers of several kinds.
+        """Returns profiled costs without context parallelism: the mean of layers of several kinds.
 
         Args:
             of: Layers of a hybrid model, counted by kind; empty: all of the model.

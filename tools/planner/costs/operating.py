@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
-from megatron_het.plan.patterns import RECURRENT, later_layers
+from megatron_het.plan.schema import RECURRENT, later_layers
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
@@ -71,7 +71,7 @@ class Network:
         return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
 
     def _around(self, pools: tuple[int, ...]) -> dict[int, tuple[float, float, float, bool]]:
-        """Finds the worst connection of each of some pools to all of them.
+        """Returns, for each of some pools, the worst of its connections to all of them.
 
         Latency, rate of the nodes, rate of one stream, and whether rates between any two of them are measured.
         """
@@ -322,7 +322,7 @@ class OperatingPoints:
         return None if mean_unit is None else unit_of_kinds(mean_unit, tuple(kinds))
 
     def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
-        """Figures of a group's replicas without CP and EP."""
+        """Returns the unit of a group without CP and EP."""
         c = candidate
         if c.slices == 1:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
@@ -340,7 +340,7 @@ class OperatingPoints:
         return self.ways_s([s.groups for s in candidate.stages], candidate.micro_batch_size, candidate.cp)
 
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
-        """Seconds of one transfer over each boundary between the groups of these stages."""
+        """Returns the seconds of one transfer over each boundary between the groups of stages."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
         known = self.known_ways.get(size)
         if known is None:

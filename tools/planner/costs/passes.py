@@ -36,7 +36,7 @@ def unit_of_group(estimator: Figures, candidate: Candidate, group: Group) -> Uni
 
 
 def passes_of(estimator: Figures, candidate: Candidate) -> list[int]:
-    """Counts, for each group, the passes of its slowest replica.  There are figures for all of them."""
+    """Returns the number of passes of the slowest replica of each group; there are figures for all of them."""
     slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
     return [0 if found is None else len(found[0]) for found in slowest]
 

@@ -1,4 +1,4 @@
-"""Constants of the training software: what it does with hardware and memory that are not the model's or the GPU's."""
+"""Constants of the training software: how it uses hardware and memory, whatever model and GPU are."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from typing import Any
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.expectations import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
-from megatron_het.features.documents.spec import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import packing_flags
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 
@@ -416,6 +416,6 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         mamba=model.mamba,
         delta_net=model.delta_net,
         fp8=model.fp8,
-        documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
+        documents=model.document_lengths is not None and packing_flags().isdisjoint(extra),
         flags=model.flags,
     )

@@ -216,9 +216,12 @@ def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if len(sizes) > 1:
         reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
-    parts = {r.ep for s in plan.stages for r in s.replicas}
-    if len(parts) > 1:
-        reasons.append(f"expert-parallel sizes {sorted(parts)} differ")
+    for name, parts in (
+        ("expert-parallel", {r.ep for s in plan.stages for r in s.replicas}),
+        ("expert-tensor-parallel", {r.cut.etp for s in plan.stages for r in s.replicas}),
+    ):
+        if len(parts) > 1:
+            reasons.append(f"{name} sizes {sorted(parts)} differ")
     counts = {len(s.replicas) for s in plan.stages}
     if len(counts) > 1:
         reasons.append(f"stages have {sorted(counts)} replicas")
@@ -248,7 +251,7 @@ def stock_arguments(plan: Plan) -> list[str]:
         raise ValueError("stock Megatron cannot run this plan: " + "; ".join(reasons))
     stages, cut = len(plan.stages), plan.stages[0].replicas[0].cut
     words = ["--tensor-model-parallel-size", str(cut.tp), "--pipeline-model-parallel-size", str(stages)]
-    if cut.ep > 1:
+    if cut.ep > 1 or cut.etp:
         words += ["--expert-model-parallel-size", str(cut.ep), "--expert-tensor-parallel-size", str(cut.expert_tp)]
     if stages > 1:
         # With one stage Megatron ignores a layout without saying so, hence none is given then.

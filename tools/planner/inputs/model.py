@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_het.plan.patterns import (
+from megatron_het.plan.schema import (
     ATTENTION,
     EXPERTS,
     GATED_DELTA_NET,
@@ -72,7 +72,7 @@ class Model(BaseModel):
         fp4: The same in fp4 (NVFP4).
         mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
             trains without them.
-        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/patterns.py``); ``num_layers`` and
+        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/schema.py``); ``num_layers`` and
             ``mtp_num_layers`` may be left out of the file then.
         mamba, delta_net: Sizes of its layers of these kinds.
         flags: Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
@@ -311,7 +311,7 @@ class Model(BaseModel):
         return self.attention_size * (2 if self.flags.get("attention-output-gate") else 1)
 
     def _attention_parameters(self) -> int:
-        """Of the projections of attention, or of what stands in its place."""
+        """Returns the parameters of the projections of attention, or of what stands in its place."""
         h, x = self.hidden_size, self.latent
         if self.recurrent is not None:
             return h * (self.recurrent.projected + self.recurrent.inner)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het import safe_io as untrusted
-from megatron_het.plan.patterns import GATED_DELTA_NET, MAMBA, without_chunks
+from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, without_chunks
 from megatron_het.safe_io.reading import Inert, read_pickled
 
 from ..errors import PlannerError, from_file_error

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.plan.patterns import EXPERTS as SPARSE
-from megatron_het.plan.patterns import layers_of
+from megatron_het.plan.schema import EXPERTS as SPARSE
+from megatron_het.plan.schema import layers_of
 
 from ..errors import PlannerError
 from .model_families import (

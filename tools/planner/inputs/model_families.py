@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_het.plan.patterns import (
+from megatron_het.plan.schema import (
     ATTENTION,
     CHUNK,
     GATED_DELTA_NET,
@@ -18,7 +18,7 @@ from megatron_het.plan.patterns import (
     layers_of,
     problem_of,
 )
-from megatron_het.plan.patterns import EXPERTS as SPARSE
+from megatron_het.plan.schema import EXPERTS as SPARSE
 
 from ..errors import PlannerError
 from .model_parts import FlagValue

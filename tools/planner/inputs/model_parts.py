@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_het.plan.patterns import (
+from megatron_het.plan.schema import (
     CHUNK,
     EXPERTS,
     GATED_DELTA_NET,

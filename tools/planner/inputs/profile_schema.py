@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from megatron_het.plan.patterns import ATTENTION, EXPERTS, LATENT_ATTENTION, MLP
+from megatron_het.plan.schema import ATTENTION, EXPERTS, LATENT_ATTENTION, MLP
 
 from ..errors import PlannerError, command, validated
 from .files import read_json, write_json

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import layer_share, message_bytes
-from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Op
-from megatron_het.schedule.kinds import Effect, Role, Stream, Work, complete
+from megatron_het.schedule.ir import RECEIVES, SENDS, TRANSFERS, Kind, Op
+from megatron_het.schedule.kinds import COLLECTIVES, Role, Stream, Work
 from megatron_het.schedule.simulate import Result
 
 from ..costs.candidate import Candidate, Group
@@ -127,10 +127,10 @@ def _moved_parameters(candidate: Candidate, seated: Seats, result: Result) -> li
     for s, stage in enumerate(seated):
         layers, gathered, reduced = program.shape.layers[s], 0.0, 0.0
         for op in program.ops[first]:
-            if op.kind.effect in (Effect.GATHER, Effect.REDUCE):
+            if op.kind in COLLECTIVES:
                 share = layers[op.chunk] / sum(layers) * layer_share(program, first, op)
-                gathered += share if op.kind.effect is Effect.GATHER else 0.0
-                reduced += share if op.kind.effect is Effect.REDUCE else 0.0
+                gathered += share if "parameter_bytes" in op.kind.effect.absent else 0.0
+                reduced += share if "gradient_bytes" in op.kind.effect.absent else 0.0
         out.append((gathered, reduced))
         first += len(stage)
     return out
@@ -215,18 +215,6 @@ MAX_LANES = 96
 
 COLUMNS = ("lane", "start", "duration", "label", "microbatch", "slice", "chunk", "peer", "bytes")
 
-_BY_STREAM = complete(
-    Stream,
-    {
-        Stream.COMPUTE: "",  # by role and work
-        Stream.SEND: "transfer",
-        Stream.RECEIVE: "transfer",
-        Stream.COLLECTIVE: "collective",
-        Stream.HOST_TO_DEVICE: "host copy",
-        Stream.DEVICE_TO_HOST: "host copy",
-    },
-)
-
 
 class Event(NamedTuple):
     """One operation in time; ``size`` is None where there is nothing to say."""
@@ -244,8 +232,12 @@ class Event(NamedTuple):
 
 def group_of(kind: Kind) -> str:
     """The colour of a kind on the page: what an operation is for somebody who looks at a pipeline."""
-    if found := _BY_STREAM[kind.stream]:
-        return found
+    if kind in TRANSFERS:
+        return "transfer"
+    if kind in COLLECTIVES:
+        return "collective"
+    if kind.stream is not Stream.COMPUTE:
+        return "host copy"
     if kind.role is not Role.PASS:
         return "other compute"
     if Work.FORWARD in kind.work:
@@ -382,12 +374,12 @@ def _sizes(result: Result, parameter_bytes: Sequence[float]) -> Callable[[int, O
     def size(device: int, op: Op) -> float | None:
         if op.kind in RECEIVES:
             return message_bytes(costs, program, op.peer, op)
-        if op.kind.stream is Stream.COLLECTIVE:
+        if op.kind in COLLECTIVES:
             if not parameter_bytes:
                 return None
             layers = program.shape.layers[program.devices[device].stage]
             return parameter_bytes[device] * layers[op.chunk] / sum(layers) * layer_share(program, device, op)
-        if op.kind.role in (Role.PASS, Role.ACTIVATIONS) and memory.activation_bytes:
+        if op.kind.fields.names_pass and not (op.kind.meets or op.kind.fields.has_peer) and memory.activation_bytes:
             return memory.activation_bytes[device][op.chunk] / slices * relative[op.microbatch]
         return None
 

@@ -128,7 +128,7 @@ def _check(watched: Watched, plan: Plan, file: str) -> None:
         )
     for index, times in enumerate(watched.devices):
         for name in times.operations:
-            if name not in Kind.__members__:
+            if name not in Kind.rows:
                 raise PlannerError(
                     file, f"devices[{index}].operations", name, "unknown operation", "Use the report as it was written"
                 )

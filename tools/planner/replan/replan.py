@@ -109,7 +109,7 @@ def _factors(watched: Watched, own: Mapping[int, str]) -> dict[str, Factors]:
 
 def _factor(devices: Sequence[DeviceTimes], direction: Direction) -> float:
     """Measured over predicted, all operations of a direction together."""
-    rows = [times for d in devices for name, times in d.operations.items() if Kind[name].direction is direction]
+    rows = [times for d in devices for name, times in d.operations.items() if Kind.rows[name].direction is direction]
     predicted = sum(row.predicted_s for row in rows)
     return sum(row.measured_s for row in rows) / predicted if predicted > 0 else 1.0
 

@@ -18,6 +18,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..search.auto import search_auto
 from ..search.outcome import Found, Goal, Outcome, Progress
+from ..search.seeds import sizes_over_replicas
 from ..simulate.simulation import simulate_block, with_costs
 from .tables import describe
 
@@ -45,7 +46,7 @@ def even_splits(estimator: Estimator, zero: int | None = None) -> list[Candidate
 
 
 def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
-    """Plans that stock Megatron can run: one TP size, equal stages with equal replicas, equal batches (1F1B).
+    """Plans that stock Megatron can run: one TP and EP size, equal stages with equal replicas, equal batches (1F1B).
 
     To it all GPUs look alike.  Tried are parts of the cluster (see ``MOST_GROUPS``) with the node groups in both
     orders, every TP size that all of them have, every number of stages that divides the layers, and as many
@@ -96,7 +97,8 @@ def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> 
         width = next((w for w in range(len(seats) // count, 0, -1) if total % w == 0), 0)
         if width not in stages:
             stages[width] = _stages(seats, tp, count, width, model.num_layers // count)
-        yield from _operating_points(estimator, stages[width], None, (batch,))
+        for plain in _operating_points(estimator, stages[width], None, (batch,)):
+            yield from dict.fromkeys((plain, *(plain.over_replicas(ep) for ep in sizes_over_replicas(estimator))))
 
 
 def _stages(seats: list[int], tp: int, count: int, width: int, layers: int) -> tuple[Stage, ...]:

@@ -168,7 +168,7 @@ def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Ou
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
-    """Adds what a search has brought.
+    """Joins the results of a search.
 
     Raises:
         KeyboardInterrupt: It was interrupted.

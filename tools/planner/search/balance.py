@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from megatron_het.plan.patterns import layers_of
+from megatron_het.plan.schema import layers_of
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator, Unit

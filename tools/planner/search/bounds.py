@@ -1,4 +1,4 @@
-"""Bounds what plans on some GPUs can reach: a relaxation in which every layer of every sequence only needs capacity.
+"""Lower bounds on the time of any plan: a relaxation in which every layer of every sequence only needs capacity.
 
 A plan of a given time ``T`` gives each layer to a stage of ``n`` layers.  The replicas of that stage cannot compute all
 the time.  After their last microbatch come the sum of the gradients of the stage's own layers and the optimizer's step.
@@ -191,7 +191,7 @@ class Relaxation:
         return _covered_s(self._work, self.rates, limits, most_gpus)
 
     def least_s(self, limits: Limits, most_gpus: int | None) -> float:
-        """Seconds with memory for everything, and without embedding and head; no less for larger CP sizes."""
+        """Returns the least time with memory for all, without embedding and head; no less for larger CP sizes."""
         return _covered_s(self.sequences * self.layers, self.fastest, limits, most_gpus)
 
     def usd(self, limits: Limits) -> float:
@@ -199,7 +199,7 @@ class Relaxation:
         return self._work * self._price(self.rates, limits)
 
     def least_usd(self, limits: Limits) -> float:
-        """USD in place of the seconds of :meth:`least_s`."""
+        """Returns the least money, with the same left out as in :meth:`least_s`."""
         return self.sequences * self.layers * self._price(self.fastest, limits)
 
     def _price(self, rates: list[float], limits: Limits) -> float:
@@ -423,7 +423,7 @@ class _Chain:
             yield self._made[i]
 
     def up_to(self, seconds: float, limits: Limits, most_gpus: int | None) -> Iterator[Relaxation]:
-        """Yields those that might have a plan of less time on these GPUs."""
+        """Yields the relaxations that might have a plan of less time on these GPUs."""
         for relaxation in self:
             if relaxation.least_s(limits, most_gpus) >= seconds:
                 return
@@ -469,7 +469,7 @@ class Bounds:
         return [self._family(scope, kind) for kind in kinds if kind]
 
     def _family(self, scope: Scope, schedules: list[Schedule]) -> Family:
-        """Describes schedules of one kind."""
+        """Returns the family of schedules of one kind."""
         sharded, sliced = schedules[0].shards_parameters, schedules[0].cuts_sequences
         pieces = float(max(s.most_pieces(self.estimator) for s in schedules))
         if not scope.is_whole:

@@ -113,7 +113,7 @@ def hide_transfers(book: Book) -> None:
 
 
 def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
-    """Counts as many more as hide each transfer, there and back, and one of reserve where that is any."""
+    """Returns as many more passes as hide each transfer, there and back, and one of reserve where that is any."""
     hidden = [ceil(2 * seconds / max(passes)) if 2 * seconds > NOTICEABLE * max(passes) else 0 for seconds in transfers]
     return tuple(2 + n if n else 1 for n in hidden)
 

@@ -454,7 +454,7 @@ def confirm(estimator: Estimator, goal: Goal, found: list[Found], least: int = 1
 
 
 def whole(estimator: Estimator, found: Found) -> Found | None:
-    """Adds the simulated time of the whole plan."""
+    """Returns what was found with the simulated time of the whole plan."""
     if found.confirmed:
         return found
     if len(found.candidate.stages) == 1 and (

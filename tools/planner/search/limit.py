@@ -54,7 +54,7 @@ def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
 
 
 def searching_s(options: argparse.Namespace, gpus: int) -> float:
-    """CPU seconds left for the search of ``plan``: a third at least, less what putting the plan together takes.
+    """Returns the seconds for ``plan``'s search: a third of it at least, less what putting the plan together takes.
 
     Args:
         gpus: Of the cluster.

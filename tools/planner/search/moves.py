@@ -96,14 +96,14 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
 
 
 def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
-    """Yields plans with a layer's experts divided over the replicas of a stage."""
+    """Yields the candidate with a layer's experts divided over the replicas of a stage."""
     if max(g.count for s in c.stages for g in s.groups) > 1 and not c.sizes:
         found = {c.over_replicas(ep): 0 for ep in sizes_over_replicas(estimator)}
         yield from (changed for changed in found if changed != c)
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """Puts the stages under other schedules."""
+    """Yields the same stages under other schedules."""
     plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
     for schedule in goal.allowed:
         yield from schedule.variants(estimator, plain)
@@ -157,7 +157,7 @@ def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator
 
 
 def _equalised(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
-    """Gives stages equal numbers of replicas: in all stages, and in the stages of each pool."""
+    """Yields stages with one number of replicas: in all stages, and in the stages of each pool."""
     widths = [sum(s.values()) for s in stages]
     if len(stages) < 2 or any(len([n for n in s.values() if n]) != 1 for s in stages):
         return
@@ -227,7 +227,7 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
 
 
 def _respread(estimator: Estimator, stages: Stages, limits: Limits) -> Iterator[Stages]:
-    """Makes as many stages of equal width, or one more or less, in place of those that are of one pool alone."""
+    """Yields as many stages of equal width, or one more or less, in place of those that are of one pool alone."""
     own: dict[int, list[int]] = {}
     for i, stage in enumerate(stages):
         pools = {pool for pool, _ in stage}

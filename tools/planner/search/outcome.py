@@ -1,4 +1,4 @@
-"""Holds what a search returns, and how it reports progress and is interrupted."""
+"""Outcome of a search, and how the search reports progress and is interrupted."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _overlaps(estimator: Estimator) -> bool:
 
 
 def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
-    """Puts the plan first, of those about as fast as the best, that takes least where transfers block.
+    """Put the plan first that takes least where transfers block, among those about as fast as the best.
 
     It must gain more there than it loses where they do not.  Under a goal of cost the cheapest plan stays.
     """

@@ -89,7 +89,7 @@ def _before(size: int) -> int:
 
 
 def _fitting(estimator: Estimator, candidate: Candidate, size: int, wanted: list[int]) -> list[int]:
-    """Filters the wanted groups: those with figures and memory for a pass of this size."""
+    """Returns the wanted groups that have figures and memory for a pass of this size."""
     stage, found = candidate.stages[0], []
     for i in wanted:
         one = tuple(((size if j == i else 1,),) * g.count for j, g in enumerate(stage.groups))

@@ -20,6 +20,7 @@ from ..costs.layer import pool_size
 from ..inputs.documents import shares_left
 from ..inputs.model import Model
 from .poplar import SIZES
+from .seeds import sizes_over_replicas
 
 Floats = NDArray[np.float64]
 NEAR = 3
@@ -59,7 +60,7 @@ class Scope:
 
     @classmethod
     def of_searched_parts(cls, model: Model) -> Scope:
-        """Scope of a search of a part of a cluster: equal microbatches, neither context nor expert parallelism."""
+        """Returns the scope on a part of a cluster: equal microbatches, neither context nor expert parallelism."""
         return cls(model.batch_sizes)
 
 
@@ -206,8 +207,9 @@ class Replicas:
             for tp in self._tp_sizes(node.gpu):
                 if tp > node.gpus_per_node or tp * cp > node.quota:
                     continue
-                for ep in range(1, tp + 1 if x is not None and whole else 2):
-                    if tp % ep == 0 and (x is None or x.count % ep == 0):
+                most = max([tp, *sizes_over_replicas(self.estimator)]) if x is not None and whole else 1
+                for ep in range(1, most + 1):
+                    if (tp % ep == 0 or ep % tp == 0) and (x is None or x.count % ep == 0):
                         yield _Kind(pool, tp, ep)
 
     def _unit(self, kind: _Kind, batch: int, recompute: str, cp: int) -> Unit | None:
@@ -286,7 +288,7 @@ class Replicas:
             backward_s=backward,
             ends_s=(times.embedding_s, times.head_s),
             memory=(free, *state),
-            sums_s=_gradient_s(estimator, kind.pool, kind.tp, unit, point.family.sharded),
+            sums_s=_gradient_s(estimator, kind, unit, point.family.sharded),
             update_s=0.0 if distributed else estimator.costs.update_s(node.gpu, unit.layer_parameters),
             node=node.gpus_per_node,
         )
@@ -336,7 +338,7 @@ class Replicas:
 
 
 def _least_attention(model: Model) -> float:
-    """Attention of the first sequences of documents, however many, over the mean of all."""
+    """Returns the attention of the first sequences of documents, however many, over the mean of all."""
     if model.document_lengths is None:
         return 1.0
     shares = shares_left(model.document_lengths, model.seq_length, model.attention_window, model.windowed_layers)
@@ -344,17 +346,19 @@ def _least_attention(model: Model) -> float:
     return min(means) / model.attention_share
 
 
-def _gradient_s(estimator: Estimator, pool: int, tp: int, unit: Unit, sharded: bool) -> tuple[float, float]:
+def _gradient_s(estimator: Estimator, kind: _Kind, unit: Unit, sharded: bool) -> tuple[float, float]:
     """Least seconds for the gradients of a layer over very many replicas, in a node and between nodes.
 
-    With the distributed optimizer gradients are scattered, and parameters gathered.
+    With the distributed optimizer gradients are scattered, and parameters gathered.  Of experts over replicas there
+    may be one copy, whose gradients nobody sums.
     """
-    network, model = estimator.network, estimator.model
-    size = 4.0 * unit.layer_parameters
+    network, model, (pool, tp, ep) = estimator.network, estimator.model, kind
+    count = unit.layer_parameters - (model.expert_parameters(ep, 1) if ep > tp else 0)
+    size = 4.0 * count
     if sharded:
         size /= 2
     elif model.distributed_optimizer:
-        size = min(size, (4.0 + model.element_bytes) / 2 * unit.layer_parameters)
+        size = min(size, (4.0 + model.element_bytes) / 2 * count)
     size *= 2 * (1 - estimator.runtime.sync_overlap)
     gpu = estimator.cluster.nodes[pool].gpu
     between = network.rate(pool, pool, tp) / tp

@@ -202,7 +202,7 @@ class _Cut:
 
 
 def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, mixed: bool) -> list[dict[int, int]]:
-    """Lists TP sizes: the same level everywhere (as far as nodes and figures allow), and by depth of stages.
+    """Returns one TP level everywhere (as far as nodes and figures allow), and what stages of some depth need.
 
     Args:
         mixed: A pool of little memory may get a larger TP size than the others.

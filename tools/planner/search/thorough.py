@@ -551,7 +551,7 @@ def _polish(book: Book) -> None:
 
 
 def _swap_stages(book: Book, candidate: Candidate) -> None:
-    """Tries two stages in each other's place: the simulator tells apart what the closed form cannot."""
+    """Try two stages in each other's place: the simulator tells apart what the closed form cannot."""
     groups = [s.groups for s in candidate.stages]
     for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
         if groups[i] != groups[j]:

@@ -22,6 +22,7 @@ from megatron_het.attention.places import NO_EXCHANGE, UNLIMITED, SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.exchange import ContextExchange, ExchangeError
 from megatron_het.features.context_exchange.helper import Limits, first_layers
+from megatron_het.features.context_exchange.kinds import EXCHANGE
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.slices.runtime import most_held, passes_of
 from megatron_het.lowering.programs import build, program_of
@@ -31,7 +32,7 @@ from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.report.timeline import Timeline
 from megatron_het.schedule.cutting import Bounds, Cutting, Starts
-from megatron_het.schedule.ir import EXCHANGE, Kind
+from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.validate import check
 
 _WAIT_S = 20.0

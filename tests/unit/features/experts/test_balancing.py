@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from megatron_het.features.experts.balancing import Passes, balance_whole_microbatches  # noqa: E402
 from megatron_het.features.slices.runtime import SlicedSequences  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
-from megatron_het.plan.parts import token_blocks  # noqa: E402
+from megatron_het.plan.placement import token_blocks  # noqa: E402
 from megatron_het.schedule.cutting import Cutting  # noqa: E402
 from megatron_het.schedule.kinds import Kind  # noqa: E402
 

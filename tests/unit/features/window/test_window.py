@@ -153,7 +153,7 @@ def test_updates_are_operations_only_when_made_at_once() -> None:
 def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron_het.features.window.building import layered_layout
+    from megatron_het.features.window.shards import layered_layout
 
     chunk = torch.nn.Module()
     chunk.embedding = torch.nn.Embedding(5, 7)

@@ -1,4 +1,4 @@
-"""Models of schedules: one class each, this one with what most of them have in common."""
+"""Schedules as the planner knows them: one class each, this one with what most of them have in common."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Schedule:
         return 0.0
 
     def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
-        """Computes :meth:`mismatch_loss` of any stages.
+        """Returns the loss of any stages.
 
         Args:
             coefficients: As :meth:`mismatch` gives them.
@@ -253,7 +253,7 @@ class Schedule:
         return float(stage.in_flight[i])
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
-        """Estimates :meth:`in_flight` before layers are known.
+        """Returns the passes in flight before layers are known.
 
         Args:
             like: Everything but the stages.
@@ -305,7 +305,7 @@ class Schedule:
         return head_bytes / candidate.slices
 
     def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
-        """Bytes that a pass of the last stage needs besides; logits are gone before the backward of its first layer."""
+        """Returns the memory of the last stage's passes besides; logits are gone before the first layer's backward."""
         del candidate
         return max(unit.workspace_bytes - unit.head_bytes, unit.head_workspace_bytes)
 
@@ -348,7 +348,7 @@ class Schedule:
         return {}
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
-        """Cuts every microbatch of a plan into slices as its ranks do; none where they see all before them."""
+        """Returns the slices of every microbatch, as ranks cut them; none where they see all before them."""
         del model, plan
         return ()
 

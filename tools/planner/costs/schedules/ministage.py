@@ -116,7 +116,7 @@ class Ministage(Schedule):
         return Pipeline(pipe_s + exposed, stages[which].busy_s, which, exposed, ())
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
-        """Takes those of the last ministage; the others are beside compute."""
+        """Returns the seconds of the last ministage; the others are beside compute."""
         return sync_s / candidate.chunks, update_s / candidate.chunks
 
     # -- memory ------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Ministage(Schedule):
         return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Keeps those of every microbatch, unless they are computed again."""
+        """Returns the bytes of every microbatch, unless they are computed again."""
         return head_bytes if candidate.recompute == "full" else held * head_bytes
 
     def divide(
@@ -271,7 +271,7 @@ def at_peak(
 
 
 class _Moment(NamedTuple):
-    """Holds what is there at once in ministages: activations, whole parameters and gradients, shards of gradients."""
+    """Counts what is in memory at once, in ministages: activations, parameters, gradients, shards of gradients."""
 
     left: int
     whole: int

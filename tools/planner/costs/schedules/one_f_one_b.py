@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_het.schedule.generators import chunks_held
+from megatron_het.features.zero_bubble.passes import chunks_held
 
 from ..candidate import Candidate
 from ..estimates import Estimate, Pipeline, StageTimes, Unit, divided_alike

@@ -8,9 +8,10 @@ from math import lcm
 from types import SimpleNamespace
 
 from megatron_het.features import attention_units
-from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
+from megatron_het.features.registry import cutting_of
+from megatron_het.features.slices.spec import WORK
 from megatron_het.plan import Plan
-from megatron_het.plan.patterns import SPARSE_ATTENTION
+from megatron_het.plan.schema import SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.documents import Lengths, drawn
@@ -69,7 +70,7 @@ class SlimPipe(Schedule):
         yield c.with_(exchange=not c.exchange)
 
     def most_pieces(self, estimator: OperatingPoints) -> int:
-        """Tries as many slices as are worth their launches."""
+        """Returns as many slices as are worth their launches."""
         return max(1, estimator.model.seq_length // LEAST_TOKENS)
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
@@ -117,7 +118,7 @@ class SlimPipe(Schedule):
         return unit.sliced_share
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Sums over all slices: the last stage passes all of them before the first backward, that of the last one.
+        """Returns the bytes of all slices: the last stage runs them all before its first backward, the last one's.
 
         Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
         used up and all keys and values have gradients.
@@ -142,7 +143,7 @@ class SlimPipe(Schedule):
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
         """By the model's documents, and by how the plan cuts sequences."""
-        if model.document_lengths is None and cutting_of(plan).is_even and has_even_slices(plan):
+        if model.document_lengths is None and cutting_of(plan).is_even:
             return ()
         cutting, units = cutting_of(plan, _arguments(model)), attention_units(plan)
         found, at = [], 0
@@ -160,7 +161,7 @@ def _dividing(length: int, wanted: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
-    """Cuts one microbatch, which has ``size`` sequences from the ``at``-th on."""
+    """Returns the parts of one microbatch, which has ``size`` sequences from the ``at``-th on."""
     if lengths is None:
         return cutting.parts(None, units)
     sequences = drawn(lengths, cutting.length)

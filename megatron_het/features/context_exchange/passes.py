@@ -8,7 +8,7 @@ and some keys and values to one with less, in units of ``1/units`` of a slice.
 The paper pairs devices one to one and moves whole slices.  Here several devices may give to one, because
 pairs cannot keep the promised difference of one slice where two microbatches meet, and units may be smaller
 than a slice, because whole slices leave about 1/(slices + 1) of bubble for an even number of devices.
-Where devices differ in speed or in layers, what passes take decides, not units (``leveling.py``).
+Where devices differ in speed or in layers, what passes take decides, not units (:func:`level`).
 Given away are always the earliest keys and values that a slice sees: they need no mask of their own and can be sent
 ahead of time ("early key-value exchange", section 5).  Where documents or sliding windows limit what slices see, units
 count by the attention that they are (``cutting.SlicePart``), and those that a slice does not see stay where they are.
@@ -16,12 +16,13 @@ Units of slices of unequal length count in the same way.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from megatron_het.features.context_exchange.kinds import exchanged_layers
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.listing import require
-from megatron_het.schedule.ir import Op, Program, Shape
+from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program, Shape
 from megatron_het.schedule.joint import aligned_slots
 
 # The context exchange as the balancer of unequal devices (beyond SlimPipe, which has equal ones).
@@ -161,15 +162,6 @@ def _runs(sizes: Sequence[float], wanted: Sequence[float]) -> list[int]:
         found.append(at - last)
     found[-1] += len(sizes) - at
     return found
-
-
-def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:
-    """In how many layers of a chunk attention is exchanged, from its first: as many as the smallest chunk has.
-
-    Args:
-        layers: With attention, of every chunk, by stage.
-    """
-    return min(count for row in layers for count in row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,22 +472,92 @@ def _ranges(numbers: Iterator[int]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in out)
 
 
-def paper_volume(stages: int, slices: int) -> int:
-    """Equation (2) without its last factor: slices per microbatch and device, of size L M_h / (p n)."""
-    p, n = stages, slices
-    return 2 * n + 2 * (n - p + 1) * ((p - 1) // 2) + 2 * (p - 1) * ((n - 1) // 2)
-
-
-def lockstep_bubble(plan: ExchangePlan, slices: int, microbatches: int) -> float:
-    """Bubble when attention is everything and every slot lasts as long as its heaviest device.
-
-    The backward mirrors the forward, so forward slots are enough.
-    """
-    total = sum(max(slot.after) for slot in plan.slots if not slot.backward)
-    ideal = microbatches * slices * (slices + 1) // 2 * plan.units
-    return (total - ideal) / ideal
-
-
 def balance(slots: Sequence[ExchangeSlot]) -> float:
     """The largest difference between two working devices of a slot after the exchange, in units."""
     return max(max(s.after[d] for d in s.passes) - min(s.after[d] for d in s.passes) for s in slots)
+
+
+# Adds the attention context exchange of a plan to a program.
+
+
+_KINDS = (
+    (Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_MERGE, Kind.KV_SEND),
+    (Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.ATTEND_MERGE_BACKWARD, Kind.KV_SEND_BACKWARD),
+)
+
+
+def add_exchange(program: Program, plan: ExchangePlan | None = None, **options: object) -> Program:
+    """The program with KV_SEND, ATTEND_GIVE, ATTEND_HELP and ATTEND_MERGE operations.
+
+    In a slot a device first gives its queries away, then attends for others, then runs its own pass, then
+    merges what comes back; devices without a pass only attend.  Keys and values are sent one slot ahead
+    when they exist by then.  Run this before transfers are added: KV_SEND gets its KV_RECV there.
+
+    Args:
+        program: compute operations only.
+        plan: from ``plan_exchange``; made with ``options`` if absent.
+        **options: of ``plan_exchange``.
+
+    Raises:
+        ValueError: the program has other operations already, or cannot be aligned in slots.
+    """
+    if any(op.kind not in COMPUTE for ops in program.ops for op in ops):
+        raise ValueError(f"program {program.name}: the exchange comes first, before other passes")
+    plan = plan or plan_exchange(program, **options)  # type: ignore[arg-type]
+    ahead: list[list[tuple[int, Op]]] = [[] for _ in plan.slots]
+    made: dict[tuple[int, int, int, int], int] = {}
+    for s, slot in enumerate(plan.slots):
+        for move in slot.moves:
+            for device, send in _sends(move, slot.backward):
+                newest = (move.owner, move.microbatch, -(-send.stop // plan.units) - 1, move.chunk)
+                ahead[s - 1 if s and made.get(newest, s) < s - 1 else s].append((device, send))
+        if not slot.backward:
+            for device, op in slot.passes.items():
+                made[device, op.microbatch, op.slice, op.chunk] = s
+    out: list[list[Op]] = [[] for _ in program.ops]
+    for s, slot in enumerate(plan.slots):
+        for device, send in ahead[s]:
+            out[device].append(send)
+        give, help_, merge, _ = _KINDS[slot.backward]
+        for move in slot.moves:
+            out[move.owner].append(_op(give, move, move.helper))
+        for move in slot.moves:
+            out[move.helper].append(_op(help_, move, move.owner))
+        for device, op in slot.passes.items():
+            out[device].append(op)
+        for move in slot.moves:
+            out[move.owner].append(_op(merge, move, move.helper))
+    return replace(program, ops=tuple(map(tuple, out)), attention_units=plan.units)
+
+
+def _op(kind: Kind, move: Move, peer: int) -> Op:
+    return Op(
+        kind=kind,
+        microbatch=move.microbatch,
+        slice=move.slice,
+        chunk=move.chunk,
+        peer=peer,
+        peer_chunk=move.chunk,
+        start=move.start,
+        stop=move.stop,
+    )
+
+
+def _sends(move: Move, backward: bool) -> list[tuple[int, Op]]:
+    kind = _KINDS[backward][3]
+    return [
+        (
+            move.owner,
+            Op(
+                kind=kind,
+                microbatch=move.microbatch,
+                slice=move.slice,
+                chunk=move.chunk,
+                peer=move.helper,
+                peer_chunk=move.chunk,
+                start=start,
+                stop=stop,
+            ),
+        )
+        for start, stop in move.sent
+    ]

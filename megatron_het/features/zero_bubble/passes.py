@@ -10,10 +10,11 @@ the block, for ZB-V (the memory of 1F1B), 3 for V-Half (half of it).
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from megatron_het.schedule.deps import Dependencies
+from megatron_het.schedule.cost import Prices
+from megatron_het.schedule.deps import Dependencies, Lifetimes
 from megatron_het.schedule.generators.listing import (
     Loop,
     Speeds,
@@ -26,6 +27,63 @@ from megatron_het.schedule.generators.listing import (
 )
 from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
+from megatron_het.schedule.kinds import BACKWARD_PASS, OWN_GRADIENT, Effect, Price, Value, Work, add_kinds
+
+# The two halves of a backward.
+
+
+def _input_gradient(prices: Prices) -> Callable[[int, Op], float]:
+    def seconds(device: int, op: Op) -> float:
+        costs = prices.costs
+        attention = prices.attention(costs.attention_backward_s, device, op)
+        return prices.linear_backward(device, op) * (1 - costs.weight_share) + attention + costs.operation_s
+
+    return seconds
+
+
+def _weight_gradient(prices: Prices) -> Callable[[int, Op], float]:
+    costs = prices.costs
+    return lambda device, op: prices.linear_backward(device, op) * costs.weight_share + costs.operation_s
+
+
+def _use_up(held: Lifetimes) -> Callable[[int, Op, list[int]], None]:
+    """Activations are used for the last time, without parameters."""
+
+    def step(node: int, op: Op, found: list[int]) -> None:
+        held.use(node, op, found, parameters=False)
+        held.kept.pop((op.microbatch, op.slice, op.chunk), None)
+
+    return step
+
+
+add_kinds(
+    {
+        # Gradient of the chunk's input only.
+        "BACKWARD_INPUT": {
+            **BACKWARD_PASS,
+            "mnemonic": "I",
+            "work": Work.INPUT,
+            "effect": Effect(lifetime=lambda held: held.use),
+            "price": Price(seconds=_input_gradient, is_pass=True, attends=True),
+            "plain_s": 1.0,
+        },
+        # Gradients of the chunk's weights only.
+        "BACKWARD_WEIGHT": {
+            **BACKWARD_PASS,
+            "mnemonic": "W",
+            "executor": "zero_bubble",
+            "work": Work.WEIGHTS,
+            "needs": OWN_GRADIENT,
+            "makes": Value("the weight gradient"),
+            "fed_by": None,
+            "sent_by": None,
+            "effect": Effect(lifetime=_use_up, memory=lambda held: held.use_up),
+            "price": Price(seconds=_weight_gradient, is_pass=True),
+            "plain_s": 1.0,
+            "colour": (0.42, 0.22, 0.25),
+        },
+    }
+)
 
 BLOCK = 6
 """Slots of a building block: forward, input and weight gradient of two chunks."""
