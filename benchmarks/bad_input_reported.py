@@ -6,8 +6,20 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.bad_input_cases import Case, _bomb, _planner, _Raw, _replaced, _start, _text, command
-from benchmarks.bad_input_files import CLUSTER, MODEL, PLAN, document_text
+from benchmarks.bad_input_cases import (
+    CLUSTER,
+    MODEL,
+    PLAN,
+    Case,
+    _bomb,
+    _planner,
+    _Raw,
+    _replaced,
+    _start,
+    _text,
+    command,
+    document_text,
+)
 from benchmarks.bad_input_listed import listed
 
 _LISTED = (

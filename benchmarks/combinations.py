@@ -8,7 +8,7 @@ from before the table had its newest parameters count as well; then plans are dr
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
 another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
-or are further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CPU: 1e-5).
+or are further from one process than ``testing.compare.BOUNDS`` (fp32 on a CPU: 1e-5).
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case, common_flags
-from benchmarks.combination_cases import (
+from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.parity import measure
+from megatron_het.plan import PlanError, save_plan
+from testing.cases import Case, common_flags
+from testing.combination_cases import (
     PARAMETERS,
     Pair,
     are_of_two_schedules,
@@ -36,11 +39,8 @@ from benchmarks.combination_cases import (
     schedules_of,
     title,
 )
-from benchmarks.compare import failures
-from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.parity import measure
-from benchmarks.runner import Job, Runner, add_device_argument
-from megatron_het.plan import PlanError, save_plan
+from testing.compare import failures
+from testing.runner import Job, Runner, add_device_argument
 
 _CHECK = "benchmarks.combinations:check_starts"
 

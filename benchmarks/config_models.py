@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,139 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 
-from benchmarks.config_weights import megatron_weights
 from megatron_het.families.gpt import LATENT_SPEC
 from tools.planner.costs.build import model_shape
 from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments
 from tools.planner.inputs.model import Model, load_model
+
+# Weights of a Hugging Face model under the names and in the layout of Megatron's GPTModel on one rank, for tests.
+
+
+_LAYER = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.(\d+)\.(.+)")
+_OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "transformer.wte.weight": "embedding.word_embeddings.weight",
+    "transformer.wpe.weight": "embedding.position_embeddings.weight",
+    "gpt_neox.embed_in.weight": "embedding.word_embeddings.weight",
+    "model.norm.": "decoder.final_layernorm.",
+    "transformer.ln_f.": "decoder.final_layernorm.",
+    "gpt_neox.final_layer_norm.": "decoder.final_layernorm.",
+    "lm_head.weight": "output_layer.weight",
+}
+_INSIDE = {
+    "input_layernorm.": "input_layernorm.",
+    "ln_1.": "input_layernorm.",
+    "post_attention_layernorm.": "pre_mlp_layernorm.",
+    "ln_2.": "pre_mlp_layernorm.",
+    "self_attn.o_proj.": "self_attention.linear_proj.",
+    "attention.dense.": "self_attention.linear_proj.",
+    "attn.c_proj.": "self_attention.linear_proj.",
+    "attention.query_key_value.": "self_attention.linear_qkv.",
+    "self_attn.q_norm.": "self_attention.q_layernorm.",
+    "self_attn.k_norm.": "self_attention.k_layernorm.",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+    "self_attn.q_a_proj.": "self_attention.linear_q_down_proj.",
+    "self_attn.q_a_layernorm.": "self_attention.q_layernorm.",
+    "self_attn.q_b_proj.": "self_attention.linear_q_up_proj.",
+    "self_attn.kv_a_proj_with_mqa.": "self_attention.linear_kv_down_proj.",
+    "self_attn.kv_a_layernorm.": "self_attention.kv_layernorm.",
+    "self_attn.kv_b_proj.": "self_attention.linear_kv_up_proj.",
+    "mlp.gate_up_proj.": "mlp.linear_fc1.",
+    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
+    "mlp.c_fc.": "mlp.linear_fc1.",
+    "mlp.down_proj.": "mlp.linear_fc2.",
+    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
+    "mlp.c_proj.": "mlp.linear_fc2.",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.gate.": "mlp.router.",
+    "mlp.router.": "mlp.router.",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.down_proj.": "mlp.shared_experts.linear_fc2.",
+}
+
+
+def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
+    """All weights of a model.
+
+    Args:
+        state: Of ``transformers``.
+        kind: Its ``model_type``.
+        config: Its configuration.
+    """
+    found: dict[str, torch.Tensor] = {}
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for name, value in state.items():
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(int(match[1]), {})[_usual(match[2])] = value
+        else:
+            found[_renamed(name, _OUTSIDE)] = value
+    for layer, parts in layers.items():
+        for name, value in _layer(parts, kind, config).items():
+            found[f"decoder.layers.{layer}.{name}"] = value
+    return found
+
+
+def _usual(name: str) -> str:
+    """A name of a layer's weight, as most families have it."""
+    name = name.replace("feed_forward.", "mlp.").replace("mlp.shared_expert.", "mlp.shared_experts.")
+    return name.replace("self_attn.qkv_proj.", "attn.c_attn.")
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    old = next(old for old in names if name.startswith(old))
+    return names[old] + name[len(old) :]
+
+
+def _layer(parts: dict[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    is_latent = "self_attn.kv_a_proj_with_mqa.weight" in parts
+    for name, given in parts.items():
+        value = given.T if kind == "gpt2" and given.dim() == 2 else given
+        if name.startswith("attn.c_attn."):
+            found[f"self_attention.linear_qkv.{name.rsplit('.', 1)[1]}"] = _by_group(value, config)
+        elif is_latent and name == "self_attn.q_proj.weight":
+            found["self_attention.linear_q_proj.weight"] = value
+        elif name.startswith("self_attn.q_proj."):
+            end = name.rsplit(".", 1)[1]
+            whole = torch.cat([parts[f"self_attn.{part}_proj.{end}"] for part in "qkv"])
+            found[f"self_attention.linear_qkv.{end}"] = _by_group(whole, config)
+        elif name.startswith(("self_attn.k_proj.", "self_attn.v_proj.")) or ".up_proj." in name:
+            continue  # with the one before
+        elif ".gate_proj." in name:
+            whole = torch.cat([value, parts[name.replace("gate_proj", "up_proj")]])
+            found[name.replace("gate_proj", "linear_fc1")] = whole
+        elif name.startswith("mlp.experts."):
+            found |= _experts(name, value, kind)
+        else:
+            found[_renamed(name, _INSIDE)] = value
+    return found
+
+
+def _by_group(whole: torch.Tensor, config: Any) -> torch.Tensor:
+    """Queries, keys and values of one group of heads after the other."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = whole.shape[0] // (heads + 2 * groups)
+    parts = whole.split([heads * width, groups * width, groups * width])
+    by_group = [part.reshape(groups, -1, *whole.shape[1:]) for part in parts]
+    return torch.cat(by_group, dim=1).reshape(whole.shape)
+
+
+def _experts(name: str, value: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    """The experts of a layer one by one; ``value`` is of all of them."""
+    layer, end = ("linear_fc1", "gate_up_proj") if "gate_up_proj" in name else ("linear_fc2", "down_proj")
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    found = {}
+    for expert, given in enumerate(value):
+        own = given.T if kind in ("gpt_oss", "llama4_text") and given.dim() == 2 else given
+        if kind == "gpt_oss" and end == "gate_up_proj":  # gate and up take turns
+            own = torch.cat([own[::2], own[1::2]])
+        found[f"mlp.experts.local_experts.{expert}.{layer}.{suffix}"] = own
+    return found
+
 
 SEQ_LENGTH = 32
 _SHAPE = {
@@ -39,159 +166,7 @@ _SHAPE = {
     "layer_norm_eps": 1e-3,
     "rope_theta": 5000.0,
 }
-_LATENT = {
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    # Norms of what is compressed have this epsilon in transformers, whatever the file says.
-    "rms_norm_eps": 1e-6,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
-_DEEPSEEK_YARN = {
-    "rope_type": "yarn",
-    "factor": 40.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.8,
-    "original_max_position_embeddings": 4096,
-    "rope_theta": 5000.0,
-}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "beta_fast": 5.0,
-    "beta_slow": 0.7,
-    "truncate": False,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 1000.0,
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SMALL: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "llama-3.2": {"model_type": "llama", "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
-    "llama-linear": {
-        "model_type": "llama",
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-    },
-    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN, "head_dim": 32},
-    "llama4": {
-        "model_type": "llama4_text",
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 40,
-        "interleave_moe_layer_step": 2,
-        "use_qk_norm": False,
-        "attention_chunk_size": 64,
-    },
-    "llama4-qk-norm": {
-        "model_type": "llama4_text",
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "no_rope_layers": [1, 1, 1, 1],
-        "attention_chunk_size": 64,
-    },
-    "mistral": {"model_type": "mistral", "sliding_window": 6, "head_dim": 16},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **_EXPERTS},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-        "head_dim": 16,
-        **_EXPERTS,
-    },
-    "deepseek_v2_lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
-    "deepseek_v2": {
-        "model_type": "deepseek_v2",
-        **_LATENT,
-        "q_lora_rank": 16,
-        "topk_method": "group_limited_greedy",
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.0,
-        "rope_parameters": _DEEPSEEK_YARN,
-    },
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        **_LATENT,
-        "q_lora_rank": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "rope_parameters": _DEEPSEEK_YARN,
-        "num_nextn_predict_layers": 0,
-    },
-    "moonlight": {
-        "model_type": "deepseek_v3",
-        **_LATENT,
-        "q_lora_rank": None,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
-        "num_nextn_predict_layers": 0,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "head_dim": 32,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 5,
-        "swiglu_limit": 0.5,
-        "rope_parameters": _YARN,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_positions": 64,
-        "vocab_size": 96,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "initializer_range": 0.2,
-        "layer_norm_epsilon": 1e-3,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "use_parallel_residual": False,
-        "rotary_pct": 0.5,
-        "num_key_value_heads": 4,
-        "rotary_emb_base": 5000.0,
-    },
-    "phi3": {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 1.0},
-    "glm": {"model_type": "glm", "head_dim": 8},
-    "glm4_moe": {
-        "model_type": "glm4_moe",
-        "head_dim": 16,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "routed_scaling_factor": 1.5,
-        "num_nextn_predict_layers": 0,
-    },
-}
+SMALL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())["small"]
 """Fields of the small models that their families and the common shape do not say."""
 
 

@@ -1,6 +1,6 @@
 """What becomes of the fields of Hugging Face's ``config.json``, and whether Megatron then computes the same.
 
-``python -m benchmarks.configs --json OUT`` reads the files of ``benchmarks.config_files`` and changes every field of
+``python -m benchmarks.configs --json OUT`` reads the files of ``configs.yaml`` and changes every field of
 each of them: a field that can be changed without a change of what is read, or of what is refused, is lost.  Then a
 small model of every family gets random weights, and its logits by ``transformers`` and by Megatron are compared.
 ``--markdown docs/models.md`` writes the tables of fields and families.
@@ -14,13 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.config_files import FILES, Config
+import yaml
+
 from benchmarks.machine import command_line, write_report
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model_configs import RULES, from_config
 from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MODEL
 from tools.planner.inputs.model_parts import FlagValue
 
+Config = dict[str, Any]
+FILES: dict[str, Config] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())["published"]
+"""Files by what people call the model."""
 SEQ_LENGTH = 4096
 MOST = 1e-5
 """Largest relative difference of logits that is rounding."""

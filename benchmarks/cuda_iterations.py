@@ -29,14 +29,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.cases import Case, build_plan, common_flags, machine_flags, with_schedule
-from benchmarks.combination_cases import case_of, pair_row
-from benchmarks.dry_run_cases import dry_run_cases
+from benchmarks.dry_run import dry_run_cases
 from benchmarks.machine import command_line, save, write_report
 from benchmarks.models import case_for
 from benchmarks.parity import all_cases
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from megatron_het.plan import save_plan
+from testing.cases import Case, build_plan, common_flags, machine_flags, with_schedule
+from testing.combination_cases import case_of, pair_row
+from testing.slimpipe_cases import PLAIN, sliced_case
 
 LIMIT_S = 600.0
 _POLL_S = 0.05

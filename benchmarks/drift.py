@@ -32,8 +32,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.runner import Finished, Job, Runner, words
 from megatron_het.plan import Plan, load_plan, save_plan
+from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator

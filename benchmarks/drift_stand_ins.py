@@ -1,6 +1,6 @@
 """What goes wrong in the middle of a run: a process that hangs or stops again and again, a slow device, a slow link.
 
-Functions of this module are the ``setup`` of jobs (``benchmarks.runner``).  *Paced* devices take a set time for every
+Functions of this module are the ``setup`` of jobs (``testing.runner``).  *Paced* devices take a set time for every
 layer, as a GPU does whatever its host is busy with: a pass computes, and then sleeps for the rest of its time.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.slow_link import SlowLink, divert
+from benchmarks.slow_links import SlowLink, divert
 
 _STOPPER = """
 import os, signal, sys, time

@@ -40,14 +40,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import VOCABULARY, Weights, common_flags
 from benchmarks.fault_processes import Forked, descendants, end, het_run
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.probe import write_dataset
-from benchmarks.runner import REPOSITORY, Device
 from megatron_het.elastic.worth import HOST_BYTES_PER_S, LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+from testing.cases import VOCABULARY, Weights, common_flags
+from testing.probe import write_dataset
+from testing.runner import REPOSITORY, Device
 from tools.planner.replay.policies import pauses_by_state
 
 _HIDDEN, _SEQUENCE, _BATCH, SHORT = 128, 256, 12, 16

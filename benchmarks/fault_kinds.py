@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.fault_plans import STEPS, Pool
 from benchmarks.fault_points import Fault
-from benchmarks.fault_trials import Trial
+from benchmarks.fault_trials import STEPS, Pool, Trial
 from megatron_het.lowering.programs import build
 
 

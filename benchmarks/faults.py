@@ -30,16 +30,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rank_server
-from benchmarks.cases import Weights, common_flags
 from benchmarks.fault_kinds import KINDS, MOUNTS
-from benchmarks.fault_plans import SCHEDULES, STEPS, Pool, draw, problems
 from benchmarks.fault_processes import Forked, adopt_orphans
-from benchmarks.fault_trials import BAR, Outcome, Trial, can_mount, loss_difference, run, wrong_samples
-from benchmarks.lab import Lab
+from benchmarks.fault_trials import (
+    BAR,
+    SCHEDULES,
+    STEPS,
+    Outcome,
+    Pool,
+    Trial,
+    can_mount,
+    draw,
+    loss_difference,
+    problems,
+    run,
+    wrong_samples,
+)
 from benchmarks.machine import machine
-from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
+from testing import rank_server
+from testing.cases import Weights, common_flags
+from testing.lab import Lab
+from testing.runner import Job, Runner
 
 _DRAWS, _CHECK_S = 20, 120.0
 
@@ -70,9 +82,7 @@ class FaultLab:
         if key not in self._references:
             folder = self._folder / f"reference-{len(self._references)}"
             flags = (*common_flags(*key, steps=STEPS), *self._lab.start_flags(pool.weights))
-            self._runner.run(
-                Job(folder.name, 1, flags, folder, setup=("benchmarks.probe:observe", {"out": str(folder)}))
-            )
+            self._runner.run(Job(folder.name, 1, flags, folder, setup=("testing.probe:observe", {"out": str(folder)})))
             losses = json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))["losses"]
             self._references[key] = dict(enumerate(losses, 1))
         return self._references[key]

@@ -96,17 +96,3 @@ def write_report(
     if path is not None:
         save(path, whole)
     print(json.dumps({key: value for key, value in whole.items() if key not in unprinted}, indent=1))
-
-
-def pin(*, rank: int, cores: list[int]) -> None:
-    """Keep a rank process on one core (a ``Job.setup``); ``cores`` names the core of every rank."""
-    os.sched_setaffinity(0, {cores[rank]})
-
-
-def pin_rank(*, rank: int) -> None:
-    """Give each rank a core of its own, where there are enough (a ``Job.setup``).
-
-    Otherwise the scheduler puts a rank that was waiting beside one that computes, until it notices.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -8,7 +8,7 @@ families or none, ``--plans`` only the first plans of each, ``--add`` puts the r
 
 Keys: ``cells``, by family and feature: ``trained``, ``refused``, ``not compared`` (no one process does the same) or
 ``failed``; ``refused``, with the reason of each; ``plans``; ``failed``, names of plans that ended with an error or are
-further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CPU: 1e-5); ``first_try`` of a plan with experts
+further from one process than ``testing.compare.BOUNDS`` (fp32 on a CPU: 1e-5); ``first_try`` of a plan with experts
 that was trained twice (see :func:`measured`).
 """
 
@@ -25,20 +25,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.combination_cases import PARAMETERS, Feature, case_of, features, needs, pair_row, title
 from benchmarks.combinations import argument_problems
-from benchmarks.compare import failures
-from benchmarks.expert_cases import is_routed
 from benchmarks.machine import command_line, write_report
-from benchmarks.model_families import MODELS, has_experts, printed, with_shape
-from benchmarks.pairwise import Row
 from benchmarks.parity import measure
-from benchmarks.runner import Device, add_device_argument
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError
 from megatron_het.plan.validate import check_plan
+from testing.cases import Case, Row
+from testing.combination_cases import PARAMETERS, Feature, case_of, features, needs, pair_row, title
+from testing.compare import failures
+from testing.families import MODELS, has_experts, printed, with_shape
+from testing.feature_cases import is_routed
+from testing.runner import Device, add_device_argument
 
 BEGIN, END = "<!-- made by benchmarks.models -->", "<!-- end of what benchmarks.models makes -->"
 _TRAINED, _REFUSED, _ALONE, _FAILED = "trained", "refused", "not compared", "failed"

@@ -7,19 +7,39 @@ rank's, others may see no more than a connection that closes.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.runner import Job
 from megatron_het.device import activate
 from megatron_het.device.memory import HostPool
 from testing import nccl_order
+from testing.runner import Job
+
+# Runs inside rank processes: groups with NCCL's order, before anything else is set up.
+
+
+def simulate(*, rank: int, options: dict[str, Any], then: list[Any] | None = None) -> None:
+    """Install the simulated backend, then call another setup function.
+
+    Args:
+        rank: This rank.
+        options: Fields of ``nccl_order.Options``.
+        then: ``module:function`` and keyword arguments of the other setup function.
+    """
+    nccl_order.install(nccl_order.Options(**{"stall_s": 60.0, **options}))
+    if then is not None:
+        name, keywords = then
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)(rank=rank, **keywords)
+
 
 STALL_S = 4.0
 

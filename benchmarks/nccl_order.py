@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
 from benchmarks.combinations import added
-from benchmarks.compare import compare
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
 from benchmarks.parity import all_cases, labs
-from benchmarks.runner import Finished, Job, JobError, Runner
 from megatron_het.plan import ScheduleSpec
+from testing.cases import Case
+from testing.compare import compare
+from testing.runner import Finished, Job, JobError, Runner
 
 BAR = 1e-5
 SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel", "depths")
@@ -41,7 +41,7 @@ def in_nccl_order(job: Job, **options: Any) -> Job:
     Args:
         options: Fields of ``nccl_order.Options``.
     """
-    setup = ("benchmarks.nccl_probe:simulate", {"options": options, "then": job.setup})
+    setup = ("benchmarks.nccl_mistakes:simulate", {"options": options, "then": job.setup})
     argv = list(job.argv)
     while "--het-transport" in argv:  # given once only
         at = argv.index("--het-transport")

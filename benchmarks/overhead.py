@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.machine import write_report
-from benchmarks.runner import Job, Runner, words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from testing.runner import Job, Runner, words
 
 _LAYERS, _HIDDEN, _HEADS, _SEQ, _MICROBATCHES = 4, 256, 4, 256, 8
 _SKIPPED = 5
@@ -65,7 +65,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
                     2,
                     words(_FLAGS, f"--train-iters {iterations}", platform, sides[side]),
                     scratch / f"{side}-{pair}",
-                    setup=("benchmarks.machine:pin_rank", {}),
+                    setup=("testing.probe:pin_rank", {}),
                     timeout_s=600,
                 )
                 seconds[side].append(iteration_s(runner.run(job).log()))

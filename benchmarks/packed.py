@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.runner import Job, Runner, words
 from benchmarks.slimpipe_bubble import fitted_costs, program_for
 from benchmarks.slimpipe_runs import Model, Setting, job
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting, Starts
 from megatron_het.schedule.simulate import simulate
+from testing.runner import Job, Runner, words
 
 MODEL = Model(layers=4, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES, _WARMUP = (2, 4), 1, 4, 1
@@ -52,8 +52,8 @@ class Bench:
         self._prefix.parent.mkdir()
         data = {"prefix": str(self._prefix), "vocab_size": MODEL.vocabulary, "documents": _DOCUMENTS}
         data |= {"seed": _DATA_SEED, "long_tailed": True, "typical": _TYPICAL, "longest": options.tokens}
-        write = ("benchmarks.probe:write_dataset", data)
-        runner.run(Job("dataset", 1, (), self._prefix.parent, "benchmarks.probe:nothing", write))
+        write = ("testing.probe:write_dataset", data)
+        runner.run(Job("dataset", 1, (), self._prefix.parent, "testing.probe:nothing", write))
 
     def setting(self, stages: int, *flags: str) -> Setting:
         """A run of the model."""
@@ -65,7 +65,7 @@ class Bench:
         target.mkdir(parents=True)
         data = ("--data-path", str(self._prefix), "--data-cache-path", str(self._prefix.parent / "cache"), *more)
         made = job(setting, MODEL, target, iterations=_WARMUP + self._options.iterations, memory=False, more=data)
-        setup = ("benchmarks.packed_probe:watch", {"out": str(target)})
+        setup = ("testing.watches:watch_documents", {"out": str(target)})
         flags = tuple(flag for flag in made.argv if flag != "--mock-data")
         self._runner.run(replace(made, argv=flags, setup=setup))
         found = []

@@ -20,21 +20,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, random_case, with_schedule
-from benchmarks.compare import BAR, BOUNDS, compare, failures
-from benchmarks.expert_cases import is_routed, with_experts
-from benchmarks.hybrid_cases import with_hybrid, with_recurrent
-from benchmarks.lab import Lab
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.optimizer_cases import optimizer_cases
-from benchmarks.packed_cases import with_attention, with_documents
-from benchmarks.pairwise import pairwise
-from benchmarks.poplar_cases import poplar_cases
-from benchmarks.runner import Device, Job, JobError, Runner, add_device_argument
-from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
-from benchmarks.zero_bubble_cases import zero_bubble_cases
-from benchmarks.zero_cases import zero_cases
-from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
+from testing.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, pairwise, random_case, with_schedule
+from testing.compare import BAR, BOUNDS, compare, failures
+from testing.feature_cases import (
+    is_routed,
+    optimizer_cases,
+    poplar_cases,
+    with_attention,
+    with_documents,
+    with_experts,
+    with_hybrid,
+    with_recurrent,
+    zero_bubble_cases,
+    zero_cases,
+)
+from testing.lab import Lab
+from testing.runner import Device, Job, JobError, Runner, add_device_argument
+from testing.slimpipe_cases import MultiHeadLab, slimpipe_cases
+from testing.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
 # Figures to which the rounding of all steps adds up: shown, without a bar.
 _LATER = ("max_relative_later_norm_difference",)

@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_hybrid import hybrid
-from benchmarks.planner_pools import COUNTS, nodes, pools, promised
+from testing import planner_cases as cases
+from testing.planner_cases import COUNTS, nodes, pools, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import METHODS, search
@@ -64,7 +64,7 @@ def accuracy() -> dict[str, Any]:
 
 def quality(count: int) -> dict[str, Any]:
     """Gap to exhaustive enumeration on random small clusters."""
-    from benchmarks.planner_quality import compare_case
+    from testing.planner_cases import compare_case
 
     rows = []
     for seed in range(count):

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import fastest_s, random_pool
+from testing.planner_cases import fastest_s, random_pool, with_catalog
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
 from tools.planner.costs.schedules import schedule_of

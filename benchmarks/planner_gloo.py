@@ -24,11 +24,11 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.runner import Job, Runner
 from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
 from examples.llama.job import CPU_ARGUMENTS, training_arguments
 from megatron_het.plan import save_plan
+from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -203,7 +203,7 @@ def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) ->
         plan.world_size,
         tuple(words),
         file.parent / "logs",
-        setup=("benchmarks.machine:pin", {"cores": [d.core for d in devices]}),
+        setup=("testing.probe:pin", {"cores": [d.core for d in devices]}),
         timeout_s=120.0,
     )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.planner_cases import with_catalog, zorse_cluster
 from benchmarks.planner_gloo import CASES, measure
 from megatron_het.plan.schema import ATTENTION, EXPERTS, MLP
+from testing.planner_cases import with_catalog, zorse_cluster
 from tools.planner.costs.candidate import Candidate, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup

@@ -36,8 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import write_report
-from benchmarks.scale_plans import ROLES, SEQUENCE, counted, edges_of, plan_of
-from benchmarks.scale_ranks import cpu_s, run_ranks, start_of
+from benchmarks.scale_ranks import ROLES, SEQUENCE, counted, cpu_s, edges_of, plan_of, run_ranks, start_of
 from megatron_het.lowering.programs import build, posted_for
 from megatron_het.lowering.ranks import BoundaryMap, lower
 from megatron_het.plan import Placement, Plan

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.runner import Runner
 from benchmarks.slimpipe_runs import Setting, job
 from benchmarks.slimpipe_speed import MODEL
+from testing.runner import Runner
 
 _MICROBATCHES = 2
 _DIRECTIONS = ("forward", "backward")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import Runner
 from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.schedule.cost import Costs
@@ -19,6 +18,7 @@ from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import add_transfers, post_receives_early
+from testing.runner import Runner
 
 _WARMUP = 3  # iterations that do not count; memory is metered in the second one
 _DIAGONAL = 0.5  # the kernels skip the masked half of a slice's attention to itself

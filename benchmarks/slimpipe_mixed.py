@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import fitted_costs
 from benchmarks.slimpipe_runs import Model, Setting, job
 from examples.llama.pinned import slow_down
@@ -25,6 +24,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.simulate import simulate
+from testing.runner import Runner
 
 BAR = 1.05
 LAYERS, SLICES, MICROBATCHES = (5, 3), 8, 2
@@ -36,7 +36,7 @@ _MICROSECOND = 1e-6
 
 def slowed_watch(*, rank: int, slow: int, out: str, memory: bool, fused: bool) -> None:
     """The probe of speed runs; one rank's process is stopped half of the time (a ``Job.setup``)."""
-    from benchmarks.slimpipe_probe import watch
+    from testing.watches import watch
 
     if rank == slow:
         slow_down(_STOPPED_S, _RUNNING_S)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import machine_flags
-from benchmarks.runner import Job, Runner, words
+from testing.cases import machine_flags
+from testing.runner import Job, Runner, words
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ def job(
         flags += ["--het-slices", str(s.slices)] if s.schedule == "slimpipe" else []
         flags += s.flags
     watch = {"out": str(folder), "memory": memory, "fused": s.schedule != "slimpipe"}
-    return Job(
-        s.name, s.stages, (*flags, *more), folder, setup=("benchmarks.slimpipe_probe:watch", watch), timeout_s=timeout_s
-    )
+    return Job(s.name, s.stages, (*flags, *more), folder, setup=("testing.watches:watch", watch), timeout_s=timeout_s)
 
 
 def run(runner: Runner, setting: Setting, model: Model, folder: Path, **options: Any) -> list[dict[str, Any]]:

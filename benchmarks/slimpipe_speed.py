@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks import slimpipe_mixed
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import bubble
 from benchmarks.slimpipe_runs import Model, Setting, run
+from testing.runner import Runner
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES = 2, 2, 8

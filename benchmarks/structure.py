@@ -64,8 +64,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.structure_features import FEATURES, MAX_FILES, MAX_OUTSIDE, files_for_a_feature
-from benchmarks.structure_sources import PRODUCT, Finding, Module, Target, dotted, imports_of, read_tree
+from benchmarks.structure_features import (
+    FEATURES,
+    MAX_FILES,
+    MAX_OUTSIDE,
+    PRODUCT,
+    Finding,
+    Module,
+    Target,
+    dotted,
+    files_for_a_feature,
+    imports_of,
+    read_tree,
+)
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 600
@@ -130,7 +141,7 @@ PRESENT: dict[str, Target] = {
     "all_lines": 141_900,
     "package_lines": BUDGET
     | {
-        "benchmarks": 20_700,
+        "benchmarks": 15_600,
         "examples": 2_400,
         "megatron_het": 800,
         "megatron_het/attention": 3_300,
@@ -148,7 +159,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_600,
         "megatron_het/safe_io": 800,
         "megatron_het/watch": 1_200,
-        "tests": 41_000,
+        "tests": 40_800,
         "tools/planner": 25_800,
     },
     "loaded_modules": {"het-plan plan": 201, "1F1B": 154},

@@ -401,10 +401,10 @@ def install() -> None:
 
 def iterations(families: Sequence[str]) -> list[Any]:
     """The dry runs of some families: the first and the last rank of a plan of every one of ``SCHEDULES``."""
-    from benchmarks.combination_cases import pair_row
     from benchmarks.cuda_iterations import Iteration
     from benchmarks.models import case_for
     from megatron_het.families.gpt import LATENT_SPEC
+    from testing.combination_cases import pair_row
 
     @dataclass(frozen=True)
     class WithLayersOfTE(Iteration):
@@ -434,7 +434,7 @@ def main() -> int:
     options = parser.parse_args()
     install()
     from benchmarks.cuda_iterations import run_all
-    from benchmarks.model_families import MODELS
+    from testing.families import MODELS
 
     report: dict[str, Any] = {"benchmark": "te_stand_ins", "runs": 0, "failed": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import machine_flags
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.runner import Job, Runner, words
 from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate, simulate
+from testing.cases import machine_flags
+from testing.runner import Job, Runner, words
 
 _STAGES, _LAYERS, _HIDDEN, _SEQ = 2, 4, 512, 256
 _SKIPPED = 3  # iterations that do not count

@@ -105,7 +105,7 @@ def mamba_chunk_scan_combined(
         return_final_states: Whether the last state is returned beside the output.
     """
     heads = x.shape[2]
-    dt = F.softplus(dt + dt_bias)
+    dt = F.softplus(dt if dt_bias is None else dt + dt_bias)
     decay = torch.exp(dt * A)
     reads, writes = (part.repeat_interleave(heads // B.shape[2], dim=2) for part in (C, B))
     state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1]) if initial_states is None else initial_states

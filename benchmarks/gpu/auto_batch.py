@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import BOUNDS, relative
 from benchmarks.gpu.cases import Case, CaseError, Setting, command, free_port, run_part
 from megatron_het.safe_io import read_json
+from testing.compare import BOUNDS, relative
 
 _RANKS, _ITERATIONS = 2, 3
 

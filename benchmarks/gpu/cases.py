@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, scratch
-from benchmarks.runner import REPOSITORY, Device, has_gpu, server_environment
 from megatron_het.safe_io import amount, check_target, count, write_json
+from testing.runner import REPOSITORY, Device, has_gpu, server_environment
 
 _LIMIT_S, _TAIL_LINES = 300.0, 25
 

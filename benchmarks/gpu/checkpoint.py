@@ -2,7 +2,7 @@
 
 Two ranks train for half of the steps under one plan and save; two ranks go on under another one, which divides the
 model otherwise.  Losses are those of one process of stock Megatron that was not disturbed, within
-``benchmarks.compare.BOUNDS``.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.
+``testing.compare.BOUNDS``.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case as Training
-from benchmarks.cases import build_plan
-from benchmarks.combination_cases import pair_row
-from benchmarks.compare import BOUNDS, plan_losses, reference_losses, relative
 from benchmarks.gpu.cases import Case, CaseError, Setting, run_part
-from benchmarks.lab import Lab
 from benchmarks.models import case_for
-from benchmarks.runner import Job, Runner
 from megatron_het.plan import Plan, Replica, ScheduleSpec, save_plan
+from testing.cases import Case as Training
+from testing.cases import build_plan
+from testing.combination_cases import pair_row
+from testing.compare import BOUNDS, plan_losses, reference_losses, relative
+from testing.lab import Lab
+from testing.runner import Job, Runner
 
 _STEPS, _CASE_S = 4, 75.0
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.cases import build_plan
 from benchmarks.gpu.cases import Case, CaseError, Setting, command, free_port, run_part
 from megatron_het.doctor.options import CHECKS
 from megatron_het.plan import ScheduleSpec, save_plan
 from megatron_het.safe_io import read_json
+from testing.cases import build_plan
 
 _RANKS, _WIDE = 2, "100"
 _LIMIT_S, _END_S = 150.0, 6.0

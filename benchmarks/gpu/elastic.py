@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import BOUNDS
 from benchmarks.elastic import ElasticJob, losses_of
 from benchmarks.gpu.cases import Case, CaseError, Setting, run_part
+from testing.compare import BOUNDS
 
 _ITERATIONS, _BEFORE, _WORKERS = 30, 6, 3
 _POLL_S, _TAIL_LINES = 0.1, 40

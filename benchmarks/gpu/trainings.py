@@ -4,7 +4,7 @@
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
 have all of them); with ``--cuda-graphs`` plans whose layers are captured, with ``--fp8`` plans that train in fp8, each
 against one process with the same recipe.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine
-in bf16.  Bounds are ``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or
+in bf16.  Bounds are ``testing.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or
 did not run in time; the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
 """
 
@@ -26,16 +26,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.combination_cases import PARAMETERS, Feature, case_of, pair_row, title
-from benchmarks.compare import BOUNDS, failures
-from benchmarks.families import WIDE
 from benchmarks.machine import machine
 from benchmarks.models import case_for
 from benchmarks.parity import measure, with_precision
-from benchmarks.runner import Device, has_gpu, words
 from megatron_het.features.layer_graphs.spec import TRY
 from megatron_het.safe_io import amount, check_target, write_json
+from testing.cases import Case
+from testing.combination_cases import PARAMETERS, Feature, case_of, pair_row, title
+from testing.compare import BOUNDS, failures
+from testing.families import WIDE
+from testing.runner import Device, has_gpu, words
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
 _SERVICE_S = 20.0

@@ -9,7 +9,8 @@ Megatron's, kernels too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 from megatron_het.attention.core import SliceParams
 from megatron_het.attention.kv_pool import CacheError
 from megatron_het.families import family_of_model
+
+_RATES, _STEPS, _LEAST_STEP = (1, 16), (0.001, 0.1), 1e-4
+"""Where the rates and the steps of a Mamba layer begin, as Megatron has it."""
 
 
 class Left(NamedTuple):
@@ -286,6 +290,33 @@ def carry_states(model: torch.nn.Module) -> None:
         layer.slice_states = StateCache()
         run = _delta_net if hasattr(layer, "gated_delta_rule") else _mamba
         layer.forward = functools.partial(run, layer, layer.slice_states)
+
+
+def draws_of(model: torch.nn.Module) -> Iterator[tuple[Tensor, Callable[..., object]]]:
+    """The parameters of a chunk's recurrent layers that Megatron draws by itself, with functions that draw alike."""
+    chunk: Any = model
+    for layer in family_of_model(chunk).recurrent_layers(chunk):
+        if not layer.config.perform_initialization:
+            continue
+        is_mamba = not hasattr(layer, "gated_delta_rule")
+        weight = layer.conv1d_weight if is_mamba else layer.conv1d.weight
+        bias = layer.conv1d_bias if is_mamba else layer.conv1d.bias
+        bound = weight.shape[-1] ** -0.5  # of channels that see no others
+        own = layer.conv_init or bound
+        yield weight, functools.partial(torch.nn.init.uniform_, a=-own, b=own)
+        if bias is not None:
+            yield bias, functools.partial(torch.nn.init.uniform_, a=-bound, b=bound)
+        low, high = _RATES if is_mamba else layer.A_init_range
+        yield layer.A_log, lambda rates, low=low, high=high: rates.uniform_(low, high).log_()
+        if is_mamba:
+            yield layer.dt_bias, _draw_steps
+
+
+def _draw_steps(biases: Tensor) -> None:
+    """Fill with what softplus turns into steps of a Mamba layer."""
+    low, high = map(math.log, _STEPS)
+    steps = biases.uniform_(low, high).exp_().clamp_(min=_LEAST_STEP)
+    biases.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
 def state_caches(models: Sequence[torch.nn.Module]) -> Iterator[StateCache]:

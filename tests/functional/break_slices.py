@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.probe import observe
+from testing.probe import observe
 
 
 def positions(**options: Any) -> None:

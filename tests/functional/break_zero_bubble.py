@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import probe
+from testing import probe
 
 
 def lose_weight_gradients(*, rank: int, out: str, gradients: bool = False) -> None:

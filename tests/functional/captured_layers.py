@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import probe
 from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients
+from testing import probe
 
 _MODULES = ("transformer_engine", "transformer_engine.pytorch")
 
@@ -130,7 +130,7 @@ _OUT: list[Path] = []
 
 
 def observe(*, rank: int, out: str, gradients: bool = False) -> None:
-    """As :func:`benchmarks.probe.observe`; ``replays-RANK`` in the folder says how many graphs have run."""
+    """As :func:`testing.probe.observe`; ``replays-RANK`` in the folder says how many graphs have run."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer import cuda_graphs, transformer_layer
 

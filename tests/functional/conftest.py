@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Runner
+from testing.lab import Lab
+from testing.runner import Finished, Runner
 from tests.functional.selected import run_selected
 
 # The gradients of the first step and three updates show any wrong sum; benchmarks.parity trains for longer.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.probe import observe
+from testing.probe import observe
 
 _PAD = 0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import probe
+from testing import probe
 
 
 class Copy:
@@ -88,10 +88,10 @@ def _stand_in(recipe: Recipe, number: int, name: str, layer: Any) -> None:
 
 
 def observe(*, rank: int, out: str, gradients: bool = False) -> None:
-    """As :func:`benchmarks.probe.observe`; ``fp8-RANK.json`` in the folder says what was quantised."""
+    """As :func:`testing.probe.observe`; ``fp8-RANK.json`` in the folder says what was quantised."""
     from megatron.core.transformer import transformer_block
 
-    from megatron_het.launch import megatron_args
+    from megatron_het.arguments import megatron_args
     from megatron_het.runtime.executor import Executor
     from megatron_het.runtime.session import HetSession
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.probe import observe
+from testing.probe import observe
 
 
 def within_documents(**options: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case
-from benchmarks.compare import Differences, compare
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
+from testing.cases import Case
+from testing.compare import Differences, compare
+from testing.lab import Lab
+from testing.runner import Finished
 
 
 def tiers(names: Iterable[str], full: Collection[str]) -> list[Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import probe
+from testing import probe
 
 SAMPLES = 10
 """Per epoch; iterations of the cases have 6."""
 
 
 def observe(**options: Any) -> None:
-    """As ``benchmarks.probe.observe``, with short epochs."""
+    """As ``testing.probe.observe``, with short epochs."""
     from megatron.training import training
     from megatron.training.datasets import data_samplers
 

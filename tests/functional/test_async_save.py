@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job, words
 from megatron_het.plan import save_plan
+from testing.cases import common_flags
+from testing.lab import Lab
+from testing.runner import Finished, Job, words
 from tests.functional.selected import tiers
 from tests.functional.test_checkpoint import KINDS
 

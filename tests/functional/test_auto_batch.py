@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.runner import Finished, Job, Runner
+from testing.runner import Finished, Job, Runner
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),

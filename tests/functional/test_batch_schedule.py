@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags, words
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
 from megatron_het.plan import Plan, save_plan
+from testing.cases import MICROBATCHES, Weights, build_plan, common_flags, words
+from testing.lab import Lab
+from testing.runner import Job
 from tests.functional.launch import launch
 
 SIZES = (2, 4, 6)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
-from benchmarks.expert_cases import divided
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
-from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
+from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
+from testing.feature_cases import with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Finished, Job
+from testing.zorse_cases import with_shares
 from tests.functional.selected import tiers
 
 STEPS, SAVED_AT = 6, 3
@@ -110,18 +110,22 @@ KINDS = {
     # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.  Experts are halves
     # or quarters of a replica's ranks, or on every rank.
     "experts": Kind(
-        divided(
+        with_expert_parallel(
             plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[1], [2, 1]]
         ),
-        divided(
+        with_expert_parallel(
             plan("second", [[4], [1, 1]], [3, 2], distributed_optimizer=True, sequence_parallel=True), [[4], [1, 1]]
         ),
         family="deepseek",
     ),
     # Experts have another optimizer than all other weights on the ranks of one stage, and on no rank of the other plan.
     "experts-over-replicas": Kind(
-        divided(plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True, even_routing=True), [[2, 2], [1]]),
-        divided(plan("second", [[2], [1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[2], [1]]),
+        with_expert_parallel(
+            plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True, even_routing=True), [[2, 2], [1]]
+        ),
+        with_expert_parallel(
+            plan("second", [[2], [1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[2], [1]]
+        ),
         family="deepseek",
     ),
     # The last stage has a copy of the embedding, and no table of an output layer.
@@ -193,7 +197,7 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
                 under.world_size if under else 1,
                 tuple(flags),
                 folder,
-                setup=("benchmarks.probe:observe", {"out": str(folder)}),
+                setup=("testing.probe:observe", {"out": str(folder)}),
                 timeout_s=300.0,
             )
         )
@@ -217,7 +221,7 @@ def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
     """Compare two checkpoints in a rank process."""
     options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
     lab.runner.run(
-        Job("compare", 1, (), folder, "benchmarks.probe:nothing", ("benchmarks.probe:compare_checkpoints", options))
+        Job("compare", 1, (), folder, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options))
     )
     return json.loads((folder / "found.json").read_text())
 

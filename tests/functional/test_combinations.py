@@ -10,89 +10,46 @@ from typing import Any
 
 import pytest
 
-from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
 from benchmarks.combinations import markdown, refusals
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
+from testing.cases import row_of
+from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
+from testing.lab import Lab
+from testing.runner import Finished
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
 ROWS: dict[str, dict[str, Any]] = {
-    "sliced": {
-        "schedule": "slimpipe",
-        "vocabulary": True,
-        "context_exchange": True,
-        "tp": "by stage",
-        "sequence_parallel": True,
-        "cp": "unequal parts",
-        "layers": "uneven",
-        "microbatches": "unequal",
-        "distributed_optimizer": True,
-        "overlap": "gradients and parameters",
-        "recompute": "mlp",
-    },
-    "exchange": {
-        "schedule": "slimpipe",
-        "vocabulary": True,
-        "context_exchange": True,
-        "cp": "different",
-        "tied": True,
-        "recompute": "selective",
-    },
-    "interleaved": {
-        "schedule": "interleaved",
-        "chunks": "different",
-        "tp": "within a stage",
-        "cp": "different",
-        "vocabulary": True,
-        "tied": True,
-        "offload_activations": 0.75,
-        "routing": "uneven",
-        "sequence_parallel": True,
-        "recompute": "selective",
-    },
-    "window": {
-        "schedule": "ministage",
-        "window": "exact",
-        "distributed_optimizer": True,
-        "tp": "within a stage",
-        "tied": True,
-        "routing": "uneven",
-        "sequence_parallel": True,
-    },
-    "window-vocabulary": {
-        "schedule": "ministage",
-        "chunks": "different",
-        "window": "exact",
-        "distributed_optimizer": True,
-        "vocabulary": True,
-        "tp": "within a stage",
-        "routing": "uneven",
-        "microbatches": "unequal",
-        "sequence_parallel": True,
-        "recompute": "full",
-    },
-    "zero-3-vocabulary": {
-        "schedule": "data-parallel",
-        "window": "ZeRO-3",
-        "distributed_optimizer": True,
-        "vocabulary": True,
-        "tp": "within a stage",
-        "routing": "uneven",
-        "microbatches": "unequal",
-        "cp": "different",
-    },
-    "v": {
-        "schedule": "zb-v",
-        "overlap": "gradients",
-        "tp": "by stage",
-        "cp": "different",
-        "tied": True,
-        "layers": "uneven",
-        "routing": "uneven",
-        "recompute": "full",
-    },
+    "sliced": row_of(
+        "schedule=slimpipe vocabulary context_exchange sequence_parallel layers=uneven microbatches=unequal "
+        "distributed_optimizer recompute=mlp",
+        tp="by stage",
+        cp="unequal parts",
+        overlap="gradients and parameters",
+    ),
+    "exchange": row_of("schedule=slimpipe vocabulary context_exchange cp=different tied recompute=selective"),
+    "interleaved": row_of(
+        "schedule=interleaved chunks=different cp=different vocabulary tied offload_activations=0.75 routing=uneven "
+        "sequence_parallel recompute=selective",
+        tp="within a stage",
+    ),
+    "window": row_of(
+        "schedule=ministage window=exact distributed_optimizer tied routing=uneven sequence_parallel",
+        tp="within a stage",
+    ),
+    "window-vocabulary": row_of(
+        "schedule=ministage chunks=different window=exact distributed_optimizer vocabulary routing=uneven "
+        "microbatches=unequal sequence_parallel recompute=full",
+        tp="within a stage",
+    ),
+    "zero-3-vocabulary": row_of(
+        "schedule=data-parallel window=ZeRO-3 distributed_optimizer vocabulary routing=uneven microbatches=unequal "
+        "cp=different",
+        tp="within a stage",
+    ),
+    "v": row_of(
+        "schedule=zb-v overlap=gradients cp=different tied layers=uneven routing=uneven recompute=full", tp="by stage"
+    ),
 }
 BY_NAME = {name: case_of(pair_row(row.items()), name, 0) for name, row in ROWS.items()}
 FULL = {"exchange", "window", "zero-3-vocabulary", "v"}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import VOCABULARY, Case, build_plan, common_flags
-from benchmarks.compare import compare_gradients, gathered, plan_losses, reference_losses, relative
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import VOCABULARY, Case, build_plan, common_flags
+from testing.compare import compare_gradients, gathered, plan_losses, reference_losses, relative
+from testing.lab import Lab
+from testing.runner import Job
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.conversations import write_conversations
 from tests.functional.selected import tiers
 

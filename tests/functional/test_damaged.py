@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Weights, build_plan, common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
 from megatron_het.plan import Plan, save_plan
+from testing.cases import Weights, build_plan, common_flags
+from testing.lab import Lab
+from testing.runner import Finished, Job
 from tests.functional.selected import selected, tiers
 
 PLAN = build_plan([[1], [1, 1]], [2, 3], random.Random(0), even_routing=False)
@@ -177,7 +177,7 @@ def test_the_optimizers_other_form_is_refused(distributed: bool, lab: Lab, tmp_p
     lab.runner.run(_job(lab, tmp_path / "saved", plans[distributed], steps=2))
     load = ("--load", str(tmp_path / "saved" / "checkpoints"))
     job = _job(lab, tmp_path / "refused", plans[not distributed], *load, save=False)
-    job = replace(job, setup=("benchmarks.probe:forbid_process_groups", {}))
+    job = replace(job, setup=("testing.probe:forbid_process_groups", {}))
     said = refusal(lab.runner.run(job, check=False))
     assert "distributed optimizer" in said and "--no-load-optim" in said
     weights = _job(lab, tmp_path / "weights", plans[not distributed], *load, "--no-load-optim", save=False)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Weights, build_plan, common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
 from megatron_het.plan import save_plan
+from testing.cases import Weights, build_plan, common_flags
+from testing.lab import Lab
+from testing.runner import Job
 
 STEPS = 6
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
@@ -31,7 +31,7 @@ LOGGING = [
 def _job(lab: Lab, folder: Path, *more: str, world_size: int = 1, **options: object) -> Job:
     folder.mkdir()
     flags = [*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()), *more]
-    setup = ("benchmarks.probe:observe", {"out": str(folder), "gradients": False})
+    setup = ("testing.probe:observe", {"out": str(folder), "gradients": False})
     return Job(folder.name, world_size, tuple(flags), folder, **{"setup": setup, **options})  # type: ignore[arg-type]
 
 
@@ -46,7 +46,7 @@ def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab:
     for name, options in (
         (
             "stock",
-            {"entry": "benchmarks.probe:run_script", "environment": {"HET_TEST_SCRIPT": f"{CHECKOUT}/pretrain_gpt.py"}},
+            {"entry": "testing.probe:run_script", "environment": {"HET_TEST_SCRIPT": f"{CHECKOUT}/pretrain_gpt.py"}},
         ),
         ("ours", {}),
     ):
@@ -63,8 +63,8 @@ def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab:
             1,
             (),
             tmp_path / "compare",
-            "benchmarks.probe:nothing",
-            ("benchmarks.probe:compare_checkpoints", options),
+            "testing.probe:nothing",
+            ("testing.probe:compare_checkpoints", options),
         )
     )
     compared = json.loads((tmp_path / "found.json").read_text())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule, words
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
 from megatron_het.plan import save_plan
+from testing.cases import Case, Weights, build_plan, common_flags, with_schedule, words
+from testing.lab import Lab
+from testing.runner import Job
 from tests.functional.selected import tiers
 
 STEPS = 3

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dry_run import compare
-from benchmarks.dry_run_cases import dry_run_cases
-from benchmarks.runner import Runner
+from benchmarks.dry_run import compare, dry_run_cases
+from testing.runner import Runner
 from tests.functional.selected import tiers
 from tools.planner.__main__ import main
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drift
-from benchmarks.lab import Lab
 from megatron_het.elastic.pool import GivenFirst
 from megatron_het.elastic.searched import Search, SearchedPlans
+from testing.lab import Lab
 from tests.functional.test_elastic_job import Running, losses_of
 from tools.planner.inputs.kept import CLUSTER, MODEL, PROFILE
 

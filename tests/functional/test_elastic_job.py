@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Weights, build_plan, common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job, words
 from megatron_het.elastic.__main__ import main as het_run
 from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
+from testing.cases import Weights, build_plan, common_flags
+from testing.lab import Lab
+from testing.runner import Finished, Job, words
 from tests.functional.test_checkpoint import with_ministages
 
 STEPS, TOKEN = 16, "0123456789abcdef"
@@ -91,7 +91,7 @@ class Running:
             (*(flags or own), "--het-report", str(folder)),
             folder,
             "benchmarks.elastic_job:work",
-            setup or ("benchmarks.probe:observe", options),
+            setup or ("testing.probe:observe", options),
             {"HET_JOB": str(folder / "job.json")},
             timeout_s=LIMIT_S,
             grace_s=LIMIT_S,

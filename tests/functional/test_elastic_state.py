@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Weights, common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
 from megatron_het.plan import Placement, Plan, save_plan
+from testing.cases import Weights, common_flags
+from testing.lab import Lab
+from testing.runner import Job
 from tests.functional.selected import tiers
 from tests.functional.test_checkpoint import KINDS, plan
 

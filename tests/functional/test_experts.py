@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.compare import compare
-from benchmarks.expert_cases import divided
-from benchmarks.families import EXPERT_FAMILIES
-from benchmarks.lab import Lab
 from benchmarks.nccl_order import in_nccl_order, transports
-from benchmarks.runner import Finished
-from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.plan import ScheduleSpec
+from testing.cases import Case, build_plan, with_schedule
+from testing.compare import compare
+from testing.families import EXPERT_FAMILIES
+from testing.feature_cases import with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Finished
+from testing.slimpipe_cases import with_context_parallel_sizes
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
@@ -35,7 +35,7 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **pl
 
 
 def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
-    return replace(case, plan=divided(case.plan, sizes), **more)
+    return replace(case, plan=with_expert_parallel(case.plan, sizes), **more)
 
 
 def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:

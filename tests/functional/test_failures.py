@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
 from megatron_het.plan import Plan, save_plan
+from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
+from testing.lab import Lab
+from testing.runner import Finished, Job
 
 PLAN = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
 Document = dict[str, Any]
@@ -119,7 +119,7 @@ def _job(
     flags = [flag for flag in common_flags(Weights()) if flag != drop]
     flags += ["--mock-data", "--save", str(folder / "checkpoints"), "--save-interval", "1"]
     flags += ["--het-plan", str(plan), "--het-report", str(folder / "report"), *more]
-    setup = ("benchmarks.probe:forbid_process_groups", {})
+    setup = ("testing.probe:forbid_process_groups", {})
     world = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     return Job("refused", ranks or world_size, tuple(flags), folder / "logs", setup=setup, environment=world)
 
@@ -226,7 +226,7 @@ def assert_names(log: str, victim: int) -> None:
 def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     """In the middle of an iteration; the others name operation and peer, the checkpoint is intact."""
     options = {"kill": [victim, KILLED_AT, 1]}
-    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("benchmarks.probe:observe", options))
+    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("testing.probe:observe", options))
     finished = lab.runner.run(job, check=False)
     assert finished.returncodes[victim] == -9
     survivors = [rank for rank in range(PLAN.world_size) if rank != victim]
@@ -252,7 +252,7 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     """A rank dies while it writes; the next start continues from the checkpoint before."""
     victim = 1
     options = {"which": victim, "save": 2}
-    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("benchmarks.probe:die_while_saving", options))
+    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("testing.probe:die_while_saving", options))
     finished = lab.runner.run(job, check=False)
     assert finished.returncodes[victim] == -9 and all(finished.returncodes), finished.returncodes
     assert not finished.timed_out

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.scale_plans import counted, edges_of, plan_of
-from benchmarks.scale_ranks import meet, run_ranks, start_of, start_world
+from benchmarks.scale_ranks import counted, edges_of, meet, plan_of, run_ranks, start_of, start_world
 from megatron_het.distributed import GroupError, build_groups
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement

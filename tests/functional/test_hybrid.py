@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.compare import plan_losses, reference_losses
-from benchmarks.hybrid_cases import as_hybrid
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import Case, build_plan, with_schedule
+from testing.compare import plan_losses, reference_losses
+from testing.feature_cases import as_hybrid
+from testing.lab import Lab
+from testing.runner import Finished
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import compared, tiers
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")

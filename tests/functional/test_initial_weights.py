@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, common_flags, with_schedule, words
-from benchmarks.expert_cases import divided
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
 from megatron_het.plan import ScheduleSpec, save_plan
+from testing.cases import Case, build_plan, common_flags, with_schedule, words
+from testing.feature_cases import with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Job
 from tests.functional.selected import tiers
 
 # One step without a change of any parameter, then a checkpoint.
@@ -26,7 +26,7 @@ STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interv
 
 def case(name: str, sizes: list[list[int]], layers: list[int], eps: list[list[int]] | None = None, **more: Any) -> Case:
     plan = build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **more)
-    return Case(name, plan if eps is None else divided(plan, eps))
+    return Case(name, plan if eps is None else with_expert_parallel(plan, eps))
 
 
 def both_ends_on_one_stage(name: str) -> Case:
@@ -92,8 +92,8 @@ def first_loss(checkpoint: Path) -> float:
 
 def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:
     options = {"first": str(first), "second": str(second), "out": str(out)}
-    compare = ("benchmarks.zorse_cases:compare_parameters", options)
-    lab.runner.run(Job("compare", 1, (), out.parent, "benchmarks.probe:nothing", compare), check=False)
+    compare = ("testing.zorse_cases:compare_parameters", options)
+    lab.runner.run(Job("compare", 1, (), out.parent, "testing.probe:nothing", compare), check=False)
     return json.loads(out.read_text())["difference"]
 
 

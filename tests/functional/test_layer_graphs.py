@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cases import Case
-from benchmarks.combination_cases import case_of, pair_row
-from benchmarks.compare import compare
-from benchmarks.lab import Lab
 from megatron_het.features.layer_graphs.spec import TRY
+from testing.cases import Case
+from testing.combination_cases import case_of, pair_row
+from testing.compare import compare
+from testing.lab import Lab
 from tests.functional.selected import tiers
 
 BAR = 1e-5

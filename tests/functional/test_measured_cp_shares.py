@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runner import Finished, Job, Runner
+from testing.runner import Finished, Job, Runner
 from tests.functional.test_auto_batch import FLAGS
 
 _STEPS = ("--micro-batch-size", "1", "--calculate-per-token-loss", "--het-schedule", "1f1b", "--global-batch-size", "2")

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
-from benchmarks.compare import compare
-from benchmarks.runner import Finished, Job
-from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
 from megatron_het.schedule.ir import Kind, Op
+from testing.cases import Case, Weights, build_plan, common_flags, with_schedule
+from testing.compare import compare
+from testing.runner import Finished, Job
+from testing.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from tests.functional.selected import tiers
 
 FP32_BAR = 1e-5
@@ -91,7 +91,7 @@ def test_from_flags(lab: MinistageLab, tmp_path: Path):
         *layout.split(),
         *ours.split(),
     )
-    observe = ("benchmarks.probe:observe", {"out": str(tmp_path), "gradients": True})
+    observe = ("testing.probe:observe", {"out": str(tmp_path), "gradients": True})
     report = ("--het-report", str(tmp_path))
     done = lab.runner.run(Job("flags", 4, (*flags, *report), tmp_path, setup=observe))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
@@ -156,9 +156,7 @@ def assert_equal_at_the_end(lab: MinistageLab, first: Path, second: Path, out: P
     """Bit-equal parameters and optimizer states after the last step."""
     last = f"checkpoints/iter_{STEPS:07}"
     options = {"first": str(first / last), "second": str(second / last), "out": str(out / "found.json")}
-    lab.runner.run(
-        Job("compare", 1, (), out, "benchmarks.probe:nothing", ("benchmarks.probe:compare_checkpoints", options))
-    )
+    lab.runner.run(Job("compare", 1, (), out, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options)))
     found = json.loads((out / "found.json").read_text())
     assert found["missing"] == [] and found["different"] == {}
     assert any("exp_avg_sq" in key for key in found["keys"])
@@ -188,14 +186,14 @@ def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_p
     """
     # The second ministage's update of the fifth iteration, made in the sixth; two per iteration before.
     victim, update = 1, 9
-    setup = ("benchmarks.zorse_cases:die_in_update", {"which": victim, "update": update})
+    setup = ("testing.zorse_cases:die_in_update", {"which": victim, "update": update})
     plan = under_window(offload=True, offload_optimizer=True)
     killed = train(lab, plan, tmp_path / "killed", "--clip-grad", CLIP, setup=setup, check=False)
     assert killed.returncodes[victim] == -9
     assert all(code > 0 for rank, code in enumerate(killed.returncodes) if rank != victim)
     checkpoints = tmp_path / "killed" / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(2 * SAVED_AT)
-    watch = ("benchmarks.zorse_probe:watch", {"out": str(tmp_path)})
+    watch = ("testing.watches:watch_window", {"out": str(tmp_path)})
     train(lab, plan, tmp_path / "again", "--clip-grad", CLIP, "--load", str(checkpoints), setup=watch)
     assert_equal_at_the_end(lab, exact, tmp_path / "again", tmp_path)
     for rank in range(plan.world_size):
@@ -220,7 +218,7 @@ def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: 
     stage = replace(alone.stages[0], layers=(1,) * 5)
     offloaded = {"window": True, "offload": True, "offload_optimizer": True}
     plan = replace(alone, stages=(stage,), schedule=ScheduleSpec("ministage", offloaded))
-    setup = ("benchmarks.zorse_probe:watch", {"out": str(tmp_path)})
+    setup = ("testing.watches:watch_window", {"out": str(tmp_path)})
     train(lab, plan, tmp_path / "run", setup=setup, fresh=True)
     watched = json.loads((tmp_path / "watch-0.json").read_text(encoding="utf-8"))
     window = json.loads((tmp_path / "run" / "rank-0.json").read_text(encoding="utf-8"))["window"]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import TRAINING_FLAGS, machine_flags
-from benchmarks.combination_cases import pair_row
 from benchmarks.combinations import start_problems
-from benchmarks.expert_cases import is_routed
-from benchmarks.lab import Lab
-from benchmarks.model_families import FOLDER, MODELS, printed
 from benchmarks.models import case_for
-from benchmarks.runner import Finished, words
+from testing.cases import TRAINING_FLAGS, machine_flags
+from testing.combination_cases import pair_row
+from testing.families import FOLDER, MODELS, printed
+from testing.feature_cases import is_routed
+from testing.lab import Lab
+from testing.runner import Finished, words
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, common_flags, with_schedule
-from benchmarks.compare import compare
-from benchmarks.expert_cases import divided
-from benchmarks.families import ALL_FAMILIES
-from benchmarks.lab import Lab
-from benchmarks.packed_cases import packed
-from benchmarks.runner import Finished, Job
-from benchmarks.slimpipe_cases import with_context_parallel
-from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
+from testing.cases import Case, build_plan, common_flags, with_schedule
+from testing.compare import compare
+from testing.families import ALL_FAMILIES
+from testing.feature_cases import packed, with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Finished, Job
+from testing.slimpipe_cases import with_context_parallel
+from testing.zorse_cases import MinistageLab
 from tests.functional.selected import tiers
 
 BAR = 1e-5
@@ -132,7 +131,7 @@ BY_NAME = {
         make("experts", [[1], [2, 1]], [1, 4], "later-tokens-experts", sequence_parallel=True),
     )
 }
-BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"].plan, [[1], [2, 1]]))
+BY_NAME["experts"] = replace(BY_NAME["experts"], plan=with_expert_parallel(BY_NAME["experts"].plan, [[1], [2, 1]]))
 FULL = {
     "one-stage",
     "in-a-v",

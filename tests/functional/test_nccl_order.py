@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.combination_cases import pair_row
-from benchmarks.compare import compare
-from benchmarks.lab import Lab
 from benchmarks.models import case_for
 from benchmarks.nccl_mistakes import MISTAKES, SOUND, mistake_job
 from benchmarks.nccl_order import cases_of, caught_by_some_rank, in_nccl_order, transports
-from benchmarks.packed_cases import packed
 from benchmarks.parity import labs
-from benchmarks.runner import Job, Runner
+from testing.cases import Case, build_plan, with_schedule
+from testing.combination_cases import pair_row
+from testing.compare import compare
+from testing.feature_cases import packed
+from testing.lab import Lab
+from testing.runner import Job, Runner
 from tests.functional.selected import tiers
 
 FP32_BAR = 1e-5

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import MUON_FLAGS, SMALL_STEPS, Case, Weights
-from benchmarks.expert_cases import divided
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Plan
+from testing.cases import MUON_FLAGS, SMALL_STEPS, Case, Weights
+from testing.feature_cases import with_expert_parallel
+from testing.lab import Lab
+from testing.runner import Finished
+from testing.slimpipe_cases import PLAIN, sliced_case
+from testing.zorse_cases import with_shares
 from tests.functional.selected import compared, tiers
 from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
 from tests.functional.test_elastic_state import run
@@ -37,7 +37,7 @@ def in_a_window(case: Case) -> Case:
 
 
 def with_divided_experts(case: Case, sizes: list[list[int]]) -> Case:
-    return replace(case, plan=divided(case.plan, sizes), family="deepseek")
+    return replace(case, plan=with_expert_parallel(case.plan, sizes), family="deepseek")
 
 
 CASES = [

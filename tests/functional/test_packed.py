@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.compare import compare
-from benchmarks.lab import Lab
-from benchmarks.packed_cases import packed
-from benchmarks.runner import Finished
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import Case, build_plan, with_schedule
+from testing.compare import compare
+from testing.feature_cases import packed
+from testing.lab import Lab
+from testing.runner import Finished
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5

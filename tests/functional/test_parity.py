@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule, words
-from benchmarks.compare import Differences, compare
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
 from megatron_het.plan import Stage, save_plan
+from testing.cases import Case, Weights, build_plan, common_flags, with_schedule, words
+from testing.compare import Differences, compare
+from testing.lab import Lab
+from testing.runner import Finished, Job
 from tests.functional.selected import compared, tiers
 
 FP32_BAR = 1e-5
@@ -172,6 +172,6 @@ def test_the_comparison_can_fail(accident: str, lab: Lab):
     job = lab.job(case)
     assert job.setup is not None
     options = {**job.setup[1], "accident": accident}
-    done = lab.runner.run(replace(job, setup=("benchmarks.sabotage:break_and_observe", options)))
+    done = lab.runner.run(replace(job, setup=("testing.probe:break_and_observe", options)))
     found: Differences = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert getattr(found, figure) > times * FP32_BAR, found

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import LAYERS, Case, build_plan, common_flags, with_schedule
-from benchmarks.compare import compare
-from benchmarks.lab import Lab
-from benchmarks.runner import Job
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import LAYERS, Case, build_plan, common_flags, row_of, with_schedule
+from testing.compare import compare
+from testing.lab import Lab
+from testing.runner import Job
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
 
 BAR = 1e-5
@@ -25,74 +25,37 @@ ROWS: dict[str, dict[str, Any]] = {
     "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
     "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
     "split-vocabulary": {"tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2},
-    "split-tied-vocabulary-offload": {
-        "tied": True,
-        "vocabulary": True,
-        "offload": 0.75,
-        "slices": 8,
-        "recompute": "up projection",
-    },
+    "split-tied-vocabulary-offload": row_of("tied vocabulary offload=0.75 slices=8", recompute="up projection"),
     "slices-of-equal-work": {"slices": 5, "tp": 2, "recompute": "selective", "parameters": {"slice_lengths": "work"}},
     "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
-    "exchange-interleaved-tp": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
-        "layers": 4,
-        "tp": 2,
-        "slices": 8,
-        "chunks": 2,
-        "microbatches": 2,
-        "distributed_optimizer": True,
-        "recompute": "full",
-    },
-    "exchange-uneven-layers": {
-        "exchange": {**_EXCHANGE, "exchange_idle": True},
-        "uneven": True,
-        "layers": 5,
-        "slices": 8,
-    },
-    "exchange-unequal-devices": {
-        "exchange": {
+    "exchange-interleaved-tp": row_of(
+        "layers=4 tp=2 slices=8 chunks=2 microbatches=2 distributed_optimizer recompute=full",
+        exchange={**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
+    ),
+    "exchange-uneven-layers": row_of("uneven layers=5 slices=8", exchange={**_EXCHANGE, "exchange_idle": True}),
+    "exchange-unequal-devices": row_of(
+        "uneven layers=5 slices=8 microbatches=4",
+        exchange={
             **_EXCHANGE,
             "exchange_idle": True,
             "exchange_keep": True,
             "exchange_attention": [1, 1, 4, 3],
             "exchange_rest": [9, 9, 30, 25],
         },
-        "uneven": True,
-        "layers": 5,
-        "slices": 8,
-        "microbatches": 4,
-    },
-    "exchange-slices-that-do-not-divide": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
-        "slices": 5,
-        "tp": 2,
-        "uneven": True,
-    },
-    "exchange-equal-work": {
-        "exchange": {**_EXCHANGE, "exchange_idle": True, "exchange_attention": [1, 2], "exchange_rest": [9, 9, 30, 9]},
-        "slices": 6,
-        "chunks": 2,
-        "cp": 2,
-        "recompute": "selective",
-        "parameters": {"slice_lengths": "work"},
-    },
+    ),
+    "exchange-slices-that-do-not-divide": row_of(
+        "slices=5 tp=2 uneven", exchange={**_EXCHANGE, "exchange_keep": True, "exchange_idle": True}
+    ),
+    "exchange-equal-work": row_of(
+        "slices=6 chunks=2 cp=2 recompute=selective",
+        exchange={**_EXCHANGE, "exchange_idle": True, "exchange_attention": [1, 2], "exchange_rest": [9, 9, 30, 9]},
+        parameters={"slice_lengths": "work"},
+    ),
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
-    "context-parallel-slices-exchange": {
-        "exchange": _EXCHANGE,
-        "layers": 4,
-        "cp": 2,
-        "microbatches": 2,
-        "vocabulary": True,
-    },
-    "exchange-replicas-vocabulary": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True},
-        "layers": 4,
-        "slices": 8,
-        "microbatches": 4,
-        "vocabulary": True,
-        "overlap": True,
-    },
+    "context-parallel-slices-exchange": row_of("layers=4 cp=2 microbatches=2 vocabulary", exchange=_EXCHANGE),
+    "exchange-replicas-vocabulary": row_of(
+        "layers=4 slices=8 microbatches=4 vocabulary overlap", exchange={**_EXCHANGE, "exchange_keep": True}
+    ),
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
 FULL = {
@@ -121,7 +84,7 @@ def test_one_call_per_slice(lab: Lab) -> None:
     case = replace(CASES["slices-plain"], name="slices-in-one-call")
     job = replace(lab.job(case), timeout_s=240.0)
     assert job.setup is not None
-    job = replace(job, setup=("benchmarks.attention_stand_ins:observe", job.setup[1]))
+    job = replace(job, setup=("testing.attention_stand_ins:observe", job.setup[1]))
     done = lab.runner.run(job)
     assert all((done.job.log_dir / f"joined-{rank}").exists() for rank in range(case.plan.world_size))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
@@ -147,7 +110,7 @@ def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
     like = _even_case()
     flags = (*common_flags(*like.reference, steps=lab.steps), *lab.start_flags(like.weights), *layout.split())
-    observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+    observe = ("testing.probe:observe", {"out": str(folder), "gradients": True})
     return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runner import Job, Runner
 from megatron_het import device as platform
+from testing.runner import Job, Runner
 from tests.functional.launch import launch
 
 ENTRY = ("-m", "megatron_het.pretrain_gpt")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drift
-from benchmarks.runner import Runner
+from testing.runner import Runner
 from tools.planner.__main__ import main as het_plan
 
 pytest.importorskip("megatron.core")

@@ -10,10 +10,10 @@ import random
 
 import pytest
 
-from benchmarks.cases import Case
-from benchmarks.lab import Lab
-from benchmarks.runner import Finished
-from benchmarks.zero_cases import zero_case
+from testing.cases import Case
+from testing.feature_cases import zero_case
+from testing.lab import Lab
+from testing.runner import Finished
 from tests.functional.selected import compared
 
 BAR = 1e-5

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import LAYERS, Case, build_plan, with_schedule
-from benchmarks.compare import Differences, compare
-from benchmarks.lab import Lab
-from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from testing.cases import LAYERS, Case, build_plan, with_schedule
+from testing.compare import Differences, compare
+from testing.lab import Lab
+from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
 
 BAR = 1e-5

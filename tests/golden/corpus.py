@@ -25,10 +25,10 @@ import yaml
 from benchmarks import bad_input
 from benchmarks.bad_input_listed import listed
 from benchmarks.bad_input_reported import reported
-from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_of, features, pair_row
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps
+from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, features, pair_row
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, uneven_plan
 from tools.planner.__main__ import main as het_plan
 from tools.planner.emit.command import emit

@@ -190,8 +190,11 @@ class InitialWeightsByName(RuntimeFeature):
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`."""
+        from megatron_het.attention.recurrent import draws_of
+
         by_memory = {_memory(tensor): draw for tensor, draw in self._noted.values()}
         for model in models:
+            self._noted |= {id(tensor): (tensor, draw) for tensor, draw in draws_of(model)}
             for name, parameter, owner in _named(model):
                 noted = self._noted.get(id(parameter))
                 # Layers of Transformer Engine make parameters anew once these are filled: other objects, same memory.

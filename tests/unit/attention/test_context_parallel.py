@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attention_helpers import CPU, SCALE, full_attention, inputs, masked_attention, relative
+from attention_helpers import CPU, SCALE, Sliced, full_attention, inputs, masked_attention, relative
 
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.places import UNLIMITED, SliceContext, take_blocks
+from megatron_het.attention.places import UNLIMITED, SliceContext, TokenGradient, pack, take_blocks, unpack
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
 from megatron_het.features.context_parallel.runtime import CommutedContextParallel
 from megatron_het.plan.placement import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
@@ -115,3 +116,142 @@ def test_documents_and_windows(shares: Shares, n: int, starts: tuple[Starts, ...
         for rank in range(size):
             expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
             assert relative(torch.cat(found[rank][which]), expected) < 1e-13
+
+
+# Slice attention of which other devices compute a part, with the peer in this process.
+
+
+SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
+
+
+class Peer:
+    """The helper of one slice: gets messages as a real one does, keys and values in pieces."""
+
+    is_active = True
+
+    def __init__(self, cache: KVCache, given: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
+        self.cache, self.given, self.pieces = cache, given, pieces
+        self.answers: list[torch.Tensor] = []
+        self.calls: list[str] = []
+
+    def parts(self, start: int, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for first, end in sorted(self.pieces):
+            lo, hi = max(first, start), min(end, stop)
+            if lo < hi:
+                tensor = torch.full((2, *SHAPE.keys(hi - lo)), torch.nan, dtype=SHAPE.dtype)
+                self.cache.copy_tokens(0, lo, hi, tensor)
+                found.append((tensor[0], tensor[1]))
+        return found
+
+    def begin_forward(self, query: torch.Tensor) -> tuple[int, int]:
+        self.calls.append("forward")
+        (got,) = unpack(pack(query), SHAPE.forward_query())
+        for start, stop in self.given:
+            out, lse = attend(got, self.parts(start, stop), CPU, SCALE)
+            self.answers.append(pack(lse, out))
+        return self.given[0][0], self.given[-1][1]
+
+    def help_forward(self, kernel: object, scale: float) -> None:
+        self.calls.append("help")
+
+    def end_forward(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        answers, self.answers = self.answers, []
+        for answer in answers:
+            lse, out = unpack(answer, SHAPE.forward_result())
+            yield out, lse
+
+    def begin_backward(
+        self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[int, int]:
+        self.calls.append("backward")
+        got_lse, *got = unpack(pack(lse, grad, query, out), SHAPE.backward_query())
+        for start, stop in self.given:
+            self.answers.append(pack(*attend_backward((*got, got_lse), self.parts(start, stop), CPU, SCALE)))
+        return self.given[0][0], self.given[-1][1]
+
+    def help_backward(self, kernel: object, scale: float) -> None:
+        self.calls.append("help")
+
+    def end_backward(self) -> Iterator[tuple[torch.Tensor, list[TokenGradient]]]:
+        answers, self.answers = self.answers, []
+        for (start, stop), answer in zip(self.given, answers, strict=True):
+            dq, dk, dv = unpack(answer, SHAPE.backward_result(stop - start))
+            yield dq, [(start, stop, dk, dv)]
+
+
+@pytest.mark.parametrize(
+    ("given", "pieces"),
+    [
+        ([(0, 8)], [(0, 8)]),
+        ([(0, 4)], [(0, 4)]),
+        ([(0, 12)], [(8, 16), (0, 8)]),
+        ([(0, 20), (20, 24)], [(0, 4), (4, 24)]),
+        ([(0, 2), (2, 13)], [(0, 24)]),
+    ],
+)
+@pytest.mark.parametrize("grows_down", [False, True])
+def test_exact_of_exchange(given: list[tuple[int, int]], pieces: list[tuple[int, int]], grows_down: bool) -> None:
+    """Slice 3 gives tokens away, in both directions; one to several helpers, in parts of slices."""
+    n = 4
+    tensors = inputs(n, 4, 2, torch.float64)
+    cache = KVCache(n)
+    if grows_down:  # the pool's other end
+        cache.append(9, 0, *(torch.zeros(SHAPE.keys(8), dtype=SHAPE.dtype) for _ in range(2)))
+        cache.drop(9)
+    run = Sliced(cache, tensors, n)
+    for i in range(3):
+        run.forward(i)
+    peer = Peer(cache, given, pieces)
+    q, k, v = (t[3] for t in run.leaves)
+    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
+    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
+    for i in reversed(range(n)):
+        run.backward(i)
+    assert max(run.errors(tensors)) < 1e-13
+    assert peer.calls == ["forward", "help", "backward", "help"]
+    cache.check_empty()
+
+
+def test_a_recomputed_forward_exchanges_once() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    n = 2
+    tensors = inputs(n, 4, 2, torch.float64)
+    cache = KVCache(n)
+    run = Sliced(cache, tensors, n)
+    run.forward(0)
+    peer = Peer(cache, [(0, 8)], [(0, 8)])
+    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 1, "scale": SCALE}
+    attention = lambda q, k, v: slice_attention(q, k, v, SliceContext(exchange=peer, **place))  # noqa: E731
+    run.outs.append(checkpoint(attention, *(t[1] for t in run.leaves), use_reentrant=True))
+    run.backward(1)
+    run.backward(0)
+    assert max(run.errors(tensors)) < 1e-13
+    assert peer.calls == ["forward", "help", "backward", "help"]
+
+
+def test_what_is_not_given_away_is_attended_to_here() -> None:
+    """A peer that answers for less than was given away changes the result: the comparison can fail."""
+    n = 4
+    tensors = inputs(n, 4, 2, torch.float64)
+    run = Sliced(KVCache(n), tensors, n)
+    for i in range(3):
+        run.forward(i)
+    peer = Peer(run.cache, [(0, 8)], [(0, 8)])
+    peer.begin_forward = lambda query: (0, 8)  # type: ignore[method-assign]
+    q, k, v = (t[3] for t in run.leaves)
+    place = {"cache": run.cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
+    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
+    for i in reversed(range(n)):
+        peer.answers = []
+        run.backward(i)
+    assert run.errors(tensors)[0] > 1e-3
+
+
+def test_messages_are_views_of_bytes() -> None:
+    parts = [((2, 3), torch.float32), ((5,), torch.bfloat16)]
+    tensors = [torch.randn(2, 3), torch.randn(5).bfloat16()]
+    message = pack(*tensors)
+    assert message.dtype == torch.uint8 and message.shape == SHAPE.message(parts).shape == (34,)
+    assert all(torch.equal(a, b) for a, b in zip(unpack(message, parts), tensors, strict=True))

@@ -16,13 +16,13 @@ import torch
 from attention_helpers import SCALE, full_attention, inputs, masked_attention, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.attention_stand_ins import CALLS, attend, attend_backward, stand_ins
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.attention.kernels import KERNELS, Kernel, TransformerEngineFused
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
+from testing.attention_stand_ins import CALLS, attend, attend_backward, stand_ins
 
 Arguments = dict[str, Any]
 

@@ -19,6 +19,10 @@ import testing.recurrent_layers as kernels
 from megatron_het.attention.core import SliceParams
 from megatron_het.attention.kv_pool import CacheError
 from megatron_het.attention.recurrent import carry_states
+from megatron_het.distributed.gradient_sums import mark_sharded
+from megatron_het.features.initial_weights.runtime import InitialWeightsByName
+from megatron_het.lowering.ranks import segments, stride_of
+from megatron_het.plan import Cut
 
 TOKENS, BATCH, HIDDEN = 24, 2, 16
 LENGTHS = ((24,), (12, 12), (9, 1, 2, 12), (1, 1, 22))
@@ -32,44 +36,62 @@ class Linear(torch.nn.Linear):
         return super().forward(source), None
 
 
-class Alone:
+class Group:
+    """A group of so many ranks, as the first one or another sees it."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
+
     def size(self) -> int:
-        return 1
+        return self._size
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
-@pytest.fixture(params=["delta net", "Mamba"])
-def layer(request: pytest.FixtureRequest) -> Iterator[Any]:
-    torch.manual_seed(3)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        linear_conv_kernel_dim=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=4,
-        linear_value_head_dim=4,
-        mamba_num_heads=4,
-        mamba_head_dim=4,
-        mamba_num_groups=2,
-        mamba_state_dim=4,
-    )
+CONFIG: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 2,
+    "normalization": "RMSNorm",
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 4,
+}
+KINDS = ("delta net", "Mamba")
+
+
+def built(kind: str, tp: Group) -> Any:
+    """A layer of Megatron's, of its part of the heads."""
+    config = TransformerConfig(**CONFIG)
     config.activation_func = torch.nn.functional.silu
-    groups: Any = SimpleNamespace(tp=Alone(), cp=Alone())
+    groups: Any = SimpleNamespace(tp=tp, cp=Group())
+    if kind == "Mamba":
+        return MambaMixer(config, MambaMixerSubmodules(Linear, Linear), HIDDEN, pg_collection=groups)
+    parts = GatedDeltaNetSubmodules(in_proj=Linear, out_norm=kernels.LocalNorm, out_proj=Linear)
+    return GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
+
+
+@pytest.fixture(autouse=True)
+def random_states() -> Iterator[None]:
+    torch.manual_seed(3)
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     tracker.reset()
     tracker.add("model-parallel-rng", 5)
-    if request.param == "delta net":
-        parts = GatedDeltaNetSubmodules(in_proj=Linear, out_norm=kernels.LocalNorm, out_proj=Linear)
-        yield GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
-    else:
-        yield MambaMixer(config, MambaMixerSubmodules(Linear, Linear), HIDDEN, pg_collection=groups)
+    yield
     tracker.set_states(states)
+
+
+@pytest.fixture(params=KINDS)
+def layer(request: pytest.FixtureRequest, random_states: None) -> Any:
+    return built(request.param, Group())
 
 
 def over_slices(layer: Any) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
@@ -133,6 +155,38 @@ class InReverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grad.split(ctx.lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_initial_weights_do_not_depend_on_tp(kind: str) -> None:
+    """What no function of the configuration fills is drawn by name too: a rank has its part of one whole."""
+
+    def drawn(tp: int, rank: int) -> dict[str, torch.nn.Parameter]:
+        layer = built(kind, Group(tp, rank))
+        model, holder = torch.nn.Module(), torch.nn.Module()
+        chunk: Any = model
+        chunk.hybrid_layer_pattern, chunk.config, chunk.decoder = "", layer.config, torch.nn.Module()
+        holder.layer_number = 1  # type: ignore[assignment]
+        setattr(holder, "mixer" if kind == "Mamba" else "self_attention", layer)
+        chunk.decoder.layers = torch.nn.ModuleList([holder])
+        mark_sharded([model])
+        InitialWeightsByName(7, Cut(tp), rank, 0, 0, in_blocks=True).attach([model])
+        return dict(layer.named_parameters())
+
+    whole = drawn(1, 0)
+    for rank in range(2):
+        part = drawn(2, rank)
+        for name in (
+            "A_log",
+            "dt_bias",
+            *(("conv1d_weight", "conv1d_bias") if kind == "Mamba" else ("conv1d.weight",)),
+        ):
+            found = segments(len(whole[name]), 2, rank, stride_of(part[name]))
+            wanted = torch.cat([whole[name][own.full : own.full + own.length] for own in found])
+            assert torch.equal(part[name], wanted), name
+    rates, steps = whole["A_log"].exp(), torch.nn.functional.softplus(whole["dt_bias"])
+    assert (rates >= 0.99).all() and (rates <= 16.01).all() and len(set(rates.tolist())) == len(rates)
+    assert kind != "Mamba" or ((steps > 0.0009).all() and (steps < 0.11).all())
 
 
 def test_an_evaluation_is_dropped(layer: Any) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.transformer.mlp import MLP
 from torch.utils.checkpoint import checkpoint
 
 from megatron_het.attention import kernel_choice, kernels
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import KERNELS, CpuFlash, CudnnFlash, Kernel, Setting
 from megatron_het.attention.kv_cache import CacheError, KVCache
-from megatron_het.attention.places import SliceContext
+from megatron_het.attention.places import Rotations, SliceContext
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.device import Platform
+from megatron_het.device.memory import memory_meter
+from megatron_het.runtime.building import RecomputingMLP, recompute_up_projections
 
 
 @pytest.mark.parametrize(
@@ -284,3 +291,161 @@ def test_microbatches_of_different_size_share_a_pool() -> None:
     cache.check_empty()
     with pytest.raises(CacheError, match="for a pool of"):
         Sliced(cache, inputs(n, 4, 2, torch.float64, batch=3), n).forward(0)
+
+
+# Positions that attention applies itself equal Megatron's, with their gradients.
+
+
+SLICES = 3
+
+
+def rotations(interleaved: bool, dtype: torch.dtype, factor: float = 1.0) -> Rotations:
+    return Rotations(SimpleNamespace(params_dtype=dtype, rotary_interleaved=interleaved), factor)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("channels", [16, 8])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
+def test_equals_megatron(interleaved: bool, channels: int, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(1)
+    table, grad = torch.randn(12, 1, 1, channels, dtype=torch.float64), torch.randn(5, 2, 3, 16, dtype=dtype)
+    fused = torch.randn(5, 2, 3, 20, dtype=dtype, requires_grad=True)
+    source = fused[..., 2:18]  # a view, as those of the fused projection are
+    wanted = _apply_rotary_pos_emb_bshd(source, table[4:9], rotary_interleaved=interleaved, mscale=1.5)
+    wanted.backward(grad)
+    rotation = rotations(interleaved, dtype, 1.5).part(table, ((4, 9),))
+    assert rotation is not None and fused.grad is not None
+    with torch.no_grad():
+        found, back = rotation.turn(source), rotation.turn_back(grad)
+    assert found.is_contiguous() and found.dtype == dtype
+    torch.testing.assert_close(found, wanted.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(back, fused.grad[..., 2:18], rtol=tolerance, atol=tolerance)
+
+
+def test_cosines_are_made_once_per_table() -> None:
+    made, table = rotations(False, torch.float32), torch.randn(6, 1, 1, 8)
+    first, again, other = (made.part(t, ((1, 3),)) for t in (table, table, table.clone()))
+    assert first is not None and again is not None and other is not None
+    assert first.cos.data_ptr() == again.cos.data_ptr() != other.cos.data_ptr()
+    assert made.part(torch.randn(6, 2, 1, 8), ((1, 3),)) is None  # angles of each sequence
+
+
+def run(tensors: list[torch.Tensor], table: torch.Tensor, inside: bool, reach: Reach) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values with positions applied before attention or by it."""
+    made, cache, outs = rotations(False, torch.float64), KVCache(SLICES), []
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+    for index in range(SLICES):
+        rows = slice(8 * index, 8 * index + 8)
+        query, key, value = (t[rows] for t in leaves)
+        rotation = made.part(table, ((rows.start, rows.stop),))
+        if not inside:
+            query, key = (_apply_rotary_pos_emb_bshd(t, table[rows]) for t in (query, key))
+        place: dict[str, Any] = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": index, "scale": SCALE}
+        outs.append(
+            slice_attention(
+                query, key, value, SliceContext(reach=reach, rotation=rotation if inside else None, **place)
+            )
+        )
+    for out, grad in reversed(list(zip(outs, tensors[3].chunk(SLICES), strict=True))):
+        out.backward(grad, retain_graph=True)
+    cache.check_empty()
+    return [torch.cat(outs).detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window_tokens=9, length=24)], ids=["all", "window"])
+def test_attention_rotates(reach: Reach) -> None:
+    tensors, table = inputs(SLICES, 4, 2, torch.float64), torch.randn(24, 1, 1, 16, dtype=torch.float64)
+    for found, wanted in zip(run(tensors, table, True, reach), run(tensors, table, False, reach), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+# An MLP that runs its first half again gives the same gradients and keeps its input only.
+
+
+HIDDEN, FFN, TOKENS = 16, 64, 32
+
+
+class _Linear(torch.nn.Linear):
+    """Answers as Megatron's do, and counts."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        self.calls += 1
+        return super().forward(hidden), None
+
+
+def _mlp() -> MLP:
+    torch.manual_seed(0)
+    mlp = MLP.__new__(MLP)
+    torch.nn.Module.__init__(mlp)
+    mlp.config = SimpleNamespace(  # type: ignore[assignment]
+        use_te_activation_func=False,
+        bias_activation_fusion=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        activation_func_clamp_value=None,
+        glu_linear_offset=0.0,
+        fp8=None,
+    )
+    mlp.linear_fc1 = _Linear(HIDDEN, 2 * FFN, bias=False)
+    mlp.linear_fc2 = _Linear(FFN, HIDDEN, bias=False)
+    return mlp
+
+
+def _model() -> SimpleNamespace:
+    layer = SimpleNamespace(recompute_mlp=True, mlp=_mlp())
+    return SimpleNamespace(decoder=SimpleNamespace(layers=[layer]))
+
+
+def _run(mlp: MLP) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """Output, gradients, and bytes that are kept in between."""
+    source = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with memory_meter(Platform("cpu")) as meter:
+        before = meter.live_bytes()
+        output = mlp(source.sin(), padding_mask=None)[0]
+        kept = meter.live_bytes() - before
+        output.square().sum().backward()
+    gradients = [source.grad, *(p.grad for p in mlp.parameters())]
+    return output.detach(), [g for g in gradients if g is not None], kept
+
+
+def test_same_gradients_fewer_bytes() -> None:
+    plain_output, plain_gradients, plain_kept = _run(_mlp())
+    model = _model()
+    assert recompute_up_projections([model]) == 1
+    layer = model.decoder.layers[0]
+    assert type(layer.mlp) is RecomputingMLP
+    assert not layer.recompute_mlp, "or Megatron would run the whole MLP again"
+    output, gradients, kept = _run(layer.mlp)
+    assert torch.equal(output, plain_output)
+    assert len(gradients) == 3
+    for found, expected in zip(gradients, plain_gradients, strict=True):
+        assert torch.equal(found, expected)
+    assert (layer.mlp.linear_fc1.calls, layer.mlp.linear_fc2.calls) == (2, 1)
+    row = TOKENS * 4
+    assert kept == 2 * HIDDEN * row, "the MLP's input and its output"
+    assert plain_kept >= kept + 3 * FFN * row
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model = _model()
+    recompute_up_projections([model])
+    mlp = model.decoder.layers[0].mlp
+    with torch.no_grad():
+        mlp(torch.randn(TOKENS, 1, HIDDEN))
+    assert mlp.linear_fc1.calls == 1
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_other_layers_stay(in_fp8: bool) -> None:
+    """In fp8 Megatron's own recomputation enters the recipe again, which a second run in a backward has left."""
+    model = _model()
+    layer = model.decoder.layers[0]
+    if in_fp8:
+        layer.mlp.config.fp8 = "hybrid"
+    layer.recompute_mlp = in_fp8
+    assert recompute_up_projections([model]) == 0
+    assert type(model.decoder.layers[0].mlp) is MLP

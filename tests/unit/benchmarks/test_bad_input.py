@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks import bad_input
 from benchmarks.bad_input_cases import Case, mutated, random_numbers
-from benchmarks.bad_input_jobs import jobs
-from benchmarks.bad_input_listed import listed
+from benchmarks.bad_input_listed import jobs, listed
 from benchmarks.bad_input_reported import reported
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="forks processes that have imported everything")

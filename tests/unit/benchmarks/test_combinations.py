@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import combinations
-from benchmarks.combination_cases import case_of, pair_row
 from benchmarks.combinations import added, from_before, read_entries, trained_cases
-from benchmarks.compare import failures
+from testing.combination_cases import case_of, pair_row
+from testing.compare import failures
 
 
 def _written(file: Path, seed: int, *entries: dict[str, Any]) -> Path:

@@ -10,9 +10,9 @@ from megatron_het.device import activate
 activate()  # Megatron binds on import what the platform replaces
 
 from benchmarks import configs  # noqa: E402
-from benchmarks.config_files import FILES  # noqa: E402
 from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
-from benchmarks.runner import words  # noqa: E402
+from benchmarks.configs import FILES  # noqa: E402
+from testing.runner import words  # noqa: E402
 from tools.planner.__main__ import main  # noqa: E402
 from tools.planner.inputs.model_configs import from_config  # noqa: E402
 from tools.planner.inputs.model_families import FAMILIES  # noqa: E402

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import parity, runner
-from benchmarks.cases import common_flags
-from benchmarks.compare import BOUNDS, failures
+from benchmarks import parity
+from benchmarks.cuda_iterations import added, cuda_cases, every_rank, is_bad, left_to_do, report_of
 from benchmarks.parity import all_cases, with_precision
-from benchmarks.runner import server_environment
+from testing import runner
+from testing.cases import common_flags
+from testing.compare import BOUNDS, failures
+from testing.runner import server_environment
 
 UNTOUCHED = """
 import os, torch
@@ -23,7 +28,7 @@ def touched(*_, **__):
 
 torch.cuda.is_available = lambda: True  # which NVML says
 torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = torch._C._cuda_getDeviceCount = touched
-from benchmarks import rank_server
+from testing import rank_server
 rank_server.import_everything("cuda")
 from megatron_het import device
 assert device.activate().is_cuda
@@ -88,3 +93,38 @@ def test_without_a_gpu_nothing_runs(words, monkeypatch, capsys, tmp_path):
         parity.main()
     assert stop.value.code == 2
     assert "there is no NVIDIA GPU here" in (said := capsys.readouterr().err) or "needs --device cuda" in said
+
+
+# The report of ``benchmarks.cuda_iterations``: results of several runs are counted together, and lines once.
+
+
+LINE = "megatron_het/runtime/channels.py:1"
+
+
+def run(name: str, waits: int, **more: Any) -> dict[str, Any]:
+    found = [{"calls": waits, "during": "forward", "where": "megatron_het/x.py:1"}]
+    return {"name": name, "host_waits": found, "traffic": [], **more}
+
+
+def without(name: str, error: str) -> dict[str, Any]:
+    return {"name": f"{name}, without {LINE}", "error": error}
+
+
+def test_runs_go_on_from_earlier_ones(tmp_path: Path) -> None:
+    first, second, third, *_ = (iteration.name for iteration in every_rank(cuda_cases()[:1]))
+    runs = {first: run(first, 0, stream_waits=[LINE, "torch/other.py:1"]), second: run(second, 0, stream_waits=[LINE])}
+    assert [i.ignored_wait for i in left_to_do(runs, {})] == [LINE]
+    noticed = without(first, "x is not ordered after y")
+    (tmp_path / "a.json").write_text(json.dumps(report_of(runs, {noticed["name"]: noticed})))
+    runs, left_out = added([tmp_path / "a.json"])
+    assert left_to_do(runs, left_out) == []
+    report = report_of(runs | {third: run(third, 2)}, left_out)
+    assert (report["runs"], report["missing_waits"], report["missing_waits_noticed"]) == (3, 1, 1)
+    assert report["waits_in_operations"] == 2 and is_bad(report) and not is_bad(report_of(runs, left_out))
+
+
+def test_a_line_counts_once_and_only_where_every_run_notices_it() -> None:
+    entries = [without("a", "x is not ordered after y"), without("b", "something else")]
+    report = report_of({}, {entry["name"]: entry for entry in entries})
+    assert (report["missing_waits"], report["missing_waits_noticed"]) == (1, 0)
+    assert report["missing_waits_unnoticed"] == [entries[1]["name"]] and is_bad(report)

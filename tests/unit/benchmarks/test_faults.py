@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cases import MICROBATCHES
 from benchmarks.fault_kinds import KINDS
-from benchmarks.fault_plans import STEPS, Pool, draw
-from benchmarks.fault_trials import Outcome, Trial, loss_difference, wrong_samples
+from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, draw, loss_difference, wrong_samples
 from benchmarks.faults import verdict
 from megatron_het.elastic.pool import Process, assign
+from testing.cases import MICROBATCHES
 
 
 @pytest.fixture(scope="module")

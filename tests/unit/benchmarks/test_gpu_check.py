@@ -12,19 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.cases import common_flags
-from benchmarks.compare import BOUNDS
 from benchmarks.gpu import check, checkpoint, offload, trainings
 from benchmarks.gpu.cases import CaseError, Setting, run_cases
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
-from benchmarks.lab import Lab
 from benchmarks.parity import measure
-from benchmarks.runner import JobError
 from megatron_het.arguments.megatron_args import _check_fp8
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
+from testing.cases import common_flags
+from testing.compare import BOUNDS
+from testing.lab import Lab
+from testing.runner import JobError
 
 WRITE = "import sys, json; json.dump({{'x': {}}}, open(sys.argv[1], 'w'))"
 

@@ -1,6 +1,6 @@
 """Jobs that are started while others run: every answer reaches who waits for it."""
 
-from benchmarks.runner import Runner
+from testing.runner import Runner
 
 
 def test_an_answer_to_another_job_is_kept() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.shared_cores import simulate_shared
+from benchmarks.zorse_speed import simulate_shared
 from megatron_het.schedule import Kind, Op, Shape, generate
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.structure import PRESENT, TARGETS, grown, loaded_modules, main, measure, named_modules, room_of
-from benchmarks.structure_features import FEATURES, Feature, files_for_a_feature
-from benchmarks.structure_sources import imports_of, read_tree
+from benchmarks.structure_features import FEATURES, Feature, files_for_a_feature, imports_of, read_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 

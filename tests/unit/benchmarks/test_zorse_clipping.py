@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.zorse_clipping import group_of, groups_of, rows_of
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from testing.probe import group_of, groups_of, rows_of
 
 
 def plan(*layers: tuple[int, ...]) -> Plan:

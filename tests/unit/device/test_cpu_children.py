@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.elastic.test_agent import runs
+from tests.unit.elastic.test_sessions import runs
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 SCRIPT = """
 import multiprocessing
-from benchmarks.probe import count_devices
+from testing.probe import count_devices
 from megatron_het.device import activate
 if __name__ == "__main__":
     activate()

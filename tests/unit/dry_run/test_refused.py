@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_input_files import PLAN, document_text
+from benchmarks.bad_input_cases import PLAN, document_text
 from megatron_het.arguments.hooks import exit_with
 from megatron_het.dry_run import __main__ as command
 from megatron_het.dry_run import run as dry

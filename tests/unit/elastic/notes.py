@@ -1,10 +1,13 @@
-"""A board without a store."""
+"""A board without a store, what arrives on it, and plans for its processes."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+from megatron_het.plan import Plan
 from megatron_het.store import Strangers
+from testing.cases import build_plan
 
 
 class Notes:
@@ -54,3 +57,13 @@ class Notes:
     def post(self, document: Any, **_: Any) -> None:
         self.put(f"inbox/{sum(key.startswith('posted') for key in self.documents) + 1}", document)
         self.put(f"posted/{len(self.documents)}", True)
+
+
+def come(board: Any, number: int, node: str) -> None:
+    board.post({"type": "ready", "process": number, "node": node, "device": "", "signature": "s"})
+
+
+def plan(sizes: list[list[int]], **more: Any) -> Plan:
+    layers = [5 // len(sizes)] * len(sizes)
+    layers[-1] += 5 - sum(layers)
+    return build_plan(sizes, layers, random.Random(0), even_routing=False, **more)

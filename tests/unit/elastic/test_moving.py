@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_het.elastic.copies import Copies, keepers_of
+from megatron_het.elastic import alike
+from megatron_het.elastic.alike import refusal, signature_of
+from megatron_het.elastic.copies import Copies, Cost, keepers_of
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
-from megatron_het.elastic.pieces import Piece, StateError
+from megatron_het.elastic.pieces import Piece, StateError, common
 from megatron_het.elastic.state import Holdings, Snapshot, move
+from tests.unit.elastic.notes import plan
 
 WHOLE = {"w": torch.arange(6 * 8, dtype=torch.float32).view(6, 8), "b": torch.arange(100.0, 110.0)}
 Held = list[tuple[Piece, torch.Tensor]]
@@ -139,3 +149,163 @@ def test_a_copy_of_what_no_other_node_holds(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(copy.pieces[0][1], BY_ROWS[2][0][1])
     (other,) = (s for s in received[0] if s.rank == 1)
     assert {p.key for p, _ in other.pieces} == {"w"}
+
+
+# Pieces as intervals, against the elements that indexing the whole tensor gives.
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+
+
+@st.composite
+def pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> Piece:
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    block = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    size = int(np.prod(block))
+    start = draw(st.integers(0, size - 1))
+    return Piece("w", "main", "float32", shape, offset, block, start, draw(st.integers(start + 1, size)))
+
+
+def elements(piece: Piece) -> list[int]:
+    """The whole tensor's elements that the piece holds, in its order."""
+    whole = np.arange(int(np.prod(piece.shape))).reshape(piece.shape)
+    cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.block, strict=True))
+    return whole[cut].reshape(-1)[piece.start : piece.stop].tolist()
+
+
+def listed(runs: np.ndarray, column: int) -> list[int]:
+    return [int(row[column]) + i for row in runs for i in range(int(row[2]))]
+
+
+@given(st.data())
+def test_runs_are_the_elements_of_the_piece(data: st.DataObject):
+    piece = data.draw(pieces(data.draw(shapes())))
+    runs = piece.runs()
+    assert listed(runs, 0) == elements(piece)
+    assert listed(runs, 1) == list(range(piece.size))
+
+
+@given(st.data())
+def test_what_two_pieces_share(data: st.DataObject):
+    shape = data.draw(shapes())
+    mine, theirs = data.draw(pieces(shape)), data.draw(pieces(shape))
+    put, taken, left = common(mine.runs(), theirs.runs())
+    shared = set(elements(mine)) & set(elements(theirs))
+    assert set(listed(put, 0)) == shared and listed(put, 0) == listed(taken, 0)
+    assert [elements(mine)[i] for i in listed(put, 1)] == listed(put, 0)
+    assert [elements(theirs)[i] for i in listed(taken, 1)] == listed(put, 0)
+    assert set(listed(left, 0)) == set(elements(mine)) - shared
+
+
+def test_a_piece_is_json_and_back():
+    piece = Piece("w", "exp_avg", "float32", (4, 6), (0, 2), (4, 3), 1, 7)
+    assert Piece.from_json(piece.to_json()) == piece
+    assert piece.name == ("w", "exp_avg") and piece.size == 6
+
+
+# A copy that fails holds nobody; all ranks copy at the same pace.
+
+
+TIMEOUT_S, SOON_S = 600.0, 100.0
+
+
+def together_of_copies(*calls: Any) -> list[Any]:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    return [thread.is_alive() for thread in threads]
+
+
+def test_nobody_waits_for_a_rank_whose_copy_failed():
+    store, links = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        links[rank] = Links(store, rank, 4, TIMEOUT_S)
+
+    assert not any(together_of_copies(*(lambda r=rank: connect(r) for rank in range(4))))
+    generation: Any = SimpleNamespace(nodes=("a", "b", "c", "d"))
+    copies = {rank: Copies(1) for rank in (0, 1, 3)}
+    for rank, mine in copies.items():
+        mine.open(generation, rank, links[rank])
+    links.pop(2).close()  # rank 1 gives to it, rank 3 takes from it; rank 0 takes from rank 3
+    snapshot: Any = Snapshot(1, 0, "", {}, {}, {})
+    block: Any = None
+    alive = together_of_copies(
+        *(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0, Cost(0.0)) for r, m in copies.items())
+    )
+    assert not any(alive)
+
+
+def test_ranks_agree_on_the_pace_of_the_slowest(capsys: pytest.CaptureFixture[str]):
+    store = dist.HashStore()
+    copies = [Copies(None), Copies(None)]
+    generation: Any = SimpleNamespace(nodes=("a", "b"))
+
+    def agree(rank: int) -> None:
+        mine = copies[rank]
+        mine.open(generation, rank, Links(store, rank, 2, TIMEOUT_S))
+        for _ in range(4):
+            mine.pace.left(0.0)
+            mine.pace.arrived(1.0)
+            mine.pace.copied(Cost(0.01 if rank else 0.2))
+            mine._agree([], False)
+
+    assert not any(together_of_copies(*(lambda r=rank: agree(r) for rank in range(2))))
+    assert [mine.pace.every for mine in copies] == [7, 7]
+    said = capsys.readouterr().out
+    assert said.count("copies of the state in memory: after every 7 iterations (here a copy takes") == 1
+
+
+# Nodes of one job have the same releases and flags.
+
+
+FLAGS = ("--num-layers", "8", "--mock-data", "--data-path", "a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--num-layers", "9", *FLAGS[2:]), "the values of '--num-layers' differ: '9' here and '8' on the first node"),
+        ((*FLAGS[:4], "b"), "the values of '--data-path' differ: 'b' here and 'a' on the first node"),
+        (FLAGS[:4], "the values of '--data-path' differ: none here and 'a' on the first node"),
+        ((*FLAGS, "--bf16"), "differ: '--bf16' here and none on the first node"),
+    ],
+)
+def test_the_first_flag_that_differs_is_named(flags: tuple[str, ...], said: str):
+    text = refusal(signature_of(flags), signature_of(FLAGS))
+    assert said in text and "start all nodes of a job with the same command" in text
+
+
+@pytest.mark.parametrize("name", ["megatron_het", "megatron-core"])
+def test_another_release_is_named(name: str):
+    other = json.dumps({**json.loads(signature_of(FLAGS)), name: "9.9"})
+    assert f"{name} is '9.9' here and " in refusal(other, signature_of(FLAGS))
+
+
+@pytest.mark.parametrize("other", ["", "x", "[]", "{}", "3", '{"megatron_het": 1}'])
+def test_what_another_release_would_say(other: str):
+    assert "another release" in refusal(other, signature_of(FLAGS)) or "megatron_het is" in refusal(
+        other, signature_of(FLAGS)
+    )
+
+
+def test_the_same_command_is_no_difference():
+    assert refusal(signature_of(FLAGS), signature_of(list(FLAGS))) == ""
+
+
+def test_a_plan_is_checked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(alike, "_problems", lambda *_: ["--num-layers: 7, the plan has 5"])
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == ["--num-layers: 7, the plan has 5"]
+
+    def fails(*_: object) -> list[str]:
+        raise OSError("nobody can say")
+
+    monkeypatch.setattr(alike, "_problems", fails)
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == []
+    monkeypatch.setattr(alike, "CHECK_S", 0.05)
+    monkeypatch.setattr(alike, "_problems", lambda *_: time.sleep(60.0))
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == [], "it is ended then"

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +18,28 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_het.elastic import boundary as boundaries
+from megatron_het.elastic import copies as copying
 from megatron_het.elastic import sessions
+from megatron_het.elastic import worker as warm
+from megatron_het.elastic import worker as workers
+from megatron_het.elastic.__main__ import main
+from megatron_het.elastic.agent import end_all
+from megatron_het.elastic.boundary import ElasticBoundary
+from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
+from megatron_het.elastic.searched import limited
+from megatron_het.elastic.sessions import Outcome
+from megatron_het.elastic.worker import Setting, Worker
 from megatron_het.lowering.programs import Choice
-from megatron_het.plan import Placement
+from megatron_het.plan import Placement, Plan, save_plan
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import RunReport
-from megatron_het.store import StoreServer
+from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from tests.unit.elastic.test_pool import plan
+from tests.unit.elastic.notes import Notes, plan
+from tests.unit.store.memory import MemoryStore
 
 
 class Session:
@@ -120,3 +140,287 @@ def test_a_plan_that_the_flags_refuse_does_not_end_a_worker_that_holds_state(
     else:
         outcome = sessions.run_session(boundary, [], tmp_path, entry)
         assert outcome.how == "failed" and outcome.is_refused
+
+
+# What a session opens when it begins.
+
+
+class Connections:
+    """Stands for connections between some processes."""
+
+    def __init__(self, _store: Any, rank: int, size: int, _timeout_s: float) -> None:
+        self.rank, self.size, self.is_open = rank, size, True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@pytest.mark.parametrize(
+    ("holders", "every", "is_shared"), [((1, 2), 1, True), ((1, 2, 7), 1, False), ((1, 2), 0, False)]
+)
+def test_copies_go_over_the_connections_of_the_change(
+    holders: tuple[int, ...], every: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Where a node has left, its process is a member of the change, and no rank."""
+    monkeypatch.setattr(boundaries, "Links", Connections)
+    generation = Generation(1, plan([[1], [1, 1]]), (5, 2, 1), holders, ("n5", "n2", "n1"), loads=True)
+    assert generation.movers == (5, 2, 1, *(number for number in holders if number == 7))
+    store, copies = MemoryStore(), Copies(every)
+    boundary = ElasticBoundary(generation, 2, store, 5.0, copies, lambda _: False, None, {})
+    change: Any = Connections(None, 1, len(generation.movers), 5.0)
+    boundary._open_copies(1, change)
+    assert change.is_open == is_shared
+    assert (copies._links is change) == is_shared
+    found: Any = copies._links
+    assert (found is None) == (every == 0)
+    assert found is None or (found.rank, found.size, found.is_open) == (1, 3, True)
+
+
+def test_a_checkpoint_that_could_not_be_written_goes_elsewhere() -> None:
+    generation = Generation(1, plan([[1]]), (1,), (), ("n1",), True, (3,), (6,), "/other")
+    assert Generation.from_json(generation.to_json()) == generation
+    boundary = ElasticBoundary(generation, 1, MemoryStore(), 5.0, Copies(0), lambda _: False, None, {})
+    args = SimpleNamespace(save="/saved", save_interval=3, train_iters=9, padded_vocab_size=None)
+    boundary.prepare(args)
+    found = []
+    for iteration in (3, 6, 9):
+        boundary._choose_folder(args, iteration)
+        found.append((args.save, args.save_interval))
+    assert found == [("/saved", None), ("/other", 3), ("/saved", 3)]
+
+
+def test_what_a_lost_rank_leaves_on_the_device_is_neither_kept_nor_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that is aborted ends its kernels with wrong values, and without an error."""
+    has_aborted, forgotten = [False], list[int]()
+
+    def packed(_pieces: Any) -> tuple[None, list[Any]]:
+        has_aborted[0] = True  # while the state is on its way to host memory
+        return None, []
+
+    copies = Copies(1)
+    boundary = ElasticBoundary(
+        Generation(1, plan([[1]]), (1,), (), ("n1",), True), 1, MemoryStore(), 5.0, copies, lambda _: False, None, {}
+    )
+    copies._links, boundary.has_aborted = Connections(None, 0, 1, 5.0), lambda: has_aborted[0]  # type: ignore[assignment]
+    boundary.trainee = SimpleNamespace(models=(), optimizer=None, args=SimpleNamespace(save=None))  # type: ignore[assignment]
+    monkeypatch.setattr(copying, "blocks_of", lambda *_: ())
+    monkeypatch.setattr(copying, "collect", lambda *_, **__: SimpleNamespace(pieces=()))
+    monkeypatch.setattr(copying, "_packed", packed)
+    monkeypatch.setattr(Copies, "_agree", lambda *_: None)
+    monkeypatch.setattr(boundaries, "communicators", list)
+    report = SimpleNamespace(forget_after=forgotten.append)
+    session = SimpleNamespace(feature=lambda _: None, materialise_parameters=lambda: None, report=report)
+    with pytest.raises(RuntimeError, match="is lost"):
+        boundary.reached(session, 4)
+    assert copies.snapshots == []
+    with pytest.raises(RuntimeError, match="is lost"):
+        boundary.reached(session, 5)
+    boundary.failed(session)
+    assert boundary.iteration == 4 and forgotten == [4]
+
+
+# What a worker does once is not done again in a change.
+
+
+class Thing:
+    """Has a source."""
+
+
+def test_sources_are_found_once(monkeypatch: pytest.MonkeyPatch):
+    asked, original = [], inspect.getsource
+
+    def getsource(thing):
+        asked.append(thing)
+        return original(thing)
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    for _ in range(2):
+        warm.remember_sources()
+        assert "Has a source." in inspect.getsource(Thing)
+    assert asked == [Thing]
+
+
+def test_configurations_are_parsed_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspect, "getsource", inspect.unwrap(inspect.getsource))
+    monkeypatch.setattr(ast, "parse", inspect.unwrap(ast.parse))
+    warm.remember_sources()
+    source = "@dataclass\nclass Thing:\n    x: int = 1\n"
+    assert ast.parse(source) is ast.parse(source)
+    assert ast.dump(ast.parse(source)) == ast.dump(inspect.unwrap(ast.parse)(source))
+    other = "class Thing:\n    x: int = 1\n"
+    assert ast.parse(other) is not ast.parse(other), "somebody may change it"
+    assert ast.parse(source, type_comments=True) is not ast.parse(source)
+
+
+# What a worker tells the controller, and when.
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_rank_says_that_it_leaves_before_its_session_is_taken_down(
+    is_away: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Once, also where the controller is away at that moment."""
+    board: Any = Notes()
+    monkeypatch.setattr(Setting, "board", lambda _: board)
+    worker = Worker(Setting("127.0.0.1", 1, "t", 4, "n1", "", str(tmp_path), 1, 1.0, "s"), [], lambda _: None)
+    early: list[Any] = []
+
+    def session(boundary: Any, *_unused: Any) -> Outcome:
+        boundary.iteration = 7
+        with monkeypatch.context() as patched:
+            if is_away:
+                patched.setattr(board, "post", _refuse)
+            boundary.leaving()
+        early.append(board.get("inbox/1"))
+        return Outcome("left")
+
+    monkeypatch.setattr(workers, "run_session", session)
+    worker._take_part(Generation(3, plan([[1]]), (4,), (), ("n1",)))
+    told = {"type": "ended", "process": 4, "generation": 3, "how": "left", "error": "", "unsaved": None, "iteration": 7}
+    told["refused"] = False
+    assert early == [None if is_away else told]
+    assert worker._ended == told, "signs of life say it again"
+    assert not board.has("inbox/2")
+
+
+def _refuse(_document: Any, **_: Any) -> None:
+    raise StoreError("away")
+
+
+# What a worker has started ends with it.
+
+
+SOON_S = 20.0
+WORKER = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_worker_has_started_ends_with_it(is_killed: bool):
+    command = [sys.executable, "-c", WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        child = int(worker.stdout.readline())
+        assert runs(child)
+        if is_killed:
+            worker.send_signal(signal.SIGKILL)
+            worker.wait(SOON_S)
+        end_all(worker)
+        worker.wait(SOON_S)
+    deadline_s = time.monotonic() + SOON_S
+    while runs(child):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    end_all(worker)  # nothing is there any more
+
+
+def runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+# Which processes become which ranks, and what a command line that cannot work says.
+
+
+def pool(*nodes: str) -> list[Process]:
+    return [Process(i + 1, node) for i, node in enumerate(nodes)]
+
+
+def test_a_tensor_parallel_group_stays_inside_of_a_node():
+    processes = pool("a", "b", "b", "a", "a")
+    found = assign(plan([[1], [2, 2]]), processes)
+    assert found is not None and len(set(found)) == 5
+    node = {p.number: p.node for p in processes}
+    assert node[found[1]] == node[found[2]] and node[found[3]] == node[found[4]]
+    assert assign(plan([[1], [2]]), pool("a", "b", "c")) is None
+
+
+def test_kinds_count_where_everybody_has_one():
+    base = plan([[1], [1]])
+    document = base.to_json()
+    document["stages"][0]["replicas"][0]["device"] = "new"
+    document["stages"][1]["replicas"][0]["device"] = "old"
+    kinds = Plan.from_json(document)
+    processes = [Process(1, "a", "old"), Process(2, "b", "new")]
+    assert assign(kinds, processes) == (2, 1)
+    assert assign(kinds, [Process(1, "a", "old"), Process(2, "b", "old")]) is None
+    assert assign(base, processes) == (1, 2)
+
+
+def test_the_best_plan_that_fits():
+    plans = GivenPlans([plan([[1], [1, 1]]), plan([[1], [1]])])
+    assert plans.plan(pool("a", "b", "c"))[0].world_size == 3
+    assert plans.plan(pool("a", "b"))[0].world_size == 2
+    with pytest.raises(NoPlanError, match="3, 2 ranks"):
+        plans.plan(pool("a"))
+    assert plans.is_better(plan([[1]]), plan([[1], [1], [1]]))  # the one that runs is of another list
+
+
+def test_plans_are_searched_where_no_given_one_fits():
+    given, other = plan([[1], [1, 1]]), plan([[1]])
+
+    class Searches(GivenPlans):
+        prepared: Any = ()
+
+        def prepare(self, pools: Any) -> None:
+            self.prepared = pools
+
+        def is_ready(self, pool: Any) -> bool:
+            return False
+
+    searches = Searches([other])
+    both = GivenFirst([given], searches)
+    assert both.plan(pool("a", "b", "c", "d"))[0] is given and both.is_ready(pool("a", "b", "c"))
+    assert both.plan(pool("a", "b"))[0] is other and not both.is_ready(pool("a", "b"))
+    both.prepare([pool("a", "b", "c"), pool("a", "b")])
+    assert searches.prepared == [pool("a", "b")]
+    assert both.is_better(given, other)
+
+
+def test_a_cluster_file_for_the_nodes_that_are_there():
+    cluster = {"nodes": [{"gpu": "A", "count": 4, "gpus_per_node": 2, "hosts": ["h"]}, {"gpu": "B", "count": 1}]}
+    there = [Process(1, "a", "A"), Process(2, "a", "A"), Process(3, "b", "A"), Process(4, "b", "A")]
+    assert limited(cluster, there)["nodes"] == [{"gpu": "A", "count": 2, "gpus_per_node": 2}]
+    with pytest.raises(NoPlanError, match="which has A, B"):
+        limited(cluster, [Process(1, "a", "C")])
+
+
+BAD = {
+    "address": (["--controller", "nowhere", "--", "--lr", "1"], "HOST:PORT"),
+    "no flags": (["--controller", "127.0.0.1:29400"], "after --"),
+    "a plan among the flags": (["--controller", "127.0.0.1:29400", "--", "--het-plan", "x"], "--plans"),
+    "no plans": (["--controller", "127.0.0.1:29400", "--start-controller", "--", "--lr", "1"], "--cluster"),
+    "no token": (["--controller", "127.0.0.1:29400", "--", "--lr", "1"], "token"),
+    "bound": (["--controller", "127.0.0.1:29400", "--lost-s", "0", "--", "--lr", "1"], "--lost-s"),
+    "endless bound": (["--controller", "127.0.0.1:29400", "--timeout-s", "inf", "--", "--lr", "1"], "--timeout-s inf"),
+    "node": (["--controller", "127.0.0.1:29400", "--node", "../a", "--", "--lr", "1"], "--node '../a'"),
+    "plans of two trainings": (
+        ["--controller", "127.0.0.1:29400", "--controller-only", "--plans", "a.json", "b.json"],
+        "global_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_input_is_one_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    save_plan(plan([[1], [1]]), "a.json")
+    other = json.loads(Path("a.json").read_text())
+    other["training"]["global_batch_size"] += 1
+    for stage in other["stages"]:
+        stage["replicas"][0]["microbatches"].append(other["training"]["global_batch_size"] - 1)
+    Path("b.json").write_text(json.dumps(other))
+    words, expected = BAD[name]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("het-run: ") and expected in error and "Traceback" not in error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "b.json"], "nothing is started or written"

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import pickle
 import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import megatron_het.elastic
+from megatron_het import store
+from megatron_het.elastic import members as failures
+from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.copies import SHARE, Cost, Pace
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.links import Links, Severing
+from megatron_het.elastic.members import Progress
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_controller import come
-from tests.unit.elastic.test_pool import plan
+from tests.unit.elastic.notes import Notes, come, plan
 
 
 def generation(
@@ -130,3 +148,300 @@ def test_a_job_that_has_not_begun_or_is_over():
     assert waiting.startswith("iteration 0\n") and "waits for its nodes" in waiting
     assert "the job ended: no plan" in describe(status(over=True, error="no plan"))
     assert "the training is over" in describe(status(over=True, error=""))
+
+
+# An iteration that does not end, though everybody gives signs of life.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_time_counts_between_iterations(clock: list[float]) -> None:
+    progress = Progress(10.0)
+    clock[0] += 1000.0
+    assert not progress.is_stuck(0, None), "a start has other bounds"
+    progress.opened()
+    for reached in range(1, 5):
+        clock[0] += 9.0
+        assert not progress.is_stuck(reached, 9)
+        progress.opened()  # other ranks say so later
+    clock[0] += 9.0
+    assert not progress.is_stuck(4, 9)
+    clock[0] += 2.0
+    assert progress.is_stuck(4, 9)
+    assert not progress.is_stuck(4, 4), "the run saves and evaluates at its end"
+    progress.begin()
+    assert not progress.is_stuck(4, 9)
+
+
+def test_all_leave_a_stuck_iteration_and_who_does_not_is_ended(tmp_path: Path) -> None:
+    board: Any = Notes()
+    said: list[str] = []
+    bounds = Bounds(stuck_s=0.1, leave_s=0.1)
+    plans = GivenPlans([plan([[1], [1]]), plan([[1]])])
+    controller = Controller(board, plans, tmp_path / "state.json", 2, bounds, said.append)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    opened = {"type": "opened", "generation": 0, "iteration": 0, "last": 9, "padded_vocab_size": None}
+    board.post({**opened, "process": 1, "times": {"first_step": time.time()}})
+    controller._step()
+    assert not board.has("0/lost")
+    time.sleep(0.2)
+    controller._step()
+    assert board.has("0/lost") and not board.has("kill/1") and not board.has("kill/2")
+    board.post({"type": "ended", "process": 1, "generation": 0, "how": "failed", "error": "closed", "iteration": 1})
+    time.sleep(0.2)
+    controller._step()
+    assert board.has("kill/2") and not board.has("kill/1")
+    assert board.get("1/generation")["ranks"] == [1]
+    assert controller.history[-1]["why"] == "1 rank was lost"
+    assert "no iteration has ended for 0.1 s" in "\n".join(said)
+
+
+def test_failures_in_a_row_are_tried_again_later_and_later() -> None:
+    found = failures.Failures()
+    pauses = [found.pause_s]
+    for _ in range(3):
+        found.note(1, 0, ["no memory"])
+        pauses.append(found.pause_s)
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+    with pytest.raises(failures.JobError, match="4 generations failed in a row, at iteration 1: no memory"):
+        found.note(1, 0, ["no memory"])
+    found.over()
+    assert found.pause_s == 0.0
+
+
+# Nothing that comes from others is unpickled.
+
+
+SOURCES = sorted(
+    source for package in (megatron_het.elastic, store) for source in Path(package.__path__[0]).glob("*.py")
+)
+COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list"}
+UNPICKLES = {"pickle", "Unpickler", "torch.load", *COLLECTIVES}
+
+
+class Trap:
+    """Says so where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("unpickled",)
+
+
+def test_a_pickle_in_the_inbox_is_left_out(tmp_path: Path) -> None:
+    """From somebody who knows the token; nobody else gets anything into it."""
+    token, said = "0123456789abcdef", list[str]()
+    board = ServedBoard("127.0.0.1", 0, token)
+    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), said.append)
+    member = Board("127.0.0.1", board.port, token)
+    member.ask("push", "inbox", pickle.dumps(Trap(), 0).decode())
+    member.post({"type": "ready", "process": 1, "node": "n1", "device": "", "signature": "s"})
+    controller._step()
+    assert sum("makes no sense" in line for line in said) == 1, said
+    assert [found["node"] for found in controller.status()["members"]] == ["n1"]
+    board.close()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=[source.stem for source in SOURCES])
+def test_no_module_unpickles(source: Path) -> None:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+        elif isinstance(node, ast.Attribute):
+            names |= {node.attr, ast.unparse(node)}
+    assert not names & UNPICKLES
+    assert all(hasattr(dist, name) for name in COLLECTIVES), "names of today's torch"
+
+
+# How often copies are taken.
+
+
+def run(pace: Pace, iteration_s: float, cost: Cost, count: int = 4) -> None:
+    now_s = 0.0
+    for _ in range(count):
+        pace.left(now_s)
+        now_s += iteration_s
+        pace.arrived(now_s)
+        pace.copied(cost)
+        now_s += cost.held_s
+
+
+@pytest.mark.parametrize(
+    ("cost", "host_computes", "wanted"),
+    [
+        (Cost(0.02, 0.5, 0.02), False, 1),  # 2 % and arrives before the next one
+        (Cost(0.02, 0.5, 0.02), True, 2),  # the sender takes 2 % more
+        (Cost(0.10, 0.5, 0.0), False, 4),  # 10 % over 4 iterations
+        (Cost(0.01, 2.5, 0.0), False, 3),  # the next one would wait for it
+    ],
+)
+def test_the_fewest_iterations_that_fit(cost: Cost, host_computes: bool, wanted: int):
+    pace = Pace(None)
+    run(pace, 1.0, cost)
+    found = pace.wanted(host_computes=host_computes)
+    assert found == wanted
+    assert pace.cost_s(host_computes=host_computes) / (found * pace.iteration_s()) <= SHARE
+
+
+def test_one_slow_copy_and_one_slow_iteration_do_not_count():
+    pace = Pace(None)
+    run(pace, 1.0, Cost(0.02), 4)
+    run(pace, 30.0, Cost(9.0), 1)
+    run(pace, 1.0, Cost(0.02), 4)
+    assert pace.wanted(host_computes=True) == 1
+
+
+def test_a_session_measures_anew():
+    pace = Pace(None)
+    run(pace, 1.0, Cost(0.3))
+    pace.every = pace.wanted(host_computes=False)
+    assert pace.every == 10
+    pace.begin()
+    assert (pace.every, pace.wanted(host_computes=False)) == (1, 1)
+    assert [i for i in range(1, 4) if pace.is_due(i)] == [1, 2, 3]
+
+
+def test_what_the_user_sets_stays():
+    pace = Pace(3)
+    run(pace, 1.0, Cost(0.9))
+    pace.begin()
+    assert [i for i in range(1, 10) if pace.is_due(i)] == [3, 6, 9]
+    assert not any(Pace(0).is_due(i) for i in range(1, 10))
+
+
+# A wait for a host that has vanished ends when its own process cuts the connection; others stay.
+
+
+LONG_S, SOON_S = 600.0, 100.0
+"""A wait that nothing ends, and one that was ended; on a busy machine importing torch alone takes a minute."""
+PEER = """
+import sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from megatron_het.elastic.links import Links
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=600))
+links = Links(dist.PrefixStore("here", store), 1, 2, 600.0)
+links.gather(1)
+print("met", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_wait_for_a_host_that_has_vanished_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    severing = Severing("127.0.0.1", store.port)
+    command = [sys.executable, "-c", textwrap.dedent(PEER), str(store.port)]
+    errors: list[Exception] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as peer, severing.during("0/lost"):
+        try:
+            links = Links(dist.PrefixStore("here", store), 0, 2, LONG_S)
+            links.gather(0)
+            assert peer.stdout is not None and peer.stdout.readline() == b"met\n"
+            os.kill(peer.pid, signal.SIGSTOP)  # closes nothing
+
+            def wait() -> None:
+                try:
+                    links.swap([], [(1, torch.zeros(4))])
+                except RuntimeError as error:
+                    errors.append(error)
+
+            waiting = threading.Thread(target=wait, daemon=True)
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+            assert severing.cut("1/lost") == 0, "of other connections"
+            start_s = time.monotonic()
+            assert severing.cut("0/lost") > 0
+            while waiting.is_alive() and time.monotonic() - start_s < SOON_S:
+                severing.cut("0/lost")  # as a worker does, in case the wait has begun only now
+                waiting.join(0.1)
+            assert not waiting.is_alive() and errors and time.monotonic() - start_s < SOON_S
+            store.set("still", "there")
+        finally:
+            peer.kill()
+    assert severing.cut("0/lost") == 0, "the session is over"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_older_connections_pythons_own_and_the_controllers_stay():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as controller:
+        port = controller.getsockname()[1]
+        severing = Severing("localhost", port)
+        older = foreign(server.getsockname()[1])
+        with severing.during("0/lost"):
+            mine = foreign(server.getsockname()[1])
+            told = foreign(port)
+            with socket.create_connection(server.getsockname()) as python:
+                severing.cut("0/lost")
+                assert [is_open(number) for number in (older, mine, told, python.fileno())] == [True, False, True, True]
+        for number in (older, mine, told):
+            os.close(number)
+
+
+def foreign(port: int) -> int:
+    """A connection that is no object of Python's."""
+    return socket.create_connection(("127.0.0.1", port)).detach()
+
+
+def is_open(number: int) -> bool:
+    try:
+        return os.write(number, b"x") == 1
+    except BrokenPipeError:
+        return False
+
+
+class OnTheDevice:
+    """A group whose kernels are gone once all groups are told to end them."""
+
+    def __init__(self, all_told: threading.Barrier, backend: str = "nccl") -> None:
+        self._all_told, self._backend = all_told, backend
+        self.aborts = 0
+
+    def _get_backend(self, device: torch.device) -> OnTheDevice:
+        assert device.type == "cuda"
+        return self
+
+    def name(self) -> str:
+        return self._backend
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self._all_told.wait(SOON_S)
+
+
+def test_communicators_are_aborted_together_and_once(monkeypatch: pytest.MonkeyPatch):
+    """Of each other's kernels they wait for the end: one after the other they would wait for ever."""
+    both = threading.Barrier(2)
+    groups = [OnTheDevice(both), OnTheDevice(both), OnTheDevice(both, "gloo")]
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    severing = Severing("127.0.0.1", 1)
+    with severing.during("0/lost"):
+        assert not severing.has_aborted()
+        severing.cut("1/lost")
+        assert not severing.has_aborted() and [group.aborts for group in groups] == [0, 0, 0]
+        for _ in range(2):
+            severing.cut("0/lost")
+            assert severing.has_aborted() and [group.aborts for group in groups] == [1, 1, 0]
+    with severing.during("1/lost"):
+        assert not severing.has_aborted(), "of the session before"
+        del groups[:2]
+        monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+        severing.cut("1/lost")
+        assert not severing.has_aborted(), "what gloo has delivered is right"
+
+
+def test_copies_tell_how_fast_state_moves():
+    pace = Pace(1)
+    run(pace, 1.0, Cost(0.1, 0.2, held_bytes=4000, sent_bytes=1000))
+    assert pace.rates is None, "what takes as long as a message tells nothing of the link"
+    for sent_s in (0.2, 0.4, 50.0):
+        run(pace, 1.0, Cost(0.1, sent_s, held_bytes=10**9, sent_bytes=10**8), 1)
+    assert pace.rates == (pytest.approx(10**10), pytest.approx(2.5 * 10**8))
+    pace.begin()
+    assert pace.rates is not None, "a change is judged right after the one before"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
-from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.pool import GivenFirst, GivenPlans, Learned, NoPlanError, Process, read_better, write_run
+from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.elastic.worth import (
     CHANGE_S,
     DEATH,
@@ -24,11 +28,10 @@ from megatron_het.elastic.worth import (
     measured_s,
     state_bytes,
 )
-from megatron_het.plan import Plan, Prediction, RankPrediction
+from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
 from megatron_het.plan.schema import LinkCosts, PlannedCosts
-from tests.unit.elastic.notes import Notes
-from tests.unit.elastic.test_controller import come
-from tests.unit.elastic.test_pool import plan
+from tests.unit.elastic.notes import Notes, come, plan
+from tests.unit.elastic.notes import plan as plan_of
 
 
 def predicted(sizes: list[list[int]], iteration_s: float) -> Plan:
@@ -178,3 +181,317 @@ def test_a_node_joins_where_it_pays(reached: int, tmp_path: Path) -> None:
         controller._step()
     refused = [line for line in said if "a node joins, and nothing changes: iterations would be" in line]
     assert (board.has("0/wanted"), len(refused)) == ((True, 0) if reached == 10 else (False, 1))
+
+
+# A job that is not as planned gets a better plan, where the change pays.
+
+
+CLUSTER = {"nodes": [{"gpu": "T4", "count": 9, "gpus_per_node": 1}]}
+TAUGHT = {
+    "gpus": {"T4 slow 1": {"flops": {"fp32": 1e12}}},
+    "nodes": [{"gpu": name, "count": 1, "gpus_per_node": 1} for name in ("T4", "T4 slow 1")],
+}
+
+
+def on(kinds: tuple[str, ...]) -> Plan:
+    """A stage on each kind."""
+    plan = plan_of([[1]] * len(kinds))
+    stages = tuple(
+        replace(s, replicas=(replace(s.replicas[0], device=kind),)) for s, kind in zip(plan.stages, kinds, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+def learned(pays_after: int = 5) -> Learned:
+    return Learned(on(("T4 slow 1", "T4")), ("T4", "T4 slow 1"), TAUGHT, None, 0.25, pays_after)
+
+
+class Job:
+    """A controller with two nodes and a planner that answers at once."""
+
+    def __init__(self, folder: Path, answer: Learned | None, given: tuple[Plan, ...] = ()) -> None:
+        self.searches, self.lines, self.board = Searches(), [], Notes()
+        self.searches.answer = answer
+        self.searches.open.set()
+        self.lines: list[str]
+        (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
+        self.plans = SearchedPlans(folder / "cluster.yaml", self.searches, self.lines.append)
+        planner = GivenFirst(given, self.plans) if given else self.plans
+        self.state = folder / "state.json"
+        self.planner = planner
+        self.controller = self.start()
+        for number in (1, 2):
+            self.board.post(
+                {"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"}
+            )
+        self.until(lambda: self.board.has("latest"))
+
+    def start(self) -> Controller:
+        board: Any = self.board
+        return Controller(board, self.planner, self.state, 2, Bounds(), self.lines.append)
+
+    def until(self, condition: Any) -> None:
+        until(lambda: self.controller._step() or condition())
+
+    def drifts(self, last: int) -> None:
+        self.board.post({"type": "drift", "generation": 0, "measured": {"iteration_s": 2.0}, "last": last})
+
+
+def test_a_better_plan_is_taken_and_the_slow_device_is_its_own_kind(tmp_path: Path) -> None:
+    job = Job(tmp_path, learned())
+    job.drifts(last=100)
+    job.until(lambda: job.board.has("0/wanted"))
+    assert "25.0 % shorter" in job.board.get("0/wanted")
+    assert job.searches.measured == [({"iteration_s": 2.0}, 10.0)]
+    for process in (1, 2):
+        job.board.post(
+            {"type": "ended", "process": process, "generation": 0, "how": "left", "error": "", "iteration": 7}
+        )
+    job.until(lambda: job.board.get("latest") == 1)
+    generation = job.board.get("1/generation")
+    # Process 2 was rank 1, which is slow; the better plan has the slow kind first.
+    assert generation["ranks"] == [2, 1] and generation["plan"]["stages"][0]["replicas"][0]["device"] == "T4 slow 1"
+    again = job.start()
+    assert {m["device"] for m in again.status()["members"]} == {"T4", "T4 slow 1"}
+    assert again.status()["corrected"] == {"cluster": TAUGHT, "profile": None}
+
+
+def test_a_change_that_does_not_pay_any_more_is_left_out(tmp_path: Path) -> None:
+    job = Job(tmp_path, learned(pays_after=50))
+    job.drifts(last=40)
+    job.until(lambda: any("nothing changes" in line for line in job.lines))
+    assert not job.board.has("0/wanted")
+
+
+def test_nothing_changes_where_nothing_is_better(tmp_path: Path) -> None:
+    job = Job(tmp_path, None)
+    job.drifts(last=100)
+    job.until(lambda: job.searches.measured)
+    for _ in range(20):
+        job.controller._step()
+    assert not job.board.has("0/wanted")
+
+
+def test_what_an_earlier_generation_measured_is_left_out(tmp_path: Path) -> None:
+    job = Job(tmp_path, learned())
+    job.board.post({"type": "drift", "generation": 3, "measured": {}, "last": 100})
+    for _ in range(20):
+        job.controller._step()
+    assert not job.searches.measured
+
+
+def test_a_given_plan_gives_way_to_what_was_measured(tmp_path: Path) -> None:
+    job = Job(tmp_path, learned(), given=(on(("T4", "T4")),))
+    job.drifts(last=100)
+    job.until(lambda: job.board.has("0/wanted"))
+    pool = [Process(1, "n1", "T4"), Process(2, "n2", "T4 slow 1")]
+    assert job.planner.plan(pool)[0].stages[0].replicas[0].device == "T4 slow 1"
+
+
+def test_a_new_cluster_file_keeps_the_kinds_that_were_learned(tmp_path: Path) -> None:
+    job = Job(tmp_path, learned())
+    pool = [Process(1, "n1", "T4"), Process(2, "n2", "T4 slow 1")]
+    job.plans.accept(learned(), pool)
+    # A kind that was taken out of the file does not come back, but the slow one stays.
+    (tmp_path / "cluster.yaml").write_text(json.dumps({"nodes": [{**CLUSTER["nodes"][0], "gpu": "L4"}]}))
+    job.plans.renew()
+    with pytest.raises(NoPlanError, match="no kind of GPU of the cluster file, which has L4, T4 slow 1"):
+        job.plans.plan(pool)
+    (tmp_path / "cluster.yaml").write_text(json.dumps(CLUSTER))
+    job.plans.renew()
+    assert job.plans.plan(pool)[0].world_size == 2
+
+
+def test_the_files_of_a_better_plan(tmp_path: Path) -> None:
+    ran = on(("T4", "T4"))
+    words = write_run(tmp_path, ran, json.dumps(CLUSTER), {"iteration_s": 1.0})
+    assert words[:2] == ["--plan", str(tmp_path / "plan.json")]
+    save_plan(on(("T4 slow 1", "T4")), tmp_path / "better.json")
+    (tmp_path / "better.cluster.yaml").write_text(json.dumps(TAUGHT))
+    body = {"kinds": {"T4": [0], "T4 slow 1": [1]}, "files": [], "gain": 0.25, "pays_after_iterations": 5}
+    found = read_better(tmp_path, json.dumps(body))
+    assert (found.kinds, found.cluster, found.profile, found.pays_after) == (("T4", "T4 slow 1"), TAUGHT, None, 5)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_better(tmp_path, json.dumps({**body, "pays_after_iterations": None}))
+
+
+# Plans are made ahead, and the controller goes on meanwhile.
+
+
+WAIT_S = 20.0
+
+
+class Searches:
+    """Stands in for the planner: a plan with a stage per GPU, once it may answer."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.open = threading.Event()
+        self.measured: list[tuple[dict[str, Any], float]] = []
+        self.answer: Learned | None = None
+        self.profiles: list[Path | None] = []
+
+    def run(self, document: str) -> Plan:
+        size = sum(group["count"] * group["gpus_per_node"] for group in json.loads(document)["nodes"])
+        self.sizes.append(size)
+        assert self.open.wait(WAIT_S)
+        if size == 1:
+            raise NoPlanError("one GPU is too small")
+        return plan_of([[1]] * size)
+
+    def check(self) -> None:
+        """Whatever it is given."""
+
+    def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
+        self.measured.append((measured, change_s))
+        return self.answer
+
+    def with_profile(self, profile: Path | None) -> Searches:
+        self.profiles.append(profile)
+        return self
+
+
+@pytest.fixture
+def searches() -> Searches:
+    return Searches()
+
+
+@pytest.fixture
+def plans(tmp_path: Path, searches: Searches) -> SearchedPlans:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(json.dumps({"nodes": [{"gpu": "T4", "count": 9, "gpus_per_node": 1}]}))
+    return SearchedPlans(cluster, searches, lambda _: None)
+
+
+def pool(size: int) -> list[Process]:
+    return [Process(i + 1, f"n{i}", "T4") for i in range(size)]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_plans_are_made_ahead_and_once(plans: SearchedPlans, searches: Searches):
+    plans.prepare([pool(3), pool(2), pool(2)])
+    assert not plans.is_ready(pool(3))
+    searches.open.set()
+    until(lambda: plans.is_ready(pool(3)) and plans.is_ready(pool(2)))
+    assert plans.plan(pool(3))[0].world_size == 3
+    assert plans.plan(pool(2))[1] == (1, 2)
+    assert searches.sizes == [3, 2]
+
+
+def test_a_search_that_is_under_way_is_waited_for(plans: SearchedPlans, searches: Searches):
+    plans.prepare([pool(3)])
+    until(lambda: searches.sizes)
+    threading.Timer(0.1, searches.open.set).start()
+    assert plans.plan(pool(3))[0].world_size == 3
+    assert searches.sizes == [3]
+
+
+def test_a_pool_that_nobody_has_foreseen_waits_for_no_other_search(plans: SearchedPlans, searches: Searches):
+    plans.prepare([pool(3), pool(2)])
+    until(lambda: searches.sizes)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(plans.plan(pool(4))[0].world_size), daemon=True)
+    thread.start()
+    until(lambda: searches.sizes == [3, 4])
+    searches.open.set()
+    thread.join(WAIT_S)
+    assert found == [4]
+
+
+def test_an_error_is_an_answer(plans: SearchedPlans, searches: Searches):
+    searches.open.set()
+    plans.prepare([pool(1)])
+    until(lambda: plans.is_ready(pool(1)))
+    for _ in range(2):
+        with pytest.raises(NoPlanError, match="too small"):
+            plans.plan(pool(1))
+    assert searches.sizes == [1]
+
+
+def test_a_planner_that_cannot_be_run_is_an_answer(plans: SearchedPlans, tmp_path: Path):
+    class Broken(Searches):
+        def run(self, document: str) -> Plan:
+            raise OSError("no space left")
+
+    broken = SearchedPlans(tmp_path / "cluster.yaml", Broken(), lambda _: None)
+    broken.prepare([pool(2)])
+    until(lambda: broken.is_ready(pool(2)))
+    with pytest.raises(NoPlanError, match="no space left"):
+        broken.plan(pool(2))
+
+
+def test_renewed_plans_are_searched_again(plans: SearchedPlans, searches: Searches):
+    plans.prepare([pool(2)])
+    until(lambda: searches.sizes)
+    plans.renew()  # what the search that is under way finds is outdated
+    searches.open.set()
+    plans.prepare([pool(3)])
+    until(lambda: plans.is_ready(pool(3)))
+    assert not plans.is_ready(pool(2))
+    plans.plan(pool(2))
+    assert searches.sizes == [2, 3, 2]
+
+
+def test_the_controller_goes_on_while_a_plan_is_made(plans: SearchedPlans, searches: Searches, tmp_path: Path):
+    board: Any = Notes()
+    controller = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), lambda _: None)
+
+    def come(number: int) -> None:
+        board.post({"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"})
+
+    def step_until(condition: Callable[[], Any]) -> None:
+        until(lambda: controller._step() or condition())
+
+    searches.open.set()
+    come(1), come(2)
+    step_until(lambda: board.has("latest"))
+    step_until(lambda: plans.is_ready(pool(1)))
+    assert searches.sizes == [2, 1], "what is left when a node is lost is planned ahead"
+    searches.open.clear()
+    come(3)
+    for _ in range(20):
+        controller._step()
+    assert [member["process"] for member in controller.status()["members"]] == [1, 2, 3]
+    assert not board.has("0/wanted")
+    searches.open.set()
+    step_until(lambda: board.has("check/3"))
+    assert not board.has("0/wanted"), "the newcomer says first whether the flags go with the plan"
+    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
+    step_until(lambda: board.has("0/wanted"))
+    assert board.get("0/wanted") == "a node joins"
+
+
+def test_replan_searches_again(plans: SearchedPlans, searches: Searches, tmp_path: Path):
+    board: Any = Notes()
+    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), lambda _: None)
+    searches.open.set()
+    for number in (1, 2):
+        board.post({"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"})
+    until(lambda: controller._step() or board.has("latest"))
+    until(lambda: searches.sizes == [2, 1])
+    board.post({"type": "replan"})
+    until(lambda: controller._step() or board.has("0/wanted"))
+    assert board.get("0/wanted") == "a new plan was asked for"
+    assert searches.sizes.count(2) == 2
+
+
+def test_a_cluster_file_that_is_broken_later_breaks_nothing(plans: SearchedPlans, searches: Searches, tmp_path: Path):
+    board: Any = Notes()
+    lines: list[str] = []
+    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), lines.append)
+    searches.open.set()
+    board.post({"type": "ready", "process": 1, "node": "n1", "device": "T4", "signature": "s"})
+    board.post({"type": "ready", "process": 2, "node": "n2", "device": "T4", "signature": "s"})
+    until(lambda: controller._step() or board.has("latest"))
+    (tmp_path / "cluster.yaml").write_text("nodes: [")
+    board.post({"type": "replan"})
+    for _ in range(5):
+        assert not controller._step()
+    assert any("cluster.yaml" in line for line in lines)
+    assert not board.has("0/wanted")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.lowering.ranks import Piece, Side, pieces
+from megatron_het.lowering.programs import choose_transport
+from megatron_het.lowering.ranks import Piece, Side, Stride, overlaps, pieces, segments, stride_of
 from megatron_het.plan.placement import least_tokens, part_tokens, token_blocks
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import RECEIVES, Program, Shape
+from megatron_het.schedule.transfers import add_transfers
 
 SEQ = 24
 
@@ -110,3 +117,99 @@ def test_parts_are_as_the_shares_say() -> None:
     assert [part_tokens(blocks) for blocks in held] == [60, 40, 20]
     # Attention: the mean place of a rank's tokens is the middle, so work is in proportion too.
     assert {sum(t for a, b in blocks for t in range(a, b)) / part_tokens(blocks) for blocks in held} == {59.5}
+
+
+# The transport between stages is chosen by the validator, with a reason.
+
+
+def good() -> Program:
+    return add_transfers(generate("ministage", Shape.uniform(3, 4, chunks=2)))
+
+
+def with_a_cycle() -> Program:
+    """Every device posts its first receive only after everything else."""
+    program = good()
+    late = []
+    for ops in program.ops:
+        first = next(op for op in ops if op.kind in RECEIVES)
+        late.append((*(op for op in ops if op is not first), first))
+    return replace(program, ops=tuple(late))
+
+
+def test_nccl_where_no_cycle_is_possible_and_staged_elsewhere() -> None:
+    chosen = choose_transport("auto", "nccl", True, [good()])
+    assert (chosen.transport, chosen.reason) == ("nccl", "no cycle of transfers is possible")
+    chosen = choose_transport("auto", "nccl", True, [good(), with_a_cycle()])
+    assert chosen.transport == "staged" and "may form a cycle" in chosen.reason
+
+
+def test_hosts_use_gloo_and_other_backends_are_staged() -> None:
+    assert choose_transport("auto", "gloo", False, [good()]).transport == "gloo"
+    assert choose_transport("auto", "gloo", True, [good()]).transport == "staged"
+
+
+def test_what_was_asked_for_is_taken_unless_it_cannot_work() -> None:
+    assert str(choose_transport("staged", "nccl", True, [good()])) == "staged (as asked for)"
+    with pytest.raises(ValueError, match="needs CUDA"):
+        choose_transport("nccl", "gloo", False, [])
+    with pytest.raises(ValueError, match="host tensors only"):
+        choose_transport("gloo", "nccl", True, [])
+
+
+# Shards of parameters under different TP sizes.
+
+
+TPS = (1, 2, 3, 4, 6)
+
+
+STRIDES = (1, 2, (2, 2, 1, 1, 6))
+
+
+@pytest.mark.parametrize(("tp", "stride"), [*itertools.product(TPS, (1, 2)), (1, STRIDES[2]), (2, STRIDES[2])])
+def test_segments_tile_the_full_parameter(tp: int, stride: Stride) -> None:
+    rows = [r for t in range(tp) for s in segments(24, tp, t, stride) for r in range(s.full, s.full + s.length)]
+    assert sorted(rows) == list(range(24))
+
+
+@pytest.mark.parametrize(("a", "b", "stride"), [*itertools.product(TPS, TPS, (1, 2)), (1, 2, STRIDES[2])])
+def test_overlaps_move_every_row_of_one_class_into_the_other(a: int, b: int, stride: Stride) -> None:
+    full = torch.arange(24)
+
+    def local(tp: int, t: int) -> torch.Tensor:
+        return torch.cat([full[s.full : s.full + s.length] for s in segments(24, tp, t, stride)])
+
+    for t in range(b):
+        target = torch.full((24 // b,), -1)
+        for u in range(a):
+            source = local(a, u)
+            for o in overlaps(segments(24, b, t, stride), segments(24, a, u, stride)):
+                assert (target[o.mine : o.mine + o.length] == -1).all()
+                target[o.mine : o.mine + o.length] = source[o.theirs : o.theirs + o.length]
+        assert torch.equal(target, local(b, t))
+
+
+def test_both_sides_compute_the_same_list() -> None:
+    """A flat message without headers needs sender and receiver to agree on the order."""
+    for a, b, t, u in itertools.product((2, 3), (4, 6), range(2), range(4)):
+        x, y = segments(24, a, t, 2), segments(24, b, u, 2)
+        there = [(o.mine, o.theirs, o.length) for o in overlaps(x, y)]
+        back = [(o.theirs, o.mine, o.length) for o in overlaps(y, x)]
+        assert there == back
+
+
+def test_gated_weights_are_not_cut_like_plain_ones() -> None:
+    assert segments(8, 2, 0, stride=2) != segments(8, 2, 0, stride=1)
+    with pytest.raises(ValueError, match="cannot be split"):
+        segments(6, 4, 0)
+    with pytest.raises(ValueError, match="cannot be split"):
+        segments(6, 2, 0, (5, 1))
+
+
+def test_each_part_of_a_projection_is_cut_over_the_ranks() -> None:
+    """As Mamba's projection, of 8 + 8 + 4 + 4 + 2 rows: the first half of each part, then the second one."""
+    of_rank = SimpleNamespace(partition_sizes=[4, 4, 2, 2, 1], partition_stride=1)
+    parts = [segments(26, 2, t, stride_of(of_rank)) for t in (0, 1)]
+    rows = [[r for s in own for r in range(s.full, s.full + s.length)] for own in parts]
+    assert rows[0] == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 20, 21, 24]
+    assert sorted(rows[0] + rows[1]) == list(range(26))
+    assert stride_of(SimpleNamespace(partition_stride=2)) == 2 and stride_of(SimpleNamespace()) == 1

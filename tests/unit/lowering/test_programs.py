@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,16 +13,47 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from megatron_het.features import FEATURES, features_of
+from megatron_het.features.context_exchange.exchange import exchange_edges
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.lowering.programs import assemble, build, posted_for, program_of, schedule_shape
-from megatron_het.lowering.ranks import boundary_map, lower
-from megatron_het.plan import ModelShape, Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.features.zero_bubble.spec import ZeroBubble
+from megatron_het.lowering.programs import (
+    assemble,
+    build,
+    costs_of,
+    planned_costs,
+    posted_for,
+    program_of,
+    schedule_shape,
+)
+from megatron_het.lowering.ranks import (
+    BoundaryMap,
+    boundary_map,
+    edges,
+    expert_name,
+    expert_segments,
+    held_experts,
+    lower,
+)
+from megatron_het.plan import (
+    Cut,
+    ModelShape,
+    Placement,
+    Plan,
+    PlanError,
+    Prediction,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+)
+from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
-from megatron_het.schedule import simulate
-from megatron_het.schedule.cost import Costs
+from megatron_het.schedule import cost, simulate
+from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators.listing import parts_of
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Program
 from megatron_het.schedule.validate import validate
+from tests.unit.plan.test_plan import document, read
 
 LAYERS, LENGTH, MICROBATCHES = 12, 48, 6
 
@@ -239,3 +272,211 @@ def test_parts_that_the_schedule_does_not_run_alone_are_built_with_the_whole() -
             program = build(made, rank)[False]
             assert (sum(map(bool, program.ops)) == 2) == runs
             assert all(ops in ((), other) for ops, other in zip(program.ops, build(made)[False].ops, strict=True))
+
+
+# From device programs to rank programs.
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_send_has_its_receive_in_the_same_order_on_each_edge(sequence_parallel: bool, forward_only: bool) -> None:
+    placement = Placement(read(document()))
+    program = build(placement.plan)[forward_only]
+    boundaries = BoundaryMap(placement, 32, sequence_parallel)
+    sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for rank in range(placement.world_size):
+        where = placement.locate(rank)
+        device = program.shape.device(where.stage, where.replica)
+        lowered = lower(program, boundaries, device, rank)
+        for op in lowered.ops:
+            if op.kind in SENDS:
+                sent.setdefault((rank, op.peer), []).append((op.microbatch, op.hi - op.lo))
+            elif op.kind in RECEIVES:
+                received.setdefault((op.peer, rank), []).append((op.microbatch, op.hi - op.lo))
+    assert sent == received
+    assert set(sent) <= set(edges([program], boundaries))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 2), (2, 4), (4, 1), (2, 2)])
+def test_attention_is_handed_over_by_heads(sizes: tuple[int, int]) -> None:
+    """Every key-value group of an owner goes to one rank of the helper, which expects as many."""
+    body, world = document(), sum(sizes)
+    ranks = (list(range(sizes[0])), list(range(sizes[0], world)))
+    body["model"] |= {"num_attention_heads": 8, "num_query_groups": 4}
+    body["stages"] = [{"layers": [2], "replicas": [{"ranks": r, "microbatches": [0, 1, 2, 3]}]} for r in ranks]
+    body["schedule"] = {"name": "slimpipe", "parameters": {"slices": 4, "context_exchange": True}}
+    placement = Placement(read(body))
+    program, boundaries = build(placement.plan)[False], BoundaryMap(placement, 8, sequence_parallel=False)
+    given: list[tuple[int, int, tuple[int, ...], int]] = []
+    helped: list[tuple[int, int, tuple[int, ...], int]] = []
+    groups: dict[tuple[Any, ...], set[int]] = {}
+    for rank in range(world):
+        where = placement.locate(rank)
+        for op in lower(program, boundaries, where.stage, rank).ops:
+            what = (*op.key, op.start, op.stop)
+            if op.kind is Kind.ATTEND_GIVE:
+                given.append((rank, op.peer, what, op.hi - op.lo))
+                first = where.tp_rank * 4 // sizes[where.stage]
+                groups.setdefault((where.stage, what), set()).update(range(first + op.lo, first + op.hi))
+            elif op.kind is Kind.ATTEND_HELP:
+                helped.append((op.peer, rank, what, op.hi - op.lo))
+    assert given and sorted(given) == sorted(helped)
+    assert all(found == {0, 1, 2, 3} for found in groups.values())
+    assert {(owner, helper) for owner, helper, _, _ in given} <= set(exchange_edges([program], boundaries))
+
+
+def test_a_rank_without_a_piece_of_a_replicated_result_keeps_nothing_to_send() -> None:
+    placement = Placement(read(document()))
+    program = build(placement.plan)[False]
+    boundaries = BoundaryMap(placement, 32, sequence_parallel=False)
+    first, second = (lower(program, boundaries, 0, t) for t in range(2))
+    # Microbatch 2 goes from TP 2 to TP 1: only the first sender has a piece of it.
+    assert 2 in {key[0] for _, key in first.sends}
+    assert 2 not in {key[0] for _, key in second.sends}
+
+
+def test_operations_without_a_handler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = document()
+    body["stages"][1]["replicas"] = [{"ranks": [2, 3], "microbatches": [0, 1, 2, 3]}]
+    body["schedule"] = {"name": "zb-h1", "parameters": {}}
+    assert build(read(body))
+    monkeypatch.setattr(ZeroBubble, "options_of", lambda self, plan: None)
+    with pytest.raises(ValueError, match="it uses BACKWARD_WEIGHT, .*not executed"):
+        build(read(body))
+
+
+# Which experts a rank holds, and what their parameters are called.
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    "cut", [Cut(1), Cut(2), Cut(2, 2), Cut(4, 2), Cut(4, 4), Cut(6, 3), Cut(1, 4), Cut(2, 2, 2)], ids=str
+)
+def test_ranks_hold_every_row_of_every_expert_once(cut: Cut, stride: int) -> None:
+    experts, rows = 12, 24
+    held = [
+        (expert, row)
+        for rank in range(cut.expert_ranks)
+        for expert in range(experts)
+        for part in expert_segments(rows, cut, rank, stride, expert, experts)
+        for row in range(part.full, part.full + part.length)
+    ]
+    assert sorted(held) == [(expert, row) for expert in range(experts) for row in range(rows)]
+
+
+def test_ranks_of_a_part_have_the_same_experts() -> None:
+    cut = Replica(tuple(range(10, 18)), (0,), cp=2, ep=2).cut
+    assert cut == Cut(4, 2)
+    assert [list(held_experts(6, cut, t)) for t in range(4)] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        (
+            "layers.3.mlp.experts.local_experts.1.linear_fc2.weight",
+            "layers.3.mlp.experts.local_experts.7.linear_fc2.weight",
+        ),
+        ("layers.3.mlp.experts.linear_fc1.weight1", "layers.3.mlp.experts.linear_fc1.weight7"),
+        ("layers.3.mlp.experts.linear_fc2.bias1", "layers.3.mlp.experts.linear_fc2.bias7"),
+        ("layers.3.mlp.shared_experts.linear_fc1.weight", None),
+        ("layers.3.mlp.router.weight", None),
+        ("layers.3.mlp.linear_fc1.weight", None),
+    ],
+)
+def test_names(name: str, other: str | None) -> None:
+    found = expert_name(name)
+    assert (found and (found.expert, found.of(7))) == (other and (1, other))
+
+
+# The costs that a plan file carries: the simulator says the same of them, and wrong ones are refused.
+
+
+def _plan() -> Plan:
+    ids = tuple(range(6))
+    return Plan(
+        ModelShape(5, 64, 8, 4, 32),
+        TrainingShape(1, 6),
+        (
+            Stage((2, 1), (Replica((0,), ids[::2], "a"), Replica((1,), ids[1::2], "b"))),
+            Stage((1, 1), (Replica((2,), ids, "a"),)),
+        ),
+        ScheduleSpec("interleaved"),
+    )
+
+
+def _costs() -> Costs:
+    return Costs(
+        forward_s=((0.2, 0.1), (0.4, 0.2), (0.1, 0.3)),
+        backward_s=((0.4, 0.2), (0.8, 0.4), (0.2, 0.6)),
+        step_s=((0.01, 0.02), (0.01, 0.02), (0.03, 0.04)),
+        tail_s=(0.05, 0.05, 0.07),
+        message_bytes=1000.0,
+        link=lambda a, b: Link(0.001 * (1 + a), 1e5 * (1 + b)),
+        operation_s=0.002,
+        host_blocks=True,
+    )
+
+
+def _carrying() -> Plan:
+    plan = _plan()
+    return dataclasses.replace(plan, predicted=Prediction(1.0, 0.1, costs=planned_costs(_costs(), program_of(plan))))
+
+
+def test_all_tables_of_the_simulator_are_carried() -> None:
+    assert set(PER_CHUNK) == set(cost._PER_CHUNK) - set(cost._MEMORY_PER_CHUNK)
+    assert set(PER_DEVICE) == set(cost._PER_DEVICE)
+
+
+def test_a_plan_that_was_written_and_read_is_simulated_as_before() -> None:
+    plan = Plan.from_json(json.loads(json.dumps(_carrying().to_json())))
+    check_plan(plan)
+    found = costs_of(plan)
+    assert found is not None
+    program = program_of(plan)
+    before, after = simulate(program, _costs()), simulate(program, found)
+    assert after.makespan_s == pytest.approx(before.makespan_s, rel=1e-5)
+    assert after.end_s == pytest.approx(before.end_s, rel=1e-5)
+
+
+def test_devices_and_links_that_are_alike_share_a_row() -> None:
+    alike = dataclasses.replace(
+        _costs(),
+        forward_s=((0.2, 0.1),) * 3,
+        backward_s=((0.4, 0.2),) * 3,
+        step_s=(),
+        tail_s=(),
+        link=lambda a, b: Link(0.1, 1e5),
+    )
+    found = planned_costs(alike, program_of(_plan()))
+    assert [row.devices for row in found.devices] == [(0, 1, 2)]
+    assert len(found.links) == 1
+
+
+def test_a_plan_without_costs_says_nothing() -> None:
+    assert costs_of(_plan()) is None
+    assert "costs" not in dataclasses.replace(_plan(), predicted=Prediction(1.0, 0.1)).to_json()["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda c: c["devices"][0].update(forward_s=[0.1]), "forward_s"),
+        (lambda c: c["devices"][0].update(forward_s=[0.1, -1.0]), "forward_s"),
+        (lambda c: c["devices"][0].update(step_s=[0.1]), "step_s"),
+        (lambda c: c["devices"][0].update(devices=[7]), "devices[0].devices"),
+        (lambda c: c["devices"].pop(), "costs.devices"),
+        (lambda c: c["links"][0].update(bytes_per_s=0.0), "bytes_per_s"),
+        (lambda c: c["links"][0].update(pairs=[[0, 9]]), "pairs"),
+        (lambda c: c["links"][0].update(pairs=[[0]]), "pairs"),
+        (lambda c: c.update(message_bytes=-1.0), "message_bytes"),
+        (lambda c: c.update(speed=1.0), "speed"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused(change: Any, where: str) -> None:
+    document = json.loads(json.dumps(_carrying().to_json()))
+    change(document["predicted"]["costs"])
+    with pytest.raises(PlanError) as refused:
+        check_plan(Plan.from_json(document))
+    assert where in refused.value.where

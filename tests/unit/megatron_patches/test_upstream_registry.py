@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
-from megatron_het.megatron_patches import registry
-from megatron_het.megatron_patches.registry import Patch, PatchError
+from megatron_het.distributed import GroupError
+from megatron_het.distributed import groups as creation
+from megatron_het.megatron_patches import __main__ as command
+from megatron_het.megatron_patches import registry, torch_names
+from megatron_het.megatron_patches.found import Megatron, PatchError, find
+from megatron_het.megatron_patches.registry import UPSTREAM_VERSION, Patch
+from megatron_het.megatron_patches.releases import RELEASES, Release, check
+from megatron_het.megatron_patches.torch_names import TorchName, differences
 
 _SOURCE = """
 def greet(name):
@@ -160,3 +172,163 @@ def test_unknown_selection_lists_what_there_is(upstream, monkeypatch):
 def test_a_patch_states_its_sources_and_its_reason(upstream, changes):
     with pytest.raises(ValueError, match="patch louder"):
         _patch(**changes)
+
+
+# Private names of torch: known, and looked at before they are leaned on.
+
+
+def test_the_installed_torch_has_all_names() -> None:
+    assert differences() == []
+
+
+def test_what_is_missing_or_different_is_named() -> None:
+    gone = TorchName("torch.distributed.distributed_c10d._no_such_name", (), "of a test")
+    other = TorchName("torch.distributed.distributed_c10d._process_group_name", ("ranks",), "of a test")
+    assert "_no_such_name is not there; of a test" in differences([gone])[0]
+    assert "takes ranks, use_hashed_name, not ranks; of a test" in differences([other])[0]
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_has_the_name_that_it_was_given(world: None) -> None:
+    group = creation.create_group("stage", [0, 1], "fake", 5.0)
+    assert group.group_name == creation.group_name("stage.fake", [0, 1]) + "/0"
+
+
+def test_a_torch_that_names_groups_otherwise_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(creation, "_named", lambda name: contextlib.nullcontext())
+    with pytest.raises(GroupError, match="does not name process groups as expected"):
+        creation.create_group("stage", [0, 1], "fake", 5.0)
+
+
+def test_a_torch_without_the_name_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = TorchName("torch.distributed.distributed_c10d._no_such_name", (), "of a test")
+    monkeypatch.setattr(torch_names, "TORCH_NAMES", (gone,))
+    with pytest.raises(GroupError, match="_no_such_name is not there"):
+        creation.create_group("stage", [0, 1], "fake", 5.0)
+
+
+# Which Megatron runs: that of the script, said and checked before anything is imported.
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _checkout(folder: Path, version: str) -> Path:
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    (core / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in numbers))
+    (core / "__init__.py").write_text("")
+    script = folder / "pretrain_gpt.py"
+    script.write_text("print('trained')\n")
+    return script
+
+
+def _run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_het.run", *words]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_scripts_own_megatron_is_taken_and_an_unknown_release_refused(tmp_path: Path) -> None:
+    """Started elsewhere: the installed megatron-core must not take the checkout's place."""
+    script = _checkout(tmp_path / "checkout", "0.99.1")
+    done = _run(str(script), cwd=tmp_path)
+    assert done.returncode == 2 and "trained" not in done.stdout
+    assert f"megatron-core 0.99.1 in {tmp_path / 'checkout'} (the script's own)" in done.stderr
+    assert "megatron_het: megatron-core 0.99.1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_installed_release_is_known() -> None:
+    megatron = find()
+    assert megatron.version in {release.version for release in RELEASES}
+    assert RELEASES[0].version == UPSTREAM_VERSION
+    check(megatron)
+    for version in ("0.19.0", "0.20.0"):
+        check(Megatron(Path("/x"), version))
+    for version in ("0.21.0", "0.18.3", "1.19.2"):
+        with pytest.raises(PatchError, match=f"{version} in /x"):
+            check(Megatron(Path("/x"), version))
+
+
+@pytest.mark.parametrize("words", [["--yaml-cfg", "c.yaml"], ["--yaml-cfg=c.yaml"], ["--yaml", "c.yaml"]])
+def test_yaml_configurations_are_refused_before_megatron_reads_them(words: list[str], tmp_path: Path) -> None:
+    script = _checkout(tmp_path / "checkout", UPSTREAM_VERSION)
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
+    given = [*flags.split(), "--global-batch-size", "2", "--max-position-embeddings", "16", "--het-schedule", "1f1b"]
+    done = _run(str(script), *given, *words, cwd=tmp_path)
+    assert done.returncode == 2 and "--yaml-cfg = 'c.yaml': cannot be used with a plan" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# What a checkout of another release would break, in one table.
+
+
+HERE = 'def f(a):\n    """Adds."""\n    return a + 1'
+CHANGED = HERE.replace("+ 1", "+ 2")
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (HERE, "unchanged"),
+        ('def f(\n    a,\n):\n    """Adds one to a number."""\n    return (a + 1)', "text only"),
+        (CHANGED, "changed"),
+        (None, "gone"),
+    ],
+)
+def test_verdicts(there: str | None, expected: str) -> None:
+    assert command.verdict(HERE, there) == expected
+    assert command.verdict(None, there) == ("gone" if there is None else "changed")
+
+
+def test_one_table_and_the_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    there = {"m.same": HERE, "m.other": CHANGED, "m.gone": None}
+    monkeypatch.setattr(command, "whose", lambda: {dotted: ["patch x", "mtp"] for dotted in there})
+    monkeypatch.setattr(command, "_sources_of", lambda checkout: there if checkout else dict.fromkeys(there, HERE))
+    assert command.main(["--against", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "| m.same | unchanged | yes | patch x, mtp |" in said
+    assert "| m.other | changed | no | patch x, mtp |" in said and "-    return a + 1\n+    return a + 2" in said
+    assert "| m.gone | gone | no | patch x, mtp |" in said
+
+
+def test_changes_that_were_read_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    monkeypatch.setattr(command, "whose", lambda: {"m.other": ["mtp"]})
+    monkeypatch.setattr(command, "_sources_of", lambda checkout: {"m.other": CHANGED if checkout else HERE})
+    read = Release("9.9", "9.9.0", "a test", {"m.other": hashlib.sha256(CHANGED.encode()).hexdigest()})
+    monkeypatch.setattr("megatron_het.megatron_patches.releases.RELEASES", (*RELEASES, read))
+    assert command.main(["--against", str(tmp_path)]) == 0
+    assert "| m.other | changed | yes | mtp |" in capsys.readouterr().out
+
+
+def test_the_first_releases_sources_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    owners = [("mtp", {"m.first": hashlib.sha256(HERE.encode()).hexdigest()})]
+    monkeypatch.setattr(command, "_owners", lambda: owners)
+    monkeypatch.setattr(command, "_sources_of", lambda checkout: {"m.first": HERE if checkout else CHANGED})
+    assert command.main(["--against", str(tmp_path)]) == 0
+    monkeypatch.setattr(
+        command, "_owners", lambda: [("mtp", {"m.first": "0" * 64, "m.other": owners[0][1]["m.first"]})]
+    )
+    monkeypatch.setattr(
+        command, "_sources_of", lambda checkout: dict.fromkeys(("m.first", "m.other"), HERE if checkout else CHANGED)
+    )
+    assert command.main(["--against", str(tmp_path)]) == 1  # of another name
+
+
+def test_a_folder_without_megatron_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--against", str(tmp_path / "none")]) == 2
+    assert "no Megatron-LM checkout" in capsys.readouterr().err

@@ -11,9 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.plan import (
+    Cut,
+    Location,
+    ModelShape,
+    Placement,
+    Plan,
+    PlanError,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+    load_plan,
+    plan_hash,
+    save_plan,
+    topology_hash,
+)
 from megatron_het.plan import validate as io
+from megatron_het.plan.placement import route, shares, stage_rows
 from megatron_het.plan.validate import check_plan
 
 
@@ -286,3 +305,104 @@ def test_sizes_of_microbatches_add_up_to_the_batch(sizes: list[int], largest: in
     with pytest.raises(PlanError) as error:
         read(unequal(sizes, largest))
     assert all(word in str(error.value) for word in words)
+
+
+# Zorse's routing of microbatches between stages of unequal replicas.
+
+
+def test_shares_make_the_busiest_replica_finish_early() -> None:
+    assert shares([1.0, 3.0, 3.0], 12) == [8, 2, 2]
+    assert shares([1.0, 1.0], 5) in ([3, 2], [2, 3])
+    assert shares([1.0, 100.0], 4) == [3, 1]  # everybody takes part
+
+
+@pytest.mark.parametrize("total", [3, 4, 7, 12])
+def test_shares_are_the_best_there_are(total: int) -> None:
+    seconds = [1.0, 2.5, 1.7]
+    best = min(
+        max(count * second for count, second in zip((a, b, total - a - b), seconds, strict=True))
+        for a in range(1, total - 1)
+        for b in range(1, total - a)
+    )
+    found = shares(seconds, total)
+    assert sum(found) == total
+    assert max(c * s for c, s in zip(found, seconds, strict=True)) == pytest.approx(best)
+
+
+def test_the_first_completed_goes_to_the_replica_with_the_most_work_left() -> None:
+    # Stage 0 completes 0, 1, 2, ... in order.  Stage 1: remaining work is 6, 5, ..., 1 on the fast
+    # replica and 6, 3 on the slow one.
+    first, second = route([[1.0], [1.0, 3.0]], 8)
+    assert first == [tuple(range(8))]
+    assert second == [(0, 2, 3, 4, 6, 7), (1, 5)]
+
+
+def test_completion_times_decide_not_microbatch_numbers() -> None:
+    # Replica 1 of stage 0 is slow, so its microbatches reach stage 1 late.
+    first, second = route([[1.0, 10.0], [1.0, 1.0]], 4, counts=[[2, 2], [3, 1]])
+    assert first == [(2, 3), (0, 1)]
+    # Completed: 2 (1 s), 3 (2 s), 0 (10 s), 1 (20 s); work left in stage 1: 3, 2, 1 and 1.
+    assert second == [(0, 2, 3), (1,)]
+
+
+def test_bad_times_and_counts_are_refused() -> None:
+    with pytest.raises(PlanError, match="positive"):
+        shares([1.0, 0.0], 4)
+    with pytest.raises(PlanError, match="fewer"):
+        shares([1.0, 1.0, 1.0], 2)
+    with pytest.raises(PlanError, match="add up"):
+        route([[1.0, 1.0]], 4, counts=[[1, 2]])
+
+
+# How many rows of a split vocabulary every stage has.
+
+
+MODEL = ModelShape(3, 64, 8, 4, 32)
+
+
+def plan(tp: tuple[int, ...], shares: Any = None, **parameters: Any) -> Plan:
+    """A pipeline of one replica per stage."""
+    stages, first = [], 0
+    for size in tp:
+        stages.append(Stage((1,), (Replica(tuple(range(first, first + size)), (0, 1)),)))
+        first += size
+    if shares is not None:
+        parameters["vocabulary_shares"] = shares
+    return Plan(MODEL, TrainingShape(1, 2), tuple(stages), ScheduleSpec("1f1b", parameters))
+
+
+def test_equal_without_shares() -> None:
+    assert stage_rows(plan((1, 2)), 64) == (32, 32)
+    with pytest.raises(ValueError, match="66 rows does not divide over 2 stages of 2 TP ranks"):
+        stage_rows(plan((1, 2)), 66)
+
+
+def test_as_the_shares_say() -> None:
+    assert stage_rows(plan((1, 1), [3, 1]), 64) == (48, 16)
+    assert stage_rows(plan((1, 1, 1), [1, 1, 1]), 64) == (22, 21, 21)  # 64 does not divide by 3
+    assert stage_rows(plan((1, 2), [1000, 1]), 64) == (62, 2)  # at least a row for each rank
+    assert stage_rows(plan((1, 1), [2, 1]), 50304) == (33536, 16768)
+    with pytest.raises(ValueError, match="65 rows has 0 equal parts that 2 TP ranks divide"):
+        stage_rows(plan((1, 2), [2, 1]), 65)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 50)), min_size=1, max_size=6), st.integers(2, 3000)
+)
+def test_all_rows_are_held_once(stages: list[tuple[int, int]], multiple: int) -> None:
+    rows = 24 * multiple
+    found = stage_rows(plan(tuple(tp for tp, _ in stages), [share for _, share in stages]), rows)
+    assert sum(found) == rows and min(found) > 0
+    assert all(held % tp == 0 for held, (tp, _) in zip(found, stages, strict=True))
+
+
+@pytest.mark.parametrize("shares", [[1], [1, 0], [1, True], [1.5, 1], "1,2", [1, 2, 3], [[1], 1]])
+def test_shares_that_mean_nothing(shares: Any) -> None:
+    with pytest.raises(PlanError, match="vocabulary_shares.*one per stage"):
+        check_plan_alone(plan((1, 1), shares, vocabulary=True))
+
+
+def test_shares_of_a_vocabulary_that_is_whole() -> None:
+    with pytest.raises(PlanError, match="vocabulary_shares.*option of the split vocabulary"):
+        check_plan_alone(plan((1, 1), [1, 2]))
+    check_plan_alone(plan((1, 1), [1, 2], vocabulary=True))

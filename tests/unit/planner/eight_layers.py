@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.planner_quality import estimator_of
+from testing.planner_cases import LLAMA_8B, estimator_of
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 
-SHAPE: dict[str, object] = {
-    "num_layers": 8,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 32000,
-}
+SHAPE: dict[str, object] = {"num_layers": 8, "vocab_size": 32000} | LLAMA_8B
 """The model without its sequences and batches."""
 
 

@@ -1,24 +1,37 @@
 """No plan is below the bound of the GPUs that it uses: random plans under all schedules, simulated."""
 
+from __future__ import annotations
+
+import functools
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import Any
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import _random_groups, random_pool
+from megatron_het.plan import Plan
+from testing.planner_cases import LLAMA_8B, _random_groups, all_plans, model_of, random_pool, with_catalog
+from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.costs.schedules import SCHEDULES, schedule_of
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import bounds as module
+from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.depths import least_s
 from tools.planner.search.moves import schedule_variants
 from tools.planner.search.outcome import Goal
 from tools.planner.search.pools import all_gpus
-from tools.planner.simulate.simulation import operations_of, simulate_block
+from tools.planner.search.poplar import can_differ, unequal
+from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 MOST_OPERATIONS = 6000
 
@@ -114,3 +127,342 @@ def test_the_head_counts_as_much_as_where_it_is_done():
         for head in [head_s / layer_s for _, layer_s, head_s in of_pools]:  # that many layers for everybody
             rate = sum(n * max(1 / layer_s, head / head_s) for n, layer_s, head_s in of_pools)
             assert bounds.seconds(limits) >= model.global_batch_size * (model.num_layers + head) / rate
+
+
+# Every plan of small clusters, listed and simulated: none is below the bound, and the best is not far above it.
+
+
+SLOW, FAST = 0.5e9, 50e9
+
+
+def small(
+    pools: tuple[tuple[str, int, int], ...],
+    rate: float,
+    zero: bool = False,
+    batch: int = 4,
+    hidden: int = 1024,
+    sizes: tuple[int, ...] = (1, 2),
+    layers: int = 3,
+    words: int = 8192,
+) -> Estimator:
+    """Nodes as (kind, number, GPUs of each), and a model of a few layers."""
+    nodes = tuple(
+        NodeGroup(gpu=gpu, count=count, gpus_per_node=size, network_bytes_per_s=rate) for gpu, count, size in pools
+    )
+    model = model_of(
+        layers=layers,
+        hidden=hidden,
+        words=words,
+        batch=batch,
+        precision="fp16",
+        distributed_optimizer=zero,
+        micro_batch_sizes=sizes,
+        recompute=("none",),
+    )
+    return with_catalog(Cluster(nodes=nodes), model)
+
+
+CASES = {
+    "one node": small((("A100-40", 1, 4),), 0.05e9, batch=32),
+    "one microbatch": small((("T4", 3, 1),), FAST, batch=2, sizes=(2,), hidden=6144, words=256),
+    "nodes of one": small((("A100-40", 4, 1),), SLOW),
+    "nodes of one, fast": small((("A100-40", 4, 1),), FAST, batch=8),
+    "two nodes of two": small((("T4", 2, 2),), SLOW),
+    "two nodes of two, sharded": small((("V100-16", 2, 2),), SLOW, zero=True, batch=8),
+    "nodes of one, sharded": small((("H100-SXM", 3, 1),), SLOW, zero=True, batch=8),
+    "a node of each kind": small((("A100-40", 1, 2), ("T4", 1, 2)), SLOW, batch=8),
+    "a node of each kind, sharded": small((("A100-40", 1, 2), ("V100-16", 1, 2)), FAST, zero=True, hidden=2048),
+}
+ENOUGH = 400
+"""Simulated plans of each case, in random order."""
+
+
+def plans(estimator: Estimator) -> Iterator[Candidate]:
+    """Every list of stages with every split of the layers, under every schedule."""
+    goal, zero = Goal(), int(estimator.model.distributed_optimizer)
+    for batch in estimator.model.batch_sizes:
+        for plain in all_plans(estimator, Candidate((), batch, zero_stage=zero), [inf]):
+            yield from (c for c in schedule_variants(estimator, goal, plain) if schedule_of(c).runs(estimator, c))
+
+
+def simulated(estimator: Estimator, found: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
+    """Those that fit, and what they take."""
+    for candidate in found:
+        estimate = estimator.estimate(candidate)
+        if estimate is None or not estimator.fits(estimate):
+            continue
+        try:
+            yield candidate, simulate_block(estimator, candidate, estimate).iteration_s
+        except PlannerError:
+            continue
+
+
+def used(estimator: Estimator, candidate: Candidate) -> tuple[int, ...]:
+    gpus = candidate.gpus()
+    return tuple(gpus.get(pool, 0) for pool in range(len(estimator.cluster.nodes)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_plan_is_below_the_bounds(name: str) -> None:
+    """Those of the whole cluster and of the plan's own GPUs; of all schedules and of the plan's own."""
+    estimator = CASES[name]
+    found = list(plans(estimator))
+    random.Random(0).shuffle(found)
+    everything = {
+        names: Bounds(estimator, Goal(schedules=names)) for names in [tuple(SCHEDULES)] + [(s,) for s in SCHEDULES]
+    }
+    least: dict[object, float] = {}
+    for candidate, seconds in simulated(estimator, found[:ENOUGH]):
+        for names in tuple(SCHEDULES), (candidate.schedule,):
+            for limits in used(estimator, candidate), all_gpus(estimator):
+                key = names, limits
+                if key not in least:
+                    least[key] = everything[names].seconds(limits)
+                assert least[key] <= seconds * (1 + 1e-9), (names, limits, candidate)
+            assert not everything[names].excludes(used(estimator, candidate), seconds * (1 + 1e-6)), candidate
+    assert least
+
+
+@pytest.mark.parametrize("rate", [6e9, 12.5e9, 50e9])
+def test_first_gather_and_last_sum_of_a_window(rate: float) -> None:
+    """One layer on two replicas: nothing runs beside its gather and the sum of its gradients."""
+    estimator = small((("H100-SXM", 2, 1),), rate, zero=True, batch=64, layers=1, words=256)
+    candidate = Candidate((Stage(1, (Group(0, 1, 2),)),), 2, schedule="ministage", zero_stage=1)
+    [(_, seconds)] = simulated(estimator, [candidate])
+    least = Bounds(estimator, Goal(schedules=("ministage",))).seconds((2,))
+    assert least <= seconds * (1 + 1e-9)
+    assert seconds < 1.03 * least
+
+
+def test_gradients_are_summed_over_nodes() -> None:
+    """Many nodes of one GPU behind slow links, and few fast GPUs in one node: the slow ones cannot do it in a node."""
+    alone = small((("V100-16", 4, 1), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
+    together = small((("V100-16", 1, 4), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
+    limits = all_gpus(alone)
+    assert Bounds(alone, Goal()).seconds(limits) > 1.2 * Bounds(together, Goal()).seconds(limits)
+
+
+# No plan that keeps to the model file is below the bound: unequal passes, context and expert parallelism, exchange.
+
+
+GOAL = Goal()
+MOST_SIMULATED = 1500
+CHANGES = 4
+KINDS = ("A100-40", "A100-80", "H100-SXM", "L40S", "V100-16", "T4")
+
+
+def small_case(seed: int) -> Estimator:
+    """4 to 32 GPUs of one to three kinds, and a model of a few layers; long sequences and experts among them."""
+    rng = random.Random(seed)
+    nodes = tuple(
+        NodeGroup(
+            gpu=kind,
+            count=rng.randint(1, 3),
+            gpus_per_node=rng.choice((1, 2, 4, 8)),
+            network_bytes_per_s=rng.choice((1.25e9, 12.5e9, 50e9, 200e9)),
+        )
+        for kind in rng.sample(KINDS, rng.randint(1, 3))
+    )
+    hidden = rng.choice((512, 1024, 2048))
+    length = rng.choice((512, 2048, 8192, 32768))
+    total = rng.choice((7, 12, 16, 30, 63)) if length < 8192 else rng.choice((4, 6, 8))
+    experts = Experts(count=8, top_k=2, ffn_hidden_size=2 * hidden, dropless=rng.random() < 0.5)
+    model = model_of(
+        layers=rng.randint(4, 12),
+        hidden=hidden,
+        groups=rng.choice((8, 16)),
+        words=rng.choice((1000, 32000, 128256)),
+        tokens=length,
+        batch=total,
+        precision="fp16",
+        distributed_optimizer=rng.random() < 0.7,
+        sequence_parallel=True,
+        micro_batch_sizes=rng.choice(((), (), (1, 2))) if total % 2 == 0 else (),
+        document_lengths=rng.choice((None, None, length // 4)),
+        experts=experts if rng.random() < 0.3 else None,
+    )
+    return with_catalog(Cluster(nodes=nodes), model)
+
+
+def changed(estimator: Estimator, rng: random.Random, candidate: Candidate) -> Candidate:
+    """A candidate with some things changed at random, whether that is better or not."""
+    for _ in range(rng.randint(0, CHANGES)):
+        others = list(choices.changes(estimator, GOAL, candidate))
+        if others:
+            candidate = rng.choice(others)
+    return candidate.with_(exchange=True) if candidate.slices > 1 and rng.random() < 0.5 else candidate
+
+
+def random_passes(estimator: Estimator, rng: random.Random, candidate: Candidate) -> Candidate:
+    """All GPUs of a candidate in one stage, with passes of random sizes."""
+    total, groups = estimator.model.global_batch_size, candidate.stages[0].groups
+    rows: list[list[int]] = [[1] for g in groups for _ in range(g.count)]
+    allowed = estimator.model.micro_batch_sizes or range(1, total)
+    left = total - len(rows)
+    while left > 0:
+        size = rng.choice([n for n in allowed if n <= left])
+        rng.choice(rows).append(size)
+        left -= size
+    if left < 0:
+        return candidate
+    passes = iter(tuple(row) for row in rows)
+    sizes = tuple(tuple(next(passes) for _ in range(g.count)) for g in groups)
+    return candidate.with_(sizes=sizes, micro_batch_size=max(n for row in rows for n in row))
+
+
+def candidates(estimator: Estimator, rng: random.Random, count: int) -> Iterator[Candidate]:
+    """Random stages with balanced layers, under any schedule, with anything that a plan may have."""
+    model = estimator.model
+    for _ in range(count):
+        groups = _random_groups(estimator, rng)
+        batch, zero = rng.choice(model.batch_sizes), int(model.distributed_optimizer)
+        like = Candidate((), batch, rng.choice(model.recompute), zero_stage=zero)
+        candidate = None if groups is None else balance(estimator, groups, like)
+        if candidate is None:
+            continue
+        if len(candidate.stages) == 1 and rng.random() < 0.7:
+            other = unequal(estimator, candidate) if rng.random() < 0.3 and can_differ(estimator, candidate) else None
+            yield other or random_passes(estimator, rng, candidate)
+            continue
+        variants = list(schedule_variants(estimator, GOAL, candidate))
+        schedule = rng.choice(sorted({c.schedule for c in variants}))
+        yield changed(estimator, rng, rng.choice([c for c in variants if c.schedule == schedule]))
+
+
+def simulated_s(estimator: Estimator, candidate: Candidate) -> float:
+    """Its price; infinite where it cannot be run or does not fit."""
+    if not schedule_of(candidate).runs(estimator, candidate):
+        return inf
+    estimate = estimator.estimate(candidate)
+    if estimate is None or not estimator.fits(estimate) or operations_of(estimator, candidate) > MOST_SIMULATED:
+        return inf
+    try:
+        if candidate.sizes:
+            build_plan(estimator, candidate, estimate)
+            return estimate.iteration_s
+        return simulate_block(estimator, candidate, estimate).iteration_s
+    except PlannerError:
+        return inf
+
+
+def used_gpus(estimator: Estimator, candidate: Candidate) -> tuple[int, ...]:
+    used = candidate.gpus()
+    return tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes)))
+
+
+@functools.cache
+def bounds_of(estimator: Estimator, schedules: tuple[str, ...], objective: str = "throughput") -> Bounds:
+    return Bounds(estimator, Goal(objective, schedules=schedules))
+
+
+def check_bound(estimator: Estimator, candidate: Candidate, seconds: float) -> None:
+    """The bounds of all schedules and of the plan's own, on the plan's GPUs."""
+    limits = used_gpus(estimator, candidate)
+    usd = seconds * sum(estimator.price[pool] * n for pool, n in enumerate(limits))
+    for schedules in (tuple(SCHEDULES), (candidate.schedule,)):
+        bounds = bounds_of(estimator, schedules)
+        least = bounds.seconds(limits)
+        assert 0 < bounds.ideal(limits) <= least * (1 + 1e-9)
+        assert least <= seconds * (1 + 1e-9), candidate
+        assert not bounds.excludes(limits, seconds * (1 + 1e-6)), candidate
+        assert bounds_of(estimator, schedules, "cost").value(limits) <= usd * (1 + 1e-9), candidate
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 14))])
+def test_no_plan_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "LONG", 0)  # everything that a plan may have, for short sequences too
+    estimator, rng = small_case(seed), random.Random(seed)
+    for candidate in candidates(estimator, rng, 20):
+        seconds = simulated_s(estimator, candidate)
+        if seconds < inf:
+            check_bound(estimator, candidate, seconds)
+
+
+def unequal_pipeline(plan: Plan, total: int) -> Plan:
+    """A plan of equal microbatches with the same ones cut to fewer sequences, the first and the last most."""
+    sizes = [plan.training.micro_batch_size] * plan.num_microbatches
+    left = sum(sizes) - total
+    for m in (0, -1, 1):
+        less = min(left, sizes[m] - 1)
+        sizes[m], left = sizes[m] - less, left - less
+    training = replace(plan.training, global_batch_size=total, micro_batch_sizes=tuple(sizes))
+    return replace(plan, training=training, predicted=None)
+
+
+def test_pipelines_of_unequal_microbatches() -> None:
+    """A hand-written pipeline whose first and last microbatches are small, so that nobody waits long."""
+    shape: dict[str, Any] = {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16}
+    cluster = Cluster(nodes=(NodeGroup(gpu="H100-SXM", count=1, gpus_per_node=4),))
+    whole, less = (
+        with_catalog(cluster, Model(**shape, vocab_size=1000, seq_length=64, global_batch_size=n)) for n in (160, 96)
+    )
+    stages = tuple(Stage(2, (Group(0, 1, 1),)) for _ in range(4))
+    candidate = Candidate(stages, 32)
+    estimate = whole.estimate(candidate)
+    assert estimate is not None
+    plan = unequal_pipeline(build_plan(whole, candidate, estimate), 96)
+    found, seated = candidate_of(plan, less.cluster)
+    estimate = less.estimate(found)
+    assert estimate is not None
+    seconds = simulate_candidate(less, found, estimate, plan, seated).iteration_s
+    assert Bounds(less, Goal(schedules=("1f1b",))).seconds((4,)) <= seconds
+
+
+def test_63_sequences_in_unequal_passes() -> None:
+    """Passes of 16 and 15 sequences are faster than microbatches of 1, and no power of two divides 63."""
+    node = NodeGroup(gpu="A100-80", count=1, gpus_per_node=4)
+    shape: dict[str, Any] = {"num_layers": 12, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16}
+    model = Model(**shape, vocab_size=32000, seq_length=64, global_batch_size=63)
+    estimator = with_catalog(Cluster(nodes=(node,)), model)
+    candidate = unequal(estimator, Candidate((Stage(12, (Group(0, 1, 4),)),), 1))
+    assert candidate is not None and candidate.sizes
+    check_bound(estimator, candidate, simulated_s(estimator, candidate))
+
+
+def test_context_parallelism_of_long_sequences() -> None:
+    """CP 4 divides the activations, so that no layer needs as many TP ranks."""
+    node = NodeGroup(gpu="A100-40", count=4, gpus_per_node=8, network_bytes_per_s=200e9)
+    model = model_of(
+        **LLAMA_8B,
+        layers=8,
+        tokens=131072,
+        batch=4,
+        distributed_optimizer=True,
+        sequence_parallel=True,
+        recompute=("none", "full"),
+    )
+    estimator = with_catalog(Cluster(nodes=(node,)), model)
+    stages = {
+        "1f1b": (Stage(8, (Group(0, 2, 4),)),),
+        "ministage": (Stage(8, (Group(0, 2, 4),)),),
+        "slimpipe": (Stage(4, (Group(0, 2, 2),)),) * 2,
+    }
+    checked = set()
+    for schedule, recompute in product(stages, model.recompute):
+        candidate = Candidate(stages[schedule], 1, recompute, schedule, zero_stage=1, cp=4)
+        candidate = candidate.with_(
+            chunks=8 if schedule == "ministage" else 1, slices=8 if schedule == "slimpipe" else 1
+        )
+        seconds = simulated_s(estimator, candidate)
+        if seconds < inf:
+            check_bound(estimator, candidate, seconds)
+            checked.add(schedule)
+    assert len(checked) > 1
+
+
+@pytest.mark.parametrize("dropless", [False, True])
+def test_expert_parallelism(dropless: bool) -> None:
+    """EP 8 saves the collectives of experts that are cut, and so is faster than TP alone."""
+    node = NodeGroup(gpu="H100-SXM", count=1, gpus_per_node=8)
+    model = model_of(
+        layers=8,
+        hidden=2048,
+        tokens=4096,
+        batch=1,
+        experts=Experts(count=64, top_k=6, ffn_hidden_size=1408, dropless=dropless),
+    )
+    estimator = with_catalog(Cluster(nodes=(node,)), model)
+    candidate = Candidate((Stage(8, (Group(0, 8, 1),)),), 1, ep=8)
+    seconds = simulated_s(estimator, candidate)
+    assert seconds < inf
+    check_bound(estimator, candidate, seconds)

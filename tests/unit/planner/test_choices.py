@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
+from testing.planner_cases import estimator_of
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.schedule.kinds import Kind
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.costs.operating import Network
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
 from tools.planner.published.accuracy import (
     DEEPSPEED,
     MEMORY_GRID,
@@ -172,14 +172,12 @@ def test_closed_form_agrees_with_the_simulator(stages, changes):
 def _on_slow_links(layers, batch, rate, **changes):
     """Closed form and simulator for stages of one GPU each, alone in their nodes."""
     cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=len(layers), gpus_per_node=1, network_bytes_per_s=rate),))
-    model = Model(
-        num_layers=sum(layers),
-        hidden_size=2048,
-        ffn_hidden_size=8192,
-        num_attention_heads=16,
-        vocab_size=128256,
-        seq_length=2048,
-        global_batch_size=batch,
+    model = model_of(
+        layers=sum(layers),
+        hidden=2048,
+        words=128256,
+        tokens=2048,
+        batch=batch,
         precision="bf16",
         recompute=("none", "full"),
     )
@@ -228,16 +226,7 @@ def test_more_layers_cost_more_time_and_memory():
 
 def test_a_precision_that_the_gpu_lacks():
     """V100 and T4 have no bf16: no figures, so no plan uses them."""
-    model = Model(
-        num_layers=2,
-        hidden_size=256,
-        ffn_hidden_size=512,
-        num_attention_heads=4,
-        vocab_size=1000,
-        seq_length=128,
-        global_batch_size=4,
-        precision="bf16",
-    )
+    model = model_of(layers=2, hidden=256, ffn=512, heads=4, words=1000, tokens=128, batch=4, precision="bf16")
     cluster = Cluster(
         nodes=(NodeGroup(gpu="V100-16", count=1, gpus_per_node=4), NodeGroup(gpu="A100-40", count=1, gpus_per_node=4))
     )
@@ -250,16 +239,8 @@ def test_flash_attention_is_for_half_precision():
     """In fp32 and TF32 an A100 materialises attention matrices; SlimPipe's own kernels do not in any precision."""
 
     def costs(precision: str, attention: str) -> CatalogCosts:
-        model = Model(
-            num_layers=2,
-            hidden_size=1024,
-            ffn_hidden_size=4096,
-            num_attention_heads=16,
-            vocab_size=1000,
-            seq_length=4096,
-            global_batch_size=4,
-            precision=precision,
-            attention=attention,
+        model = model_of(
+            layers=2, hidden=1024, words=1000, tokens=4096, batch=4, precision=precision, attention=attention
         )
         return CatalogCosts(model, lambda g: catalog()[g])
 
@@ -277,16 +258,7 @@ def test_flash_attention_is_for_half_precision():
 
 
 def test_memory_of_the_catalog_follows_recompute_and_zero():
-    model = Model(
-        num_layers=8,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=16,
-        vocab_size=1000,
-        seq_length=1024,
-        global_batch_size=16,
-        distributed_optimizer=True,
-    )
+    model = model_of(layers=8, hidden=1024, words=1000, batch=16, distributed_optimizer=True)
     cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=1, gpus_per_node=8),))
     estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
     size = {}
@@ -300,16 +272,8 @@ def test_memory_of_the_catalog_follows_recompute_and_zero():
 
 def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
     """Gradients are sharded; over a slow network the reduction of every microbatch outlasts its backward."""
-    model = Model(
-        num_layers=8,
-        hidden_size=2048,
-        ffn_hidden_size=8192,
-        num_attention_heads=16,
-        vocab_size=1000,
-        seq_length=512,
-        global_batch_size=32,
-        distributed_optimizer=True,
-        micro_batch_sizes=(1,),
+    model = model_of(
+        layers=8, hidden=2048, words=1000, tokens=512, batch=32, distributed_optimizer=True, micro_batch_sizes=(1,)
     )
     cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=8, gpus_per_node=1, network_bytes_per_s=1e9),))
     estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
@@ -337,16 +301,7 @@ def test_slack_is_priced_in_time_and_memory():
 
 def test_slices_are_priced_by_their_keys():
     """At 128k tokens attention is most of a layer: later slices take longer, and the pipeline fills unevenly."""
-    model = Model(
-        num_layers=16,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
-        seq_length=131072,
-        global_batch_size=4,
-    )
+    model = model_of(**LLAMA_8B, layers=16, tokens=131072, batch=4)
     cluster = Cluster(nodes=(NodeGroup(gpu="H200", count=4, gpus_per_node=8),))
     estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
     stages = tuple(Stage(4, (Group(0, 8, 1),)) for _ in range(4))
@@ -359,17 +314,7 @@ def test_slices_are_priced_by_their_keys():
 
 def test_offload_needs_main_memory():
     """A node holds parameters and optimizer state of its ranks; a plan that offloads more than it has does not fit."""
-    model = Model(
-        num_layers=80,
-        hidden_size=8192,
-        ffn_hidden_size=28672,
-        num_attention_heads=64,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=4096,
-        global_batch_size=64,
-        distributed_optimizer=True,
-    )
+    model = model_of(**LLAMA_70B, layers=80, words=128256, tokens=4096, batch=64, distributed_optimizer=True)
 
     def found(limit: float | None):
         nodes = (NodeGroup(gpu="A100-80", count=1, gpus_per_node=8, host_memory_bytes=limit),)

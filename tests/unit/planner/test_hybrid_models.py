@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.config_files import FILES
+from benchmarks.configs import FILES
 from megatron_het.plan.schema import later_layers, layers_of, with_chunks
 from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at

@@ -1,17 +1,31 @@
 """``init``: stand-ins for nvidia-smi and sinfo on PATH, and what is written."""
 
+from __future__ import annotations
+
+import argparse
 import json
 import os
+import re
+import shutil
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from tools.planner.__main__ import main
+from megatron_het.elastic import __main__ as elastic
+from megatron_het.plan import load_plan
+from tests.unit.planner.emit_plans import SMALL, WIDE
+from tools.planner.__main__ import COMMANDS, main, parser_of
 from tools.planner.cli import inventory as probes
 from tools.planner.cli.inventory import _BY_MEMORY, _RULES, catalog_name, host_names
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import load_cluster
+from tools.planner.published.calibrate import SHAPES
+from tools.planner.report import analysis as module
 
 
 @pytest.fixture
@@ -186,3 +200,206 @@ def test_without_asking(tmp_path, capsys):
     (nodes,) = load_cluster(tmp_path / "c.yaml").nodes
     assert code == 0 and (nodes.gpu, nodes.count, nodes.gpus_per_node) == ("H100-SXM", 2, 4)
     assert said["source"] == "the command line" and os.listdir(tmp_path) == ["c.yaml"]
+
+
+# ``quickstart``: what it runs, what it writes, what it refuses.
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two V100 and a Slurm that does not answer."""
+    for name, script in {
+        "nvidia-smi": "echo Tesla V100-SXM2-16GB, 16384; echo Tesla V100-SXM2-16GB, 16384",
+        "sinfo": "exit 1",
+    }.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HET_PLAN_VERIFY", "0")
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text(yaml.safe_dump(SMALL))
+    return tmp_path
+
+
+def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "--model", "model.yaml", "--precision", "fp16", "--extra", "--mock-data"]) == 0
+    said = capsys.readouterr().out
+    shown = [line for line in said.splitlines() if line.startswith("$ ")]
+    assert [line.split(" tools.planner ")[-1].split()[0] for line in shown] == ["init", "plan", "check", "emit"]
+    assert "--precision fp16" in shown[1]
+    assert "(--tokenizer-type and --tokenizer-model)\n\nWhen that is filled in, start the job with:\n" in said
+    assert said.endswith("\nbash run/job/torchrun-node-0.sh\n")
+    assert "--mock-data" in Path("run/job/args.sh").read_text()
+    assert main(["quickstart", "--model", "model.yaml"]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_known_models_are_those_of_the_examples_and_the_published_runs() -> None:
+    root, fields = Path(__file__).parents[3], ("num_hidden_layers", "hidden_size", "intermediate_size")
+    fields += ("num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta", "rms_norm_eps")
+    flags = ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "vocab-size")
+    flags += ("rotary-base", "norm-epsilon")
+    known = json.loads((root / "tools/planner/inputs/data/known_models.json").read_text())
+    large = known.pop("llama-3.1-70b")["config"]
+    assert tuple(large[field] for field in fields[:6]) == SHAPES["LLAMA3_70B"]["shape"]
+    assert large | dict.fromkeys(fields[:6], 0) == known["llama-3.1-8b"]["config"] | dict.fromkeys(fields[:6], 0)
+    for entry in known.values():
+        text = subprocess.run([root / entry["source"], "full"], capture_output=True, text=True, check=True).stdout
+        of_script = [float(re.findall(rf"--{flag} (\S+)", text)[0]) for flag in flags]
+        assert [entry["config"][field] for field in fields] == of_script
+        assert ("sliding_window" in entry["config"]) == ("--window-size 4095,0" in text)
+        assert ("rope_scaling" in entry["config"]) == ("--rope-scaling-factor 8\n" in text)
+
+
+def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "H100-SXM", "--gpus-per-node", "8", "--hosts", "n[1-2]", "--limit-s", "1", "--out", "r"]
+    assert main(["quickstart", "--model", "Mistral-7B", *words, "--global-batch-size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "--seq-length 4096 --global-batch-size 64" in said and "r/job/torchrun-node-1.sh   # on node 1" in said
+    assert main(["quickstart", "--model", "mistral-8b"]) == 2
+    assert "mistral-7b" in capsys.readouterr().err and not Path("run").exists()
+
+
+# ``--help``: options say what they are without being given.
+
+
+NOTHING = (None, False, "", [], argparse.SUPPRESS)
+
+
+def with_defaults(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Options that mean something when they are not given."""
+    return [action for action in parser._actions if action.option_strings and action.default not in NOTHING]
+
+
+def test_every_option_of_emit_shows_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["emit", "--help"])
+    shown = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    found = with_defaults(parser_of("emit"))
+    assert {"--out", "--lr", "--train-iters", "--time-limit"} <= {action.option_strings[-1] for action in found}
+    for action in found:
+        assert f"(default{action.default}" in shown, action.option_strings
+        assert "(default %(default)s" in (action.help or ""), action.option_strings
+
+
+# Costs of a plan's operations are added while there is time for them.
+
+
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
+
+
+@pytest.mark.parametrize("gpus", [8, 1])
+def test_costs_that_would_take_too_long_are_left_out(gpus, tmp_path, capsys, monkeypatch):
+    """Those of a single stage too, which is not simulated."""
+    cluster = {"nodes": [{**CLUSTER["nodes"][0], "count": max(1, gpus // 4), "gpus_per_node": min(4, gpus)}]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(cluster))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(WIDE))
+    out = tmp_path / "plan.json"
+    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml"), "--out", str(out)]
+    words += ["--schedules", "1f1b", "--limit-s", "30"]
+    assert main(words) == 0
+    assert load_plan(out).predicted.costs is not None
+    assert "does not watch itself" not in capsys.readouterr().out
+    monkeypatch.setattr(module, "PRICING_S", 100.0)
+    assert main(words) == 0
+    assert load_plan(out).predicted.costs is None
+    assert "does not watch itself" in " ".join(capsys.readouterr().out.split())
+
+
+# Shell completion: what real shells complete with the printed scripts.
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    """By shell."""
+    with pytest.MonkeyPatch.context() as patch:
+        written: list[str] = []
+        patch.setattr(sys.stdout, "write", written.append)
+        found = {}
+        for shell in SHELLS:
+            written.clear()
+            assert main(["completion", shell]) == 0
+            found[shell] = "".join(written)
+    return found
+
+
+def in_bash(script: str, folder: Path, *words: str) -> list[str]:
+    """What bash offers for the last word."""
+    (folder / ".script").write_text(script, encoding="utf-8")
+    function = f"_shtab_{words[0].replace('-', '_')}"
+    body = 'source ./.script; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); ' + function
+    body += '; printf "%s\\n" "${COMPREPLY[@]}"'
+    command = ["bash", "-c", body, "bash", *words]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+    assert not found.stderr
+    return found.stdout.split()
+
+
+def test_bash_completes_commands_options_values_and_files(scripts: dict[str, str], tmp_path: Path) -> None:
+    bash = scripts["bash"]
+    assert in_bash(bash, tmp_path, "het-plan", "") == list(COMMANDS)
+    assert in_bash(bash, tmp_path, "het-plan", "dr") == ["dry-run"]
+    assert in_bash(bash, tmp_path, "het-plan", "plan", "--obj") == ["--objective"]
+    assert in_bash(bash, tmp_path, "het-plan", "plan", "--objective", "") == ["throughput", "cost"]
+    assert in_bash(bash, tmp_path, "het-plan", "completion", "z") == ["zsh"]
+    assert in_bash(bash, tmp_path, "het-plan", "dry-run", "p.json", "--", "--l") == []
+    (tmp_path / "model.yaml").touch()
+    (tmp_path / "models").mkdir()
+    assert sorted(in_bash(bash, tmp_path, "het-plan", "plan", "--model", "mo")) == ["model.yaml", "models"]
+    assert in_bash(bash, tmp_path, "het-plan", "check", "mo") == ["model.yaml", "models"]
+    assert in_bash(bash, tmp_path, "het-plan", "quickstart", "--out", "mo") == ["models"]
+
+
+def test_bash_completes_the_other_programs(scripts: dict[str, str], tmp_path: Path) -> None:
+    bash = scripts["bash"]
+    assert in_bash(bash, tmp_path, "het-run", "--start") == ["--start-controller"]
+    assert in_bash(bash, tmp_path, "het-run", "") == list(elastic.COMMANDS)
+    assert in_bash(bash, tmp_path, "het-run", "status", "--js") == ["--json"]
+    assert in_bash(bash, tmp_path, "het-doctor", "--ch") == ["--checkpoints"]
+    assert in_bash(bash, tmp_path, "het-doctor", "--transport", "n") == ["nccl"]
+    (tmp_path / "plan.json").touch()
+    assert in_bash(bash, tmp_path, "het-run", "--plans", "pl") == ["plan.json"]
+
+
+@pytest.mark.parametrize("program", ["het-plan", "het-run", "het-doctor"])
+def test_zsh_and_fish_get_every_program(scripts: dict[str, str], program: str) -> None:
+    assert f"compdef _shtab_{program.replace('-', '_')} -N {program}" in scripts["zsh"]
+    assert f"complete -c {program} -f" in scripts["fish"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_commands_options_and_values(scripts: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / ".script").write_text(scripts["fish"], encoding="utf-8")
+
+    def offered(line: str) -> list[str]:
+        command = ["fish", "--no-config", "-c", f"source .script; complete -C '{line}'"]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+        return [row.split("\t")[0] for row in found.stdout.splitlines()]
+
+    assert offered("het-plan dr") == ["dry-run"]
+    assert sorted(offered("het-plan plan --objective ")) == ["cost", "throughput"]
+    assert offered("het-run --start") == ["--start-controller"]
+    assert offered("het-doctor --transport n") == ["nccl"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_takes_the_script(scripts: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / ".script").write_text(scripts["zsh"], encoding="utf-8")
+    body = 'autoload -U compinit && compinit -u -D; eval "$(<.script)"; print ${_comps[het-plan]} ${_comps[het-run]}'
+    found = subprocess.run(["zsh", "-fc", body], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+    assert found.stdout.split() == ["_shtab_het_plan", "_shtab_het_run"]
+    assert not found.stderr
+
+
+def test_without_the_library_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "shtab" in line and "pip install 'megatron-het[planner]'" in line

@@ -1,19 +1,33 @@
 """The search finds plans that are at least as good as known ones, on clusters where it once missed them."""
 
+from __future__ import annotations
+
+import gc
+
 import pytest
 
-from benchmarks.planner_cases import search_cases
-from benchmarks.planner_quality import estimator_of
+from benchmarks.planner_gap import best_regular, regular_plans
+from testing.planner_cases import LLAMA_8B, estimator_of, measured, model_of, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.extras import rows_of
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.runtime import runtime_for
+from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
+from tools.planner.published.accuracy import reference_nodes
+from tools.planner.search import seeds as seeds_module
+from tools.planner.search import thorough as thorough_module
 from tools.planner.search.auto import search_auto
+from tools.planner.search.balance import balance
+from tools.planner.search.book import Book, there
+from tools.planner.search.effort import NORMAL
+from tools.planner.search.limit import collector_paused
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Goal
+from tools.planner.search.outcome import Goal, Progress
+from tools.planner.search.pools import all_gpus
+from tools.planner.search.seeds import _Cut, even_seeds, tp_choices
 from tools.planner.simulate.simulation import block_s
 
 
@@ -22,15 +36,11 @@ def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
     )
-    model = Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
-        seq_length=4096,
-        global_batch_size=256,
+    model = model_of(
+        **LLAMA_8B,
+        layers=32,
+        tokens=4096,
+        batch=256,
         distributed_optimizer=True,
         experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
     )
@@ -134,17 +144,7 @@ def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
     )
-    model = Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=8192,
-        global_batch_size=256,
-        distributed_optimizer=True,
-    )
+    model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
     cluster = Cluster(nodes=nodes)
     runtime = runtime_for([cluster.gpu(node.gpu) for node in nodes])
     return Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
@@ -177,3 +177,255 @@ def test_long_pipelines_of_slices_over_slow_networks(kinds: tuple[tuple[str, int
     best = search("auto", estimator, Goal()).best
     assert best is not None
     assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
+
+
+# Regular plans are found, and priced by the closed form as the simulator prices them.
+
+
+SLIMPIPE = SCHEDULES["slimpipe"]
+
+
+def _estimator(
+    hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1
+) -> Estimator:
+    nodes = (
+        NodeGroup(gpu="A100-80", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
+        NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
+    )
+    model = model_of(
+        layers=24, hidden=hidden, words=vocab, tokens=length, batch=batch, precision="bf16", distributed_optimizer=True
+    )
+    return estimator_of(Cluster(nodes=nodes[:kinds]), model)
+
+
+def _plain(stages: int, layers: int = 24, **more: object) -> Candidate:
+    each = [layers // stages + (s < layers % stages) for s in range(stages)]
+    return Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in each), 1, zero_stage=1, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 6, 7, 8])
+def test_slimpipe_has_slices_for_every_number_of_stages(stages: int) -> None:
+    estimator = _estimator()
+    found = list(SLIMPIPE.variants(estimator, _plain(stages)))
+    assert len(found) == 3
+    for candidate in found:
+        assert SLIMPIPE.runs(estimator, candidate)
+        assert stages <= candidate.slices <= 8 * stages
+
+
+def test_slices_that_do_not_divide_the_sequence_are_simulated() -> None:
+    estimator = _estimator(length=8191, batch=4)
+    candidate = next(iter(SLIMPIPE.variants(estimator, _plain(3))))
+    estimate = estimator.estimate(candidate)
+    assert candidate.slices == 3 and SLIMPIPE.runs(estimator, candidate) and estimate is not None
+    assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=0.03)
+
+
+def test_tp_ranks_share_slices_of_different_lengths() -> None:
+    estimator = _estimator()
+    model = estimator.model.model_copy(update={"sequence_parallel": True, "seq_length": 6144})
+    shared = Estimator(estimator.cluster, model, estimator.costs)
+    candidate = Candidate((Stage(12, (Group(0, 4, 1),)),) * 2, 1, schedule="slimpipe", slices=5, zero_stage=1)
+    assert SLIMPIPE.runs(shared, candidate)
+    odd = Estimator(estimator.cluster, model.model_copy(update={"seq_length": 6143}), estimator.costs)
+    assert not SLIMPIPE.runs(odd, candidate)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [({"schedule": "1f1b"}, 0.05), ({"schedule": "interleaved", "chunks": 2}, 0.03), ({"schedule": "slimpipe"}, 0.04)],
+)
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_what_stages_wait_for_a_split_vocabulary(more: dict[str, object], error: float, slices: int) -> None:
+    estimator, stages = _estimator(vocab=128256, length=4096, batch=16), 4
+    cut = slices * stages if more["schedule"] == "slimpipe" else 1
+    candidate = _plain(stages, rows=rows_of((1,) * stages, False), slices=cut, **more)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=error)
+
+
+def test_replicas_of_two_kinds_that_divide_alike_are_pipelines_of_their_own() -> None:
+    estimator = _estimator(kinds=2, batch=64)
+    candidate = Candidate((Stage(8, (Group(0, 2, 1), Group(1, 2, 1))),) * 3, 1, zero_stage=1)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None and len(set(estimate.microbatches)) == 1
+    assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=0.02)
+
+
+def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> None:
+    estimator = _estimator(vocab=256000)
+    groups = ((Group(0, 2, 1),),) * 4
+    whole = balance(estimator, groups, Candidate((), 1, zero_stage=1))
+    split = balance(estimator, groups, Candidate((), 1, zero_stage=1, rows=((1.0, 1.0),), ep=8))
+    assert whole is not None and split is not None
+    assert whole.stages[-1].layers < 6 and [s.layers for s in split.stages] == [6] * 4
+    assert split.rows == ((0.25, 0.25),) * 4 and split.ep == 2
+
+
+def test_vocabularies_are_split_from_the_start_where_the_head_is_long() -> None:
+    def seeds(vocab: int) -> list[Candidate]:
+        estimator = _estimator(vocab=vocab)
+        book = Book(estimator, Goal(), Progress())
+        return [like for _, like in even_seeds(book, all_gpus(estimator), 50)]
+
+    assert not any(like.rows for like in seeds(8192))
+    assert any(like.rows for like in seeds(128256))
+
+
+def test_the_search_is_no_worse_than_regular_plans() -> None:
+    """Three nodes of 8 A100 and four of 4 L40S over 25 Gbit/s, Llama 3 8B with 8,192 tokens."""
+    nodes = (
+        NodeGroup(gpu="A100-40", count=3, gpus_per_node=8, network_bytes_per_s=3.125e9),
+        NodeGroup(gpu="L40S", count=4, gpus_per_node=4, network_bytes_per_s=3.125e9),
+    )
+    model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
+    estimator = estimator_of(Cluster(nodes=nodes), model)
+    best = search("auto", estimator, Goal()).best
+    assert best is not None
+    assert best.iteration_s <= best_regular(estimator, Goal(), 2000)[0] * 1.01
+
+
+def test_regular_plans_are_many() -> None:
+    assert sum(1 for _ in regular_plans(_estimator(kinds=2))) > 4000
+
+
+def _opt(*counts: tuple[str, int]) -> Estimator:
+    return measured("OPT-350", Cluster(nodes=tuple(reference_nodes(gpu, n) for gpu, n in counts)), 256)
+
+
+def test_more_gpus_never_make_the_cheapest_plan_dearer() -> None:
+    goal, least = Goal(objective="cost", min_iterations_per_s=0.2), float("inf")
+    for counts in ((("A100-40", 4),), (("A100-40", 13),), (("A100-40", 25), ("V100-16", 8))):
+        best = search("auto", _opt(*counts), goal).best
+        assert best is not None and best.iteration_s <= 5
+        assert best.usd_per_iteration <= least * (1 + 1e-9)
+        least = best.usd_per_iteration
+
+
+def test_what_comes_nearest_to_a_budget_is_the_cheapest_plan() -> None:
+    estimator = _opt(("A100-40", 4), ("V100-16", 4))
+    best = search("auto", estimator, Goal(objective="cost")).best
+    outcome = search("auto", estimator, Goal(max_usd_per_iteration=1e-4))
+    assert best is not None and outcome.best is None and outcome.nearest is not None
+    assert outcome.nearest[1].usd_per_iteration <= best.usd_per_iteration * 1.02
+
+
+# Starting points of the search: replicas in proportion to layers, TP by memory, stages of equal width.
+
+
+POINT = Candidate((), 1, "none", zero_stage=1)
+
+
+def fast_and_small(hidden: int = 2048) -> Estimator:
+    """Twelve H200 in two nodes, and 16 V100 with a ninth of their memory."""
+    nodes = (
+        NodeGroup(gpu="H200", count=2, gpus_per_node=6, network_bytes_per_s=25e9),
+        NodeGroup(gpu="V100-16", count=4, gpus_per_node=4, network_bytes_per_s=12.5e9),
+    )
+    model = model_of(
+        layers=12,
+        hidden=hidden,
+        ffn=3 * hidden,
+        batch=64,
+        precision="fp16",
+        distributed_optimizer=True,
+        micro_batch_sizes=(1, 2),
+    )
+    return estimator_of(Cluster(nodes=nodes), model)
+
+
+def test_replicas_follow_layers():
+    """Seven layers in three stages get replicas as 3 : 2 : 2, where equal stages would get as many each."""
+    estimator = fast_and_small()
+    cut = _Cut(estimator, [(0,)], {0: 1}, 1.0, POINT, (12, 0))
+    groups = cut.fitted(3, 7)
+    assert groups is not None
+    assert [[g.count for g in stage] for stage in groups] == [[5], [3], [4]]
+    assert cut.fitted(13, 12) is None  # more stages than layers
+
+
+def test_blocks_get_layers_by_speed():
+    """All replicas of both kinds are used, and a slow block of many replicas has few layers."""
+    estimator = fast_and_small()
+    groups = _Cut(estimator, [(0,), (1,)], {0: 1, 1: 1}, 1.0, POINT, (12, 16)).fitted(5, 12)
+    assert groups is not None and len(groups) == 5
+    assert sum(g.count for stage in groups for g in stage if g.pool == 0) == 12
+    assert sum(g.count for stage in groups for g in stage if g.pool == 1) == 16
+    assert sum(stage[0].pool == 0 for stage in groups) > sum(stage[0].pool == 1 for stage in groups)
+
+
+def test_little_memory_gets_a_larger_tp_size():
+    estimator = fast_and_small(8192)
+    mixed = tp_choices(estimator, (0, 1), POINT, mixed=True)
+    assert any(choice[1] > choice[0] for choice in mixed)
+    assert not any(choice[1] > choice[0] for choice in tp_choices(estimator, (0, 1), POINT, mixed=False))
+
+
+def test_even_stages_fill_nodes():
+    """Six replicas, a node's, are no power of two; nothing that must be slower than the best is there."""
+    estimator = fast_and_small()
+    book = Book(estimator, Goal(), Progress())
+    found = list(even_seeds(book, all_gpus(estimator), 1000))
+    assert any(len(groups) == 2 and groups[0][0] == Group(0, 1, 6) for groups, _ in found)
+    for groups, _ in found:
+        assert len({stage[0].count for stage in groups}) == 1 and all(len(stage) == 1 for stage in groups)
+        assert there(estimator, all_gpus(estimator), groups)
+    few = list(even_seeds(book, all_gpus(estimator), 10))
+    assert len(few) >= 10 and few == found[: len(few)]
+    book.bound = 1e-9
+    assert not list(even_seeds(book, all_gpus(estimator), 1000))
+
+
+def test_even_stages_of_several_pools():
+    """As many stages of each pool as its GPUs give, with TP sizes of their own, the slower replicas first."""
+    estimator = fast_and_small()
+    found = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)]
+    assert ((Group(1, 2, 2),),) * 4 + ((Group(0, 1, 2),),) * 6 in found
+    assert ((Group(1, 1, 4),),) * 4 + ((Group(0, 1, 4),),) * 3 in found
+    assert max(len(groups) for groups in found) <= 12  # layers
+    alone = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), (12, 0), 10_000)]
+    assert {stage[0].pool for groups in alone for stage in groups} == {0}
+
+
+def test_even_stages_of_many_pools_share_a_tp_size(monkeypatch: pytest.MonkeyPatch):
+    """Not every choice of TP sizes is looked at there."""
+    estimator = fast_and_small()
+
+    def sizes() -> set[tuple[tuple[int, int], ...]]:
+        found = even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)
+        return {tuple(sorted({(s[0].pool, s[0].tp) for s in groups})) for groups, _ in found}
+
+    some = sizes()
+    monkeypatch.setattr(seeds_module, "MOST_COMBINED", 1)
+    fewer = sizes()
+    assert ((0, 2), (1, 2)) in fewer and ((0, 2), (1, 1)) not in fewer
+    assert fewer < some
+
+
+def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.MonkeyPatch):
+    estimator = fast_and_small()
+    book, limits = Book(estimator, Goal(), Progress()), all_gpus(estimator)
+    groups, like = next(even_seeds(book, limits, 1))
+    _, start = book.try_groups(groups, like)
+    assert start is not None
+    first = thorough_module._climb(book, NORMAL, start, limits)
+    assert book.try_candidate(first) < book.try_candidate(start)
+
+    def nobody(*_: object) -> None:
+        raise AssertionError("looked at again")
+
+    monkeypatch.setattr(thorough_module, "_better", nobody)
+    assert thorough_module._climb(book, NORMAL, start, limits) == first
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_as_before(on: bool):
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(KeyboardInterrupt), collector_paused():
+            assert not gc.isenabled()
+            raise KeyboardInterrupt
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()

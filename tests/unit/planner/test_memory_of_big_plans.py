@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dry_run_big import big_plans
+from benchmarks.dry_run import big_plans
 
 _MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "dry_run.json"
 _ENTRIES = json.loads(_MEASURED.read_text(encoding="utf-8"))["big"]

@@ -1,24 +1,34 @@
 """GPUs are left out where that is better, and more GPUs do not make a plan worse."""
 
+from __future__ import annotations
+
+import dataclasses
 import random
+from math import inf
+from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_pools import random_pool
-from benchmarks.planner_quality import estimator_of
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.schedule.ir import Kind
+from testing.planner_cases import estimator_of, model_of, random_case, random_pool, with_catalog
+from tests.unit.planner.emit_plans import WIDE
+from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES
-from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.inputs.model import Model, load_model
 from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
-from tools.planner.search.outcome import Goal, Progress
+from tools.planner.search.outcome import Found, Goal, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
+from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:
@@ -27,15 +37,15 @@ def fast_and_slow() -> tuple[Cluster, Model]:
         NodeGroup(gpu="H200", count=3, gpus_per_node=8, network_bytes_per_s=50e9),
         NodeGroup(gpu="A100-80", count=11, gpus_per_node=2, network_bytes_per_s=1.25e9),
     )
-    model = Model(
-        num_layers=12,
-        hidden_size=5120,
-        ffn_hidden_size=14080,
-        num_attention_heads=40,
-        num_query_groups=8,
-        vocab_size=128256,
-        seq_length=2048,
-        global_batch_size=480,
+    model = model_of(
+        layers=12,
+        hidden=5120,
+        ffn=14080,
+        heads=40,
+        groups=8,
+        words=128256,
+        tokens=2048,
+        batch=480,
         precision="bf16",
         distributed_optimizer=True,
         recompute=("none",),
@@ -106,14 +116,11 @@ def growing(seed: int) -> tuple[list[Cluster], Model]:
     while sum(count[kind] * size[kind] for kind in kinds) < 9:
         count[rng.choice(kinds)] += 1
     hidden = rng.choice([1024, 2048, 4096])
-    model = Model(
-        num_layers=rng.choice([6, 8, 12]),
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=16,
-        vocab_size=rng.choice([8192, 32000, 128256]),
-        seq_length=1024,
-        global_batch_size=rng.choice([16, 24, 32]),
+    model = model_of(
+        layers=rng.choice([6, 8, 12]),
+        hidden=hidden,
+        words=rng.choice([8192, 32000, 128256]),
+        batch=rng.choice([16, 24, 32]),
         precision="fp16",
         micro_batch_sizes=(1, 2, 4),
         recompute=("none",),
@@ -211,3 +218,253 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
     assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
     assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
+
+
+# The time that a search promises is the simulated time of the plan that is written.
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "slurm"
+
+
+def emitted_s(estimator: Estimator, found: Found) -> float:
+    """The plan as written and read again, simulated as a whole."""
+    plan = build_plan(estimator, found.candidate, found.estimate)
+    candidate, seated = candidate_of(plan, estimator.cluster)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
+def test_the_example_is_as_fast_as_promised():
+    """Four equal pipelines keep the order of one: the merged order of all of them took 8.7 s."""
+    cluster = load_cluster(str(EXAMPLES / "cluster.yaml"))
+    estimator = estimator_of(cluster, load_model(str(EXAMPLES / "model.yaml")))
+    best = search_auto(estimator, Goal()).best
+    assert best is not None
+    assert best.iteration_s < 1.05 * best.estimate.iteration_s
+    assert emitted_s(estimator, best) == pytest.approx(best.iteration_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_are_as_fast_as_promised(seed):
+    cluster, model = random_case(seed)
+    best = search_auto(estimator_of(cluster, model), Goal()).best
+    if best is not None:
+        assert emitted_s(estimator_of(cluster, model), best) == pytest.approx(best.iteration_s, rel=1e-6)
+
+
+def irregular() -> tuple[Estimator, Candidate]:
+    """Two pipelines (of three and one replicas per stage) that sit differently in nodes."""
+    nodes = (
+        NodeGroup(gpu="A100-40", count=2, gpus_per_node=3, network_bytes_per_s=1e9),
+        NodeGroup(gpu="A10G", count=2, gpus_per_node=1, network_bytes_per_s=1e9),
+    )
+    model = model_of(layers=8, hidden=1024, words=8192, batch=34, precision="fp16", micro_batch_sizes=(1,))
+    stages = (Stage(6, (Group(0, 1, 6),)), Stage(2, (Group(1, 1, 2),)))
+    return estimator_of(Cluster(nodes=nodes), model), Candidate(stages, 1)
+
+
+@pytest.mark.parametrize("order", ["greedy", "alternating", "backward-first"])
+def test_parts_take_as_long_as_the_whole(order):
+    """The order that was chosen stands in the plan."""
+    estimator, candidate = irregular()
+    candidate = candidate.with_(order=order)
+    estimate = estimator.estimate(candidate)
+    plan = build_plan(estimator, candidate, estimate)
+    assert plan.schedule.parameters["order"] == order
+    again, seated = candidate_of(plan, estimator.cluster)
+    assert again.order == order
+    whole = simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    assert simulate_parts(estimator, candidate, estimate, plan, seated) == pytest.approx(whole, rel=1e-9)
+
+
+def test_an_unknown_order_in_a_plan_is_one_error():
+    estimator, candidate = irregular()
+    with pytest.raises(PlannerError, match=r"schedule.parameters.order = 'fast'.*greedy, alternating"):
+        build_plan(estimator, candidate.with_(order="fast"), estimator.estimate(candidate))
+
+
+def test_a_plan_is_read_back_in_the_zones_that_it_was_made_for():
+    """Node groups of one GPU would be filled in the order of the file: over the slow link between the zones."""
+    zones = [NodeGroup(gpu="A100-40", count=2, gpus_per_node=2, network_bytes_per_s=1e9, zone=f"us-{z}") for z in "ab"]
+    estimator, _ = irregular()
+    estimator = estimator_of(Cluster(nodes=tuple(zones)), estimator.model)
+    # The second zone first, and both stages in one zone each.
+    candidate = Candidate((Stage(5, (Group(1, 1, 2),)), Stage(3, (Group(1, 1, 1),))), 1)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    plan = build_plan(estimator, candidate, estimate)
+    assert {replica.zone for stage in plan.stages for replica in stage.replicas} == {"us-b"}
+    again, _ = candidate_of(plan, estimator.cluster)
+    assert again.stages == candidate.stages
+    with pytest.raises(PlannerError, match=r"zone.*no A100-40 there.*us-c"):
+        moved = [zone.model_copy(update={"zone": f"us-{z}"}) for zone, z in zip(zones, "cd")]
+        candidate_of(plan, Cluster(nodes=tuple(moved)))
+    alone = estimator_of(Cluster(nodes=(zones[1],)), estimator.model)
+    candidate = Candidate((Stage(5, (Group(0, 1, 2),)), Stage(3, (Group(0, 1, 1),))), 1)
+    estimate = alone.estimate(candidate)
+    assert estimate is not None
+    assert "zone" not in str(build_plan(alone, candidate, estimate).to_json())
+
+
+def slow_network() -> Estimator:
+    """Four nodes whose links matter."""
+    model = model_of(layers=24, hidden=2048, tokens=4096, batch=64, micro_batch_sizes=(1,))
+    node = NodeGroup(gpu="H100-SXM", count=4, gpus_per_node=8, network_bytes_per_s=1.25e9)
+    return estimator_of(Cluster(nodes=(node,)), model)
+
+
+NODES = tuple(Stage(6, (Group(0, 1, 8),)) for _ in range(4))
+
+
+@pytest.mark.parametrize("slices", [4, 16])
+def test_slices_cut_what_is_sent(slices):
+    """The first message of a pipeline is a slice, so a slow link delays the later stages by a slice's transfer."""
+    estimator = slow_network()
+    candidate = Candidate(NODES, 1, schedule="slimpipe", slices=slices)
+    estimate = estimator.estimate(candidate)
+    assert estimate.iteration_s == pytest.approx(block_s(estimator, candidate, estimate), rel=0.08)
+
+
+def test_a_pipeline_sits_where_it_sits_among_the_others():
+    """Stages that fill nodes send between nodes, although one pipeline alone would fit into one node."""
+    estimator = slow_network()
+    candidate = Candidate(NODES, 1)
+    estimate = estimator.estimate(candidate)
+    plan = build_plan(estimator, candidate, estimate)
+    whole = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
+    assert block_s(estimator, candidate, estimate) == pytest.approx(whole, rel=1e-9)
+    assert simulate_block(estimator, candidate, estimate).iteration_s == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "ministage", "slimpipe"])
+def test_stages_with_different_numbers_of_chunks(schedule):
+    """A plan that asks for them is read, priced, simulated and written as it is."""
+    estimator, candidate = irregular()
+    even = candidate.with_(schedule=schedule, chunks=2, slices=2 if schedule == "slimpipe" else 1, zero_stage=1)
+    plan = build_plan(estimator, even, estimator.estimate(even))
+    first, last = plan.stages
+    joined = dataclasses.replace(plan, stages=(first, dataclasses.replace(last, layers=(sum(last.layers),))))
+    check_plan_alone(joined)
+    again, seated = candidate_of(joined, estimator.cluster)
+    assert (again.chunks, again.chunk_counts, again.head_stage) == (2, (2, 1), 0)
+    estimate = estimator.estimate(again)
+    written = build_plan(estimator, again, estimate)
+    assert [stage.layers for stage in written.stages] == [(3, 3), (2,)]
+    found = simulate_candidate(estimator, again, estimate, joined, seated)
+    assert found.iteration_s > 0 and len(found.peak_bytes) == 8
+    # The loss follows the second chunk of the first stage, which has the output layer's time.
+    forward = found.result.program.shape
+    assert forward.path[-1] == (0, 1) and forward.layers == ((3, 3), (2,))
+    assert again.with_(chunks=2).chunk_counts == () and again.with_(micro_batch_size=1).chunk_counts == (2, 1)
+
+
+# What the search takes into its book: only what the runtime runs, whatever the closed form prices.
+
+
+def estimator(gpu: str = "A100-40", **changes) -> Estimator:
+    shape = WIDE | {"num_layers": 12, "global_batch_size": 16, "precision": "fp16", "distributed_optimizer": True}
+    nodes = tuple(NodeGroup(gpu=kind, count=4, gpus_per_node=4) for kind in (gpu, "V100-16"))
+    return estimator_of(Cluster(nodes=nodes), Model(**shape | changes))
+
+
+def pipeline(*widths: int, layers: int = 12, tp: int = 1) -> tuple[Stage, ...]:
+    """Equal stages with these numbers of replicas on the first node group."""
+    return tuple(Stage(layers // len(widths), (Group(0, tp, n),)) for n in widths)
+
+
+def runs(found: Estimator, candidate: Candidate) -> bool:
+    return Book(found, Goal(), Progress()).try_candidate(candidate) < inf
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ministages_only_where_a_parameter_window_can_hold_them(tied):
+    """Replicas of a stage may differ in TP; tied embeddings may be in two stages, or in two chunks of one."""
+    found = estimator(tied_embeddings=tied)
+    one = (Stage(12, (Group(0, 1, 2), Group(1, 1, 2))),)
+    two = (Stage(6, (Group(0, 1, 2),)), Stage(6, (Group(1, 1, 2),)))
+    mixed = (Stage(12, (Group(0, 1, 2), Group(1, 2, 1))),)
+    for stages in (one, two, mixed):
+        candidate = Candidate(stages, 1, zero_stage=1)
+        assert runs(found, candidate)
+        ministages = candidate.with_(schedule="ministage", chunks=2)
+        assert runs(found, ministages)
+        assert not runs(found, ministages.with_(zero_stage=0))
+        build_plan(found, ministages, found.estimate(ministages))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_interleaved_chunks_on_a_single_stage_are_not_proposed(tied):
+    """They follow each other as the layers of the stage do, and gain nothing."""
+    found = estimator(tied_embeddings=tied)
+    chunks = Candidate(pipeline(2), 1, schedule="interleaved", chunks=2)
+    assert not runs(found, chunks)
+    assert runs(found, chunks.with_(stages=pipeline(2, 2)))
+
+
+def test_interleaved_plans_have_whole_groups_of_microbatches():
+    """16 microbatches over 3 stages of 3 replicas: 6 in the largest block fit, 16 in the plan do not."""
+    for batch, widths, fits in ((16, (3, 3, 3), False), (18, (3, 3, 3), True), (12, (4, 4), False), (16, (4, 4), True)):
+        found = estimator(global_batch_size=batch)
+        candidate = Candidate(pipeline(*widths), 1, schedule="interleaved", chunks=2)
+        assert runs(found, candidate) == fits
+        if fits:
+            estimate = found.estimate(candidate)
+            simulate_block(found, candidate, estimate)
+            simulate_candidate(found, candidate, estimate, build_plan(found, candidate, estimate))
+
+
+@pytest.mark.parametrize(
+    ("change", "widths", "tp", "slices", "fits"),
+    [
+        ({}, (2, 2), 1, 2, True),
+        ({}, (2, 2, 2), 1, 2, False),  # a stage without a slice
+        ({"seq_length": 1020}, (2, 2), 1, 8, True),  # slices that differ by a token
+        ({"seq_length": 1024}, (1, 1), 4, 512, True),
+        ({"seq_length": 1024, "sequence_parallel": True}, (1, 1), 4, 512, False),  # 2 tokens over TP 4
+        ({"seq_length": 1024, "sequence_parallel": True}, (1, 1), 4, 256, True),
+        ({"hidden_size": 960}, (2, 2), 1, 2, False),  # heads of 60 channels
+        ({"hidden_size": 960, "gpu": "CPU"}, (2, 2), 1, 2, True),
+    ],
+)
+def test_slices_suit_stages_tensor_parallelism_and_kernels(change, widths, tp, slices, fits):
+    found = estimator(**change)
+    candidate = Candidate(pipeline(*widths, tp=tp), 1, schedule="slimpipe", slices=slices)
+    assert runs(found, candidate.with_(schedule="1f1b", slices=1))
+    assert runs(found, candidate) == fits
+
+
+def test_every_replica_has_a_microbatch():
+    """8 microbatches: 8 replicas at most; an even division needs a divisor."""
+    found = estimator(global_batch_size=8)
+    for width, fits, even in ((8, True, True), (6, True, False), (16, False, False)):
+        candidate = Candidate((Stage(12, (Group(0, 1, width),)),), 1)
+        assert (found.estimate(candidate) is not None) == fits
+        assert (found.estimate(candidate.with_(even=True)) is not None) == even
+    eight = Candidate((Stage(12, (Group(0, 1, 8),)),), 1)
+    wide = eight.with_(stages=(Stage(12, (Group(0, 1, 16),)),))
+    with pytest.raises(PlannerError, match="8 microbatches|some would have none"):
+        build_plan(found, wide, found.estimate(eight))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_the_closed_form_is_exact_for_one_stage(schedule, chunks):
+    """So that the search need not simulate it: nothing waits, with mixed GPUs and uneven batches too."""
+    found = estimator()
+    for groups in ((Group(0, 1, 3),), (Group(0, 1, 2), Group(1, 1, 5)), (Group(0, 1, 6), Group(1, 1, 2))):
+        candidate = Candidate((Stage(12, groups),), 1, schedule=schedule, chunks=chunks, zero_stage=1)
+        estimate = found.estimate(candidate)
+        assert simulate_block(found, candidate, estimate).iteration_s == pytest.approx(estimate.iteration_s, rel=1e-9)
+
+
+def test_gathers_and_reductions_of_ministages_are_simulated():
+    """They share the links of a stage; the closed form hides each of them behind compute of its own."""
+    found = estimator()
+    fast = Candidate((Stage(12, (Group(0, 1, 3),)),), 1, schedule="ministage", chunks=3, zero_stage=1)
+    slow = fast.with_(stages=(Stage(12, (Group(0, 1, 2), Group(1, 1, 5))),))
+    for candidate, least, most in ((fast, 0.99, 1.01), (slow, 1.1, 1.4)):
+        estimate = found.estimate(candidate)
+        simulated = simulate_block(found, candidate, estimate)
+        assert least < simulated.iteration_s / estimate.iteration_s < most
+        kinds = {op.kind for ops in simulated.result.program.ops for op in ops}
+        assert {Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.GRAD_REDUCE} <= kinds

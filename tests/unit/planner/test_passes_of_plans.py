@@ -1,38 +1,50 @@
 """Searches leave out what is refused when it is written: plans of more passes than an iteration may have."""
 
+from __future__ import annotations
+
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scipy.interpolate import PchipInterpolator
 
-from benchmarks.planner_cases import with_catalog
+from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
+from testing.planner_cases import estimator_of, model_of, with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts, interpolated
+from tools.planner.costs.runtime import MEGATRON_HET
+from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
+from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search import finish
 from tools.planner.search.auto import search_auto
-from tools.planner.search.outcome import Goal
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Found, Goal, Outcome
+from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain, prefer_steady
 from tools.planner.search.sketch import Sketch
+from tools.planner.simulate.simulation import simulate_candidate
 
 BATCH = 64
 
 
 def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
     """Nodes of one GPU with slow links, where a pipeline is fastest."""
-    model = Model(
-        num_layers=12,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=512,
-        global_batch_size=BATCH,
+    model = model_of(
+        layers=12,
+        hidden=2048,
+        ffn=6144,
+        tokens=512,
+        batch=BATCH,
         precision="fp16",
         micro_batch_sizes=micro_batch_sizes,
         recompute=("none",),
@@ -128,3 +140,222 @@ def test_when_larger_micro_batches_are_advised(
         stages = int(told.split("there may be ")[1].split()[0])
         assert stages <= min(model.num_layers, nodes)
         assert most_chunks(-(-batch // enough), 1) >= stages > most_chunks(-(-batch // (enough - 1)), 1)
+
+
+# Of plans that are about as fast, the one that depends less on transfers beside compute is chosen.
+
+
+MODEL = model_of(layers=12, hidden=2048, tokens=2048, batch=64, distributed_optimizer=True)
+CLUSTER = Cluster(nodes=(NodeGroup(gpu="A100-40", count=4, gpus_per_node=1, network_bytes_per_s=1.25e9),))
+
+
+def found(estimator, stages: int, seconds: float) -> Found:
+    """A plan of so many equal stages that is said to take so long."""
+    candidate = Candidate(tuple(Stage(12 // stages, (Group(0, 1, 4 // stages),)) for _ in range(stages)), 1, "full")
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return Found(candidate, estimate, seconds, confirmed=True)
+
+
+@pytest.mark.parametrize(("longer", "chosen"), [(SMALL / 2, 1), (SMALL * 1.1, 4)])
+def test_a_plan_without_transfers_is_chosen_where_it_takes_hardly_longer(longer: float, chosen: int):
+    estimator = estimator_of(CLUSTER, MODEL)
+    fast, other = found(estimator, 4, 10.0), found(estimator, 1, 10.0 * (1 + longer))
+    assert blocking_ratio(estimator, fast.candidate, fast.estimate) > 1.05
+    assert blocking_ratio(estimator, other.candidate, other.estimate) is None
+    outcome = Outcome("auto", [fast, other])
+    prefer_plain(estimator, Goal(), outcome)
+    assert len(outcome.best.candidate.stages) == chosen
+    assert len(outcome.found) == 2
+    lines = bound_lines(outcome, Goal())
+    if chosen == 4:
+        assert outcome.passed_over is None and not lines
+        assert search_body(outcome, Goal())["passed_over"] is None
+        return
+    assert "chosen over a plan of 10 s" in lines[0]
+    told = search_body(outcome, Goal())["passed_over"]
+    assert told["iteration_s"] == 10.0 and told["blocking_s"] > told["chosen_blocking_s"] == other.iteration_s
+
+
+def test_what_gains_less_than_it_loses_is_not_chosen():
+    """Two plans of the same stages: the slower one depends on overlap as much."""
+    estimator = estimator_of(CLUSTER, MODEL)
+    outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 4, 10.01)])
+    prefer_plain(estimator, Goal(), outcome)
+    assert outcome.passed_over is None and outcome.best.iteration_s == 10.0
+
+
+def test_where_nothing_overlaps_and_under_a_goal_of_cost_the_best_stays():
+    estimator = estimator_of(CLUSTER, MODEL)
+    in_turn = estimator_of(CLUSTER, MODEL)
+    in_turn.runtime = replace(MEGATRON_HET, transfers_in_turn=True)
+    for estimators, goal in ((in_turn, Goal()), (estimator, Goal(objective="cost"))):
+        outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 1, 10.01)])
+        prefer_plain(estimators, goal, outcome)
+        assert len(outcome.best.candidate.stages) == 4 and outcome.passed_over is None
+
+
+def test_the_search_of_the_commands_prefers_it():
+    """The first plan of a search is never one that another beats without overlap and equals with it."""
+    estimator, goal = estimator_of(CLUSTER, MODEL), Goal()
+    outcome = search("auto", estimator, goal)
+    best = outcome.best
+    assert best is not None
+    fastest = min(f.iteration_s for f in outcome.found if f.runnable)
+    assert best.iteration_s <= fastest * (1 + SMALL)
+
+    def blocked(f: Found) -> float:
+        return f.iteration_s * (blocking_ratio(estimator, f.candidate, f.estimate) or 1.0)
+
+    near = [f for f in outcome.found if f.runnable and f.iteration_s <= best.iteration_s]
+    assert all(blocked(f) >= blocked(best) for f in near)
+
+
+def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
+    estimator = estimator_of(CLUSTER, MODEL)
+    plain = found(estimator, 2, 10.1)
+    stages = tuple(Stage(n, (Group(0, 1, count),)) for n, count in ((1, 1), (7, 2), (4, 1)))
+    odd = Candidate(stages, 1, "full")
+    estimate = estimator.estimate(odd)
+    assert estimate is not None
+    assert irregularity(estimator, odd) == (1, 0, 1) and irregularity(estimator, plain.candidate) == (0, 0, 0)
+    for longer, chosen in ((1.0, 2), (1 / (1 + 2 * PLAINER), 3)):
+        outcome = Outcome("auto", [Found(odd, estimate, 10.0 * longer, confirmed=True), plain])
+        prefer_plain(estimator, Goal(), outcome)
+        assert outcome.best is not None and len(outcome.best.candidate.stages) == chosen
+        lines = bound_lines(outcome, Goal())
+        if chosen == 2:
+            assert lines == ["plainer than a plan of 10 s, which has 3 stages, 2 different ones, 1 of one layer"]
+
+
+MIXED = Cluster(
+    nodes=(
+        NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
+        NodeGroup(gpu="V100-16", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
+    )
+)
+HALF = MODEL.model_copy(update={"precision": "fp16"})
+
+
+@pytest.mark.parametrize(("longer", "is_chosen"), [(SMALL / 2, True), (SMALL * 1.1, False)])
+def test_a_plan_that_loses_less_where_figures_are_off_is_chosen_where_it_takes_hardly_longer(longer, is_chosen):
+    """Sums of gradients over four replicas hang on the network; a pipeline of one replica each hardly does."""
+    estimator = estimator_of(CLUSTER, MODEL)
+    fast, steady = found(estimator, 1, 10.0), found(estimator, 4, 10.0 * (1 + longer))
+    outcome = Outcome("auto", [fast, steady])
+    prefer_steady(estimator, Goal(), outcome)
+    assert (outcome.best.candidate == steady.candidate) is is_chosen
+    slower = next(shift for shift in outcome.shifts if shift.condition == "the network is 20 % slower")
+    assert slower.share > 0
+    said = "\n".join(bound_lines(outcome, Goal()))
+    assert f"if the network is 20 % slower: {100 * slower.share:+.0f} %" in said
+    assert ("loses less where figures are off" in said) is is_chosen
+    assert search_body(outcome, Goal())["if_figures_are_off"]["the network is 20 % slower"] == slower.share
+
+
+def test_a_kind_of_gpu_that_is_slower_counts_where_it_is_used():
+    estimator = estimator_of(MIXED, HALF)
+    candidate = Candidate((Stage(12, (Group(0, 1, 2),)),), 1, "full")
+    fast = Found(candidate, estimator.estimate(candidate), 10.0, confirmed=True)
+    outcome = Outcome("auto", [fast])
+    prefer_steady(estimator, Goal(), outcome)
+    by_name = {shift.condition: shift.share for shift in outcome.shifts}
+    assert by_name["V100-16 is 10 % slower"] == 0
+    assert 0.05 < by_name["A100-40 is 10 % slower"] < 0.12 and by_name["A100-40 is 10 % faster"] < -0.03
+
+
+def test_a_plan_is_as_it_was_without_robust():
+    estimator = estimator_of(CLUSTER, MODEL)
+    outcome = search("auto", estimator, Goal(max_gpus=2), robust=False)
+    assert not outcome.shifts and not outcome.steadier_than_s
+    assert search("auto", estimator, Goal(max_gpus=2)).shifts
+
+
+# Layers for multi-token prediction in the cost model: whole sequences, slices and a parameter window.
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_later_tokens_are_priced_on_the_last_stage(tied):
+    """As a layer more there at least, the output layer again, and a second table where there is none yet."""
+    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
+    more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "tied_embeddings": tied}
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
+
+    def priced(later, layers=4):
+        model = Model(**sizes, **more, mtp_num_layers=later)
+        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+        candidate = Candidate((Stage(8 - layers, (Group(0, 1, 1),)), Stage(layers, (Group(0, 1, 1),))), 1)
+        return estimator.estimate(candidate)
+
+    plain, deeper, later = priced(0), priced(0, 5), priced(1)
+    assert later.stage_busy_s[0] == plain.stage_busy_s[0] and later.memory[0] == plain.memory[0]
+    layer_s = deeper.stage_busy_s[1] - plain.stage_busy_s[1]
+    assert layer_s < later.stage_busy_s[1] - plain.stage_busy_s[1] < 3 * layer_s
+    table = 0 if tied else 32000 * 4096
+    layer = 4096 * 4096 * 4 + 3 * 4096 * 11008 + 2 * 4096
+    weights = layer + 2 * 4096**2 + 3 * 4096 + table
+    assert later.memory[1].parameter_bytes - plain.memory[1].parameter_bytes == pytest.approx(2 * weights, rel=0.01)
+    assert later.memory[1].activation_bytes > deeper.memory[1].activation_bytes > plain.memory[1].activation_bytes
+
+
+def test_later_tokens_in_slices_are_priced():
+    """As with whole sequences the last stage has more to do, and the plan is one that runs."""
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
+    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
+    more = {"vocab_size": 32000, "seq_length": 8192, "global_batch_size": 8}
+    stage = Stage(4, (Group(0, 1, 1),))
+    candidate = Candidate((stage, stage), 1, schedule="slimpipe", slices=4)
+    found = []
+    for later in (0, 1):
+        model = Model(**sizes, **more, mtp_num_layers=later)
+        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+        assert SCHEDULES["slimpipe"].runs(estimator, candidate)
+        estimate = estimator.estimate(candidate)
+        plan = build_plan(estimator, candidate, estimate)
+        check_plan_alone(plan)
+        seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
+        found.append((seconds, estimate.memory[0].total_bytes, estimate.memory[1].total_bytes))
+    (plain_s, *plain), (later_s, *later) = found
+    assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
+
+
+def test_later_tokens_under_a_window_are_priced():
+    """The last stage gathers and holds their layers, and the plan is one that runs."""
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=2, network_bytes_per_s=25e9),))
+    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
+    more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True}
+    stage = Stage(4, (Group(0, 1, 2),))
+    candidate = Candidate((stage, stage), 1, schedule="ministage", chunks=2, zero_stage=1)
+    found = []
+    for later in (0, 1):
+        model = Model(**sizes, **more, mtp_num_layers=later)
+        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
+        estimate = estimator.estimate(candidate)
+        plan = build_plan(estimator, candidate, estimate)
+        check_plan_alone(plan)
+        seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
+        found.append((seconds, [memory.parameter_bytes for memory in estimate.memory]))
+    (plain_s, plain), (later_s, later) = found
+    assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
+
+
+# The interpolation over the micro batch size is SciPy's monotone cubic.
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 9])
+def test_it_is_that_of_scipy(count: int):
+    rng = random.Random(count)
+    for kind in range(60):
+        xs = sorted(rng.sample(range(1, 200), count))
+        ys = [rng.choice((0.0, 1.0, rng.uniform(-2, 2))) for _ in xs]
+        ys = sorted(ys) if kind % 3 else ys
+        whole = PchipInterpolator(xs, ys)
+        for x in [*xs, *(rng.uniform(xs[0], xs[-1]) for _ in range(12))]:
+            assert interpolated(xs, ys, x) == pytest.approx(float(whole(x)), rel=1e-12, abs=1e-12)
+
+
+def test_it_does_not_overshoot():
+    """Where measured times rise, all between them rises."""
+    xs, ys = [1, 2, 4, 8], [1.0, 1.01, 5.0, 5.02]
+    found = [interpolated(xs, ys, 1 + 7 * i / 100) for i in range(101)]
+    assert found == sorted(found) and found[0] == 1.0 and found[-1] == pytest.approx(5.02)

@@ -1,32 +1,51 @@
 """The quick time of a plan is the simulator's, and sketches know good stages from bad ones."""
 
+from __future__ import annotations
+
+import argparse
 import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from benchmarks.planner_quality import estimator_of, random_case
 from megatron_het.schedule.generators.listing import ORDERS
+from testing.planner_cases import estimator_of, model_of, random_case, random_pool, search_cases, with_catalog
+from tools.planner.__main__ import main
+from tools.planner.cli import commands
+from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.costs.schedules.ministage import laps_s
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.search.balance import balance
+from tools.planner.report.tables import MOST_ROWS, summary_tables
+from tools.planner.search import finish, limit, methods, thorough
+from tools.planner.search.auto import search_auto
+from tools.planner.search.balance import balance, layer_rooms
 from tools.planner.search.book import Book
-from tools.planner.search.outcome import Goal, Progress
+from tools.planner.search.depths import deeper
+from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Found, Goal, Outcome, Progress
 from tools.planner.search.seeds import seeds
 from tools.planner.search.sketch import divide
-from tools.planner.simulate.simulation import block_s, simulate_block
+from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 
 def estimator() -> Estimator:
-    model = Model(
-        num_layers=12,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        vocab_size=32000,
-        seq_length=2048,
-        global_batch_size=48,
+    model = model_of(
+        layers=12,
+        hidden=2048,
+        ffn=6144,
+        tokens=2048,
+        batch=48,
         precision="fp16",
         micro_batch_sizes=(1, 2),
         recompute=("none", "full"),
@@ -124,3 +143,369 @@ def test_the_best_seed_looks_good(seed):
     scored.sort()
     if scored:
         assert min(score for _, score in scored[:8]) <= 1.03 * min(score for _, score in scored)
+
+
+# The layers that are taken to fit into a stage's memory are those that its estimate has memory for.
+
+
+STAGES, LAYERS, MARGIN = 4, 160, 1
+
+
+def estimator_of_rooms() -> Estimator:
+    """GPUs that some ten of the model's layers fill."""
+    model = model_of(
+        layers=LAYERS, hidden=1024, ffn=3072, tokens=2048, batch=64, precision="fp16", micro_batch_sizes=(1, 2)
+    )
+    node = NodeGroup(gpu="A100-40", count=16, gpus_per_node=4, network_bytes_per_s=12.5e9)
+    return estimator_of(Cluster(nodes=(node,)), model)
+
+
+def most_that_fit(found: Estimator, like: Candidate, widths: tuple[int, ...], s: int) -> int:
+    """Layers of stage ``s`` beside a layer per chunk on the others, by the estimate."""
+
+    def fits(layers: int) -> bool:
+        counts = (layers if i == s else like.chunks for i in range(STAGES))
+        stages = tuple(Stage(n, (Group(0, 1, width),)) for n, width in zip(counts, widths))
+        estimate = found.estimate(like.with_(stages=stages))
+        assert estimate is not None
+        mine = next(m for m in estimate.memory if m.stage == s)
+        return mine.total_bytes <= mine.capacity_bytes * found.memory_margin
+
+    return max((n for n in range(like.chunks, LAYERS) if fits(n)), default=0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "slices"),
+    [
+        ("1f1b", 1, 1),
+        ("interleaved", 2, 1),
+        ("interleaved", 6, 1),
+        ("ministage", 4, 1),
+        ("slimpipe", 1, 4),
+        ("slimpipe", 1, 16),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 8])
+def test_rooms_are_those_of_the_estimate(schedule: str, chunks: int, slices: int, width: int):
+    """Of schedules where as many stages come later, however many replicas these have; to a layer."""
+    found, group = estimator_of_rooms(), Group(0, 1, width)
+    like = Candidate((), 2, "none", schedule=schedule, chunks=chunks, slices=slices, slack=0.0)
+    for s in range(STAGES):
+        rooms = layer_rooms(found, (group,), like, 32, s == 0, s == STAGES - 1, 0.0)
+        assert rooms is not None
+        wanted = most_that_fit(found, like, (width,) * STAGES, s)
+        assert wanted > 1 or schedule == "ministage"
+        room = rooms.cap((STAGES - 1 - s) * width, STAGES - 1 - s, STAGES)
+        lacking = wanted - (room if room >= chunks else 0)
+        # A rank under a parameter window has its peaks at different times, of which only the estimate knows.
+        assert -MARGIN <= lacking <= (wanted / 4 if schedule == "ministage" else MARGIN), s
+
+
+@pytest.mark.parametrize("widths", [(1, 8, 8, 8), (2, 4, 4, 4), (8, 1, 1, 1), (1, 2, 4, 8)])
+def test_rooms_of_stages_of_unequal_width(widths: tuple[int, ...]):
+    """Under slices a stage holds what later stages keep it from giving back, however wide they are."""
+    found = estimator_of_rooms()
+    like = Candidate((), 2, "none", schedule="slimpipe", slices=4, slack=0.0)
+    first = layer_rooms(found, (Group(0, 1, widths[0]),), like, 32, True, False, 0.0)
+    assert first is not None
+    cap = first.cap(sum(widths[1:]), STAGES - 1, STAGES)
+    assert abs(cap - most_that_fit(found, like, widths, 0)) <= MARGIN
+
+
+def test_slices_of_wide_stages_are_balanced_by_speed():
+    """32 replicas were taken for 32 stages, so that the first stages got a layer each and the last one the rest."""
+    found = search_cases()["OPT-350, 32 A100-40 + 96 V100-16"]
+    slow, fast = Group(1, 1, 32), Group(0, 1, 32)
+    like = Candidate((), 2, schedule="slimpipe", slices=8)
+    known = balance(found, ((slow,), (slow,), (slow,), (fast,)), like)
+    assert known is not None and [s.layers for s in known.stages] == [4, 4, 4, 12]
+    estimate = found.estimate(known)
+    assert estimate is not None and found.fits(estimate)
+    best = search_auto(found, Goal()).best
+    assert best is not None and best.iteration_s <= block_s(found, known, estimate) * (1 + 1e-9)
+
+
+# Plans over slow links have more microbatches in flight, and say so.
+
+
+MODEL = model_of(layers=16, hidden=2048, groups=16, tokens=2048, batch=32, micro_batch_sizes=(1,))
+
+
+LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})
+"""Does not fit on one GPU."""
+
+
+def estimator_of_depths(latency_s: float, model: Model = MODEL, bytes_per_s: float = 1e9):
+    """Two zones of two GPUs, far apart."""
+    nodes = tuple(
+        NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, zone=zone, network_bytes_per_s=12.5e9)
+        for zone in ("a-1", "b-1")
+    )
+    link = ZoneLink(between=("a-1", "b-1"), bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return estimator_of(Cluster(nodes=nodes, links=(link,)), model)
+
+
+def found(prices, layers: tuple[int, int] = (8, 8)) -> Found:
+    candidate = Candidate(tuple(Stage(n, (Group(s, 1, 2),)) for s, n in enumerate(layers)), 1)
+    estimate = prices.estimate(candidate)
+    return Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
+
+
+def test_a_slow_boundary_is_deepened_and_the_plan_says_so():
+    prices = estimator_of_depths(0.08)
+    plain = found(prices)
+    chosen = deeper(prices, Goal(), plain)
+    assert chosen.iteration_s < 0.9 * plain.iteration_s
+    (depth,) = chosen.candidate.depths
+    assert depth > 1
+    plan = build_plan(prices, chosen.candidate, chosen.estimate)
+    assert plan.schedule.parameters["depths"] == [depth]
+    # What is written is what was promised, in time and in memory.
+    again, seated = candidate_of(plan, prices.cluster, "plan.json")
+    assert again.depths == chosen.candidate.depths
+    simulated = simulate_candidate(prices, again, prices.estimate(again), plan, seated)
+    assert simulated.iteration_s == pytest.approx(chosen.iteration_s, rel=0.005)
+    assert [m.total_bytes for m in chosen.estimate.memory] == pytest.approx(
+        [max(simulated.peak_bytes[:2]), max(simulated.peak_bytes[2:])], rel=0.02
+    )
+
+
+def test_fast_links_keep_megatrons_order():
+    prices = estimator_of_depths(1e-5, bytes_per_s=1e12)
+    plain = found(prices)
+    assert deeper(prices, Goal(), plain) is plain
+
+
+def test_wide_stages_are_not_slow_links():
+    """A stage of many replicas takes a microbatch every moment, yet each replica takes as long as ever."""
+    nodes = (NodeGroup(gpu="A100-40", count=12, gpus_per_node=4, network_bytes_per_s=12.5e9),)
+    prices = estimator_of(Cluster(nodes=nodes), MODEL)
+    candidate = Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1)
+    estimate = prices.estimate(candidate)
+    wide = Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
+    calls = []
+    prices.estimate = calls.append
+    assert deeper(prices, Goal(), wide) is wide
+    assert not calls  # nothing was tried
+
+
+def test_memory_bounds_the_depth(monkeypatch):
+    prices = estimator_of_depths(0.08)
+    plain = found(prices)
+    least = max(m.total_bytes for m in plain.estimate.memory)
+    monkeypatch.setattr(prices, "fits", lambda e: max(m.total_bytes for m in e.memory) <= least * 1.001)
+    assert deeper(prices, Goal(), plain) is plain
+
+
+def test_the_search_finds_depths():
+    prices = estimator_of_depths(0.3, LARGE)
+    best = search("auto", prices, Goal(schedules=("1f1b",))).best
+    assert len(best.candidate.stages) > 1 and max(best.candidate.depths) > 1
+    shallow = best.candidate.with_(depths=())
+    assert best.iteration_s < 0.95 * simulate_block(prices, shallow, prices.estimate(shallow)).iteration_s
+
+
+# The closed form of ministages against the simulator.
+
+
+def test_a_lap_is_the_slowest_stage_or_the_way_around():
+    """Two ministages of two stages, four microbatches of 1 s; then one microbatch, which goes round and round."""
+    assert laps_s([[1.0, 1.0]] * 2, [[4.0, 4.0]] * 2, [0.0], 0.0) == 4 + 4 + 1
+    assert laps_s([[1.0, 1.0]] * 2, [[1.0, 1.0]] * 2, [0.5], 0.0) == (2 + 1) + 2 + 0.5
+    assert laps_s([[1.0, 1.0]] * 2, [[4.0, 4.0]] * 2, [0.0], 9.0) == 1 + 4 + 9
+    assert laps_s([[1.0, 2.0]], [[4.0, 8.0]], [], 0.0) == 12
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks", "batch", "rate"),
+    [((8, 8, 8), 4, 24, 25e9), ((10, 8, 6), 4, 24, 25e9), ((7, 7, 10), 5, 6, 25e9), ((10, 4, 10), 4, 2, 25e9)],
+)
+def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
+    """Equal and unequal stages, ministages of unequal layers, fewer microbatches than stages."""
+    nodes = (NodeGroup(gpu="A100-80", count=3, gpus_per_node=8, network_bytes_per_s=rate),)
+    model = model_of(
+        layers=24,
+        hidden=4096,
+        heads=32,
+        tokens=2048,
+        batch=2 * batch,
+        precision="bf16",
+        distributed_optimizer=True,
+        micro_batch_sizes=(1,),
+        recompute=("full",),
+    )
+    estimator = estimator_of(Cluster(nodes=nodes), model)
+    stages = tuple(Stage(n, (Group(0, 2, 2),)) for n in layers)
+    candidate = Candidate(stages, 1, "full", "ministage", chunks, zero_stage=1)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    assert simulate_block(estimator, candidate, estimate).iteration_s == pytest.approx(estimate.iteration_s, rel=0.06)
+
+
+# ``--limit-s`` counts from the start of the command, not from that of the search.
+
+
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
+SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
+MODEL_OF_LIMIT = SHAPE | {"vocab_size": 32000, "seq_length": 512, "global_batch_size": 16}
+Limits = tuple[list[str], list[float]]
+
+
+@pytest.fixture
+def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Words of a ``plan`` command, and the seconds that its search and then the pricing of its plan were given."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL_OF_LIMIT))
+    given: list[float] = []
+    search, complete = commands.search, commands.complete
+
+    def searched(method: str, estimator: Any, goal: Any, progress: Progress, *rest: Any) -> Any:
+        given.append(progress.limit_s)
+        return search(method, estimator, goal, progress, *rest)
+
+    def completed(estimator: Any, found: Any, notes: str, seconds: float) -> Any:
+        given.append(seconds)
+        return complete(estimator, found, notes, seconds)
+
+    monkeypatch.setattr(commands, "search", searched)
+    monkeypatch.setattr(commands, "complete", completed)
+    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml")]
+    words += ["--schedules", "1f1b", "--out", str(tmp_path / "plan.json")]
+    return words, given
+
+
+def test_the_time_before_the_search_counts(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has had some CPU time when the command begins; a process of the command had its imports."""
+    words, given = limits
+    before = time.process_time()
+    monkeypatch.setattr(sys, "argv", ["het-plan", *words, "--limit-s", "500"])
+    assert main() == 0
+    after = time.process_time()
+    searching, pricing = given
+    assert 500 - after <= searching <= 500 - before
+    assert 500 - after <= pricing <= searching
+
+
+def test_a_caller_in_the_same_process_has_the_whole_limit(limits: Limits) -> None:
+    words, given = limits
+    before = time.process_time()
+    assert main([*words, "--limit-s", "500"]) == 0
+    took = time.process_time() - before
+    assert 500 - took <= given[1] <= given[0] < 500
+
+
+def options_after(spent_s: float, limit_s: float) -> argparse.Namespace:
+    return argparse.Namespace(limit_s=limit_s, began_s=time.process_time() - spent_s)
+
+
+def test_a_search_has_a_floor() -> None:
+    assert left_s(options_after(3.0, 10.0)) == pytest.approx(7.0, abs=0.1)
+    assert left_s(options_after(3.0, 2.0)) == AT_LEAST_S
+    assert left_s(options_after(3.0, 0.25)) == 0.25
+    assert left_s(options_after(3.0, 2.0), used_s=0.75) == pytest.approx(AT_LEAST_S - 0.75)
+    assert left_s(options_after(3.0, 2.0), used_s=5.0) == 0.0
+    assert each_s(options_after(3.0, 23.0), 4) == pytest.approx(5.0, abs=0.1)
+    assert each_s(options_after(3.0, 5.0), 4) == AT_LEAST_S
+
+
+def test_the_error_names_the_option_as_it_was_given() -> None:
+    with pytest.raises(PlannerError, match="--limit-s = 4") as caught, cpu_limit(Progress(limit_s=0.01), 4.0):
+        while True:
+            time.process_time()
+    assert "from the start of the command" in str(caught.value)
+
+
+@pytest.fixture
+def two_gpus() -> Any:
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1),))
+    return with_catalog(cluster, model_of(layers=4, hidden=512, tokens=512, batch=16))
+
+
+def ring(*_: Any) -> None:
+    signal.raise_signal(signal.SIGPROF)
+
+
+def test_what_was_found_stands_whenever_the_time_is_over(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of the search and its return, and after that."""
+    monkeypatch.setattr(methods, "choose", ring)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", two_gpus, Goal(), progress)
+        ring()
+    assert outcome.best is not None and outcome.interrupted
+
+
+def test_a_search_that_is_stopped_while_it_finishes_has_plans(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told once, and has had a quarter of its time more."""
+    confirm = finish.confirm
+
+    def stopped(*given: Any) -> Any:
+        ring()
+        ring()
+        return confirm(*given)
+
+    monkeypatch.setattr(finish, "confirm", stopped)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", two_gpus, Goal(), progress)
+    assert outcome.best is not None and outcome.interrupted
+
+
+def test_large_clusters_leave_time_to_write_the_plan(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has what is left when the plan of all its GPUs is put together and written."""
+    assert searching_s(options_after(1.0, 10.0), 8) == pytest.approx(9.0, abs=0.1)
+    assert searching_s(options_after(1.0, 10.0), 100_000) == pytest.approx(9.0 - 100_000 * WRITING_S, abs=0.1)
+    assert searching_s(options_after(1.0, 4.0), 1_000_000) == pytest.approx(1.0, abs=0.1)
+    words, given = limits
+    monkeypatch.setattr(limit, "WRITING_S", 100.0)
+    before = time.process_time()
+    assert main([*words, "--limit-s", "1000"]) == 0
+    took = time.process_time() - before
+    assert 1000 - 4 * 100 - took <= given[0] <= 600
+
+
+def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
+    limits: Limits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not the figures of the GPUs, none of which were looked up."""
+    stopped = Outcome("auto", interrupted=True)
+    monkeypatch.setattr(commands, "search", lambda *_: stopped)
+    assert main([*limits[0], "--limit-s", "4"]) == 2
+    assert "--limit-s = 4.0: no plan was found in this time" in capsys.readouterr().err
+
+
+def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
+    """To lay out such a table takes longer than many a search."""
+    row = {"stage": 0, "gpu": "A100-80", "zone": "z", "tp": 1, "replicas": 1, "layers": 1, "busy_s": 1.0}
+    row |= {"microbatches_per_replica": 1, "memory_bytes": {"weights": 1.0}, "total_bytes": 1.0, "fits": True}
+    row |= {"capacity_bytes": 2.0, "state_share": None}
+    names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload")
+    body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "not_run": [], "host_memory": []}
+    body |= {"catalog_prices": {}, "idle_gpus": {}, "uncertainty_of": {"runs": 1, "of": "runs"}}
+    body |= {"gpus_without_price": [], "model_notes": [], "schedule": "1f1b", "recompute": "none"}
+    figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")
+    figures += ("tokens_per_s", "model_tflops", "usd_per_iteration", "usd_per_billion_tokens")
+    body |= dict.fromkeys((*figures, "egress_bytes_per_iteration"), 1) | {"stages": [row] * 5000}
+    *_, where, memory, more = summary_tables(body)
+    assert where.row_count == memory.row_count == MOST_ROWS
+    assert more == f"and {5000 - MOST_ROWS} rows more: --json prints all"
+    body["stages"] = [row] * MOST_ROWS
+    assert summary_tables(body)[-1].row_count == MOST_ROWS
+
+
+def test_a_search_that_has_no_time_left_evaluates_what_it_has_sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On clusters of hundreds of pools a sketch takes a part of the time that a search has after its limit."""
+    looked_at: list[int] = []
+    seeds = thorough.seeds
+
+    def counted(*words: Any) -> Iterator[Any]:
+        looked_at.append(0)
+        for seed in seeds(*words):
+            looked_at[-1] += 1
+            yield seed
+
+    monkeypatch.setattr(thorough, "seeds", counted)
+    cluster, model = random_pool(0)
+    found = search_auto(with_catalog(cluster, model), Goal(), Progress(limit_s=0.0))
+    assert found.best is not None
+    assert looked_at[0] == 1

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from testing.planner_cases import model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts
@@ -16,16 +17,7 @@ from tools.planner.report.analysis import alternatives, best_even_split, differe
 from tools.planner.report.tables import plans_tables, summary, summary_tables
 from tools.planner.search.outcome import Found, Outcome
 
-MODEL = Model(
-    num_layers=12,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_attention_heads=16,
-    vocab_size=32000,
-    seq_length=2048,
-    global_batch_size=48,
-    micro_batch_sizes=(1, 2),
-)
+MODEL = model_of(layers=12, hidden=2048, ffn=5632, tokens=2048, batch=48, micro_batch_sizes=(1, 2))
 
 
 def estimator(*nodes: NodeGroup, model: Model = MODEL) -> Estimator:

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from benchmarks.planner_quality import estimator_of, random_case
+from testing.planner_cases import estimator_of, random_case
 from tools.planner.costs.build import chunk_layers
 from tools.planner.costs.candidate import Candidate
 from tools.planner.costs.estimate import Estimator

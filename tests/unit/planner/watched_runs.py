@@ -12,29 +12,29 @@ from megatron_het.report.timeline import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.watch.monitor import Hello, Monitor, Sample, Settings
+from testing.planner_cases import model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replan.measured import Watched, load_watched
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate
 
-MODEL = Model(
+MODEL = model_of(
     name="tiny",
-    num_layers=8,
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=4,
-    num_query_groups=4,
-    vocab_size=256,
-    seq_length=64,
-    global_batch_size=16,
+    layers=8,
+    hidden=64,
+    ffn=128,
+    heads=4,
+    groups=4,
+    words=256,
+    tokens=64,
+    batch=16,
     micro_batch_sizes=(1,),
     precision="fp32",
     attention="unfused",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_het.runtime.data import RoutedBatchSampler, SkippingIterator, routed_loader
+from megatron_het.distributed import PairGroups, PlanGroups
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.runtime.building import add_all_gradients, copies_of, drop_copies
+from megatron_het.runtime.data import Reports, RoutedBatchSampler, SkippingIterator, of_whole_stage, routed_loader
 
 
 def batches(count: int) -> list[list[int]]:
@@ -81,3 +87,136 @@ def test_microbatches_of_different_size_are_cut_from_the_same_samples() -> None:
     assert first == [[0, 1, 2], [4, 5], [6, 7, 8], [10, 11]] and second == [[3], [9]]
     sampler = RoutedBatchSampler([[k] for k in range(4)], [0], [3])
     assert [*sampler, *sampler] == [[0, 1, 2], [3, 0, 1]]
+
+
+# Loss entries of the ranks of a stage become one: sums and tokens, or means of what scripts report.
+
+
+TWO_REPLICAS = (Replica((0,), (0, 1, 2)), Replica((1,), (3,)))
+SHARED = (Replica((0, 1), (0, 1, 2, 3), cp=2),)
+
+
+def entries(values: list[float], tokens: int) -> Reports:
+    """One report per value; ``accuracy`` is a mean, as older scripts report their losses too."""
+    return [{"lm loss": torch.tensor([v * tokens, tokens]), "accuracy": torch.tensor(v)} for v in values]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "here", "there"),
+    [
+        pytest.param(TWO_REPLICAS, [1.0, 2.0, 3.0], [6.0], id="whole microbatches"),
+        pytest.param(TWO_REPLICAS, [0.5, 1.5, 1.5, 2.5, 3.0, 3.0], [5.0, 7.0], id="two slices of each"),
+        pytest.param(SHARED, [0.5, 1.5, 2.5, 5.5], [1.5, 2.5, 3.5, 6.5], id="two ranks share each"),
+    ],
+)
+def test_means_do_not_grow_with_slices_or_ranks(
+    replicas: tuple[Replica, ...], here: list[float], there: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The microbatches have means 1, 2, 3 and 6."""
+    parameters = {"slices": 2} if len(here) == 6 else {}
+    schedule = ScheduleSpec("slimpipe" if parameters else "1f1b", parameters)
+    plan = Plan(ModelShape(2, 64, 4, 2, 32), TrainingShape(1, 4), (Stage((2,), replicas),), schedule)
+    placement, parts = Placement(plan), (entries(here, 8), entries(there, 8))
+    others = iter(torch.stack([e[name] for e in parts[1]]) for name in ("lm loss", "accuracy"))
+
+    def add_the_other_ranks(value: torch.Tensor, group: object) -> None:
+        mine = next(others)
+        value += mine.sum(dim=0) if mine.dim() == 2 else torch.tensor([mine.sum(), len(mine)])[: len(value)]
+
+    monkeypatch.setattr(dist, "all_reduce", add_the_other_ranks)
+    world = object()
+    groups = PlanGroups(placement, 0, "gloo", world, PairGroups(0, 60.0), {"stage": world})  # type: ignore[arg-type]
+    [entry] = of_whole_stage(parts[0], placement, groups)
+    assert entry["accuracy"].tolist() == [3.0]
+    loss = entry["lm loss"]
+    assert (loss[0] / loss[1]).item() == 3.0
+
+
+# Weights in fp8, with stand-ins for the layers of Transformer Engine that quantise them.
+
+
+class Quantised:
+    """A copy of a weight: tensors, and what is none."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._data, self._transpose = weight.detach().clone(), weight.detach().t().clone()
+        self._quantizer = object()
+
+
+class StandIn(torch.nn.Module):
+    """A linear layer that keeps a copy of its weight, and of which the first backward overwrites ``main_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 2))
+        self.main_grad = torch.zeros(2, 2)
+        self.is_first_microbatch = True
+        self._fp8_workspaces: dict[str, Quantised] = {}
+        self.quantised = 0
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        if self.is_first_microbatch or "weight" not in self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = Quantised(self.weight)
+            self.quantised += 1
+        is_first, self.is_first_microbatch = self.is_first_microbatch, False
+        return _Product.apply(source, self, self._fp8_workspaces["weight"]._data, is_first)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, layer: StandIn, weight: torch.Tensor, is_first: bool) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        ctx.layer, ctx.weight, ctx.is_first = layer, weight, is_first
+        return source @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (source,) = ctx.saved_tensors
+        own = grads[0].t() @ source
+        ctx.layer.main_grad.copy_(own if ctx.is_first else ctx.layer.main_grad + own)
+        return grads[0] @ ctx.weight, None, None, None
+
+
+def _model() -> Any:
+    model = torch.nn.Sequential(StandIn(), torch.nn.ReLU(), StandIn())
+    add_all_gradients([model])
+    return model
+
+
+@pytest.mark.parametrize("backwards", [(0, 1, 2), (2, 1, 0)], ids=["in order", "last in, first out"])
+def test_gradients_of_all_passes_are_added(backwards: tuple[int, ...]) -> None:
+    model = _model()
+    layer = model[0]
+    drop_copies(model)
+    outputs = [model(torch.full((1, 2), i + 1.0, requires_grad=True)).sum() for i in range(3)]
+    for i in backwards:
+        outputs[i].backward()
+    assert layer.main_grad[0, 0] == 2 * (1 + 2 + 3)
+
+
+def test_weights_are_quantised_once_per_iteration() -> None:
+    """The copy of an iteration is of the weights after the update before it."""
+    model = _model()
+    for iteration in range(3):
+        drop_copies(model)
+        for _ in range(4):
+            model(torch.ones(1, 2))
+        assert model[0].quantised == model[2].quantised == iteration + 1
+        with torch.no_grad():
+            model[0].weight += 1
+    assert model[0]._fp8_workspaces["weight"]._data[0, 0] == 3
+
+
+def test_tensors_of_copies() -> None:
+    model = _model()
+    assert not list(copies_of(model))
+    model(torch.ones(1, 2))
+    own = [model[i]._fp8_workspaces["weight"] for i in (0, 2)]
+    assert {id(t) for t in copies_of(model)} == {id(t) for one in own for t in (one._data, one._transpose)}
+
+
+def test_layers_without_copies_stay() -> None:
+    layer = torch.nn.Linear(2, 2)
+    add_all_gradients([layer])
+    drop_copies(layer)
+    assert not hasattr(layer, "is_first_microbatch")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,3 +164,30 @@ def test_shown_is_repr_within_a_bound() -> None:
     for value in (bomb, "y" * 10**7, {"k": ["z"] * 10**6}, 10**9999):
         assert len(shown(value, 100)) <= 100
     assert one_line("a\x1b[2J\x00b") == "a\\x1b[2J\\x00b"
+
+
+# ``| head``: a command whose reader has left ends without an error, its help too.
+
+
+COMMANDS = ["tools.planner", "megatron_het.elastic", "megatron_het.doctor", "megatron_het.schedule"]
+COMMANDS += ["megatron_het.dry_run", "megatron_het.megatron_patches"]
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""Output is written at the end, as by default; argparse itself ignores that nobody reads what is written at once."""
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_that_nobody_reads(module: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_without_an_output() -> None:
+    command = ["sh", "-c", f"exec {sys.executable} -m megatron_het.elastic --help >&-"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=120, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr

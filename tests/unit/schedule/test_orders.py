@@ -1,15 +1,27 @@
 """Compute orders against Megatron's rule and against PyTorch's schedules."""
 
+from __future__ import annotations
+
 import math
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_helpers import full, peaks, run
 
-from megatron_het.schedule import Costs, Kind, Link, Op, Program, Shape, add_transfers, generate, simulate
-from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
-from megatron_het.schedule.validate import validate
+from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, level, plan_exchange
+from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, Shape, add_transfers, generate, simulate
+from megatron_het.schedule.cutting import Cutting
+from megatron_het.schedule.generators.listing import ORDERS, Speeds, in_order, merge, require_all
+from megatron_het.schedule.generators.one_f_one_b import _orders, fast_merge, in_flight_limits
+from megatron_het.schedule.validate import check, validate
 
 
 def compact(program: Program, device: int) -> list[tuple[str, int, int]]:
@@ -257,3 +269,225 @@ def test_equal_replicas_of_a_v_run_as_pipelines_alone() -> None:
     for device, ops in zip(both.devices, both.ops, strict=True):
         own = [op._replace(microbatch=2 * op.microbatch + device.replica) for op in alone.ops[device.stage]]
         assert list(ops) == own
+
+
+# ZB-H1 against 1F1B in the simulator: less idle time within the same memory, also on mixed stages.
+
+
+@given(st.integers(2, 6), st.integers(1, 3))
+def test_its_bubble_is_a_third_of_that_of_1f1b(stages: int, rounds: int) -> None:
+    """Forward and both halves of the backward take equally long: (p - 1) instead of 3 (p - 1) passes are idle."""
+    shape = Shape.uniform(stages, stages * rounds)
+    half, plain = run(full("zb-h1", shape)), run(full("1f1b", shape))
+    assert plain.bubble_fraction == pytest.approx((stages - 1) / shape.microbatches)
+    assert half.bubble_fraction < plain.bubble_fraction
+    if rounds > 1:
+        assert half.bubble_fraction == pytest.approx((stages - 1) / (3 * shape.microbatches))
+    assert max(peaks(half)) <= max(peaks(plain)) + 1e-9  # ZB-H1 keeps to the memory of 1F1B's first stage
+
+
+def test_it_is_faster_on_mixed_stages() -> None:
+    """Stages with one and two replicas, and messages that take time."""
+    shape = Shape(((3,), (2,), (2,)), ((0, 0) * 4, (0, 1) * 4, (0, 0) * 4), (1, 2, 1))
+    speeds = (2.0, 0.7, 0.7, 1.4)
+    costs = replace(
+        Costs.of(shape, layer_forward_s=(0.5, 1.4, 1.4, 0.7), layer_backward_s=(1.0, 2.8, 2.8, 1.4)),
+        message_bytes=1.0,
+        link=lambda a, b: Link(0.05, 10.0),
+    )
+    seconds = {}
+    for name in ("1f1b", "zb-h1"):
+        program = add_transfers(generate(name, shape, speeds=speeds), speeds=speeds)
+        assert validate(program) == []
+        seconds[name] = simulate(program, costs).makespan_s
+    assert seconds["1f1b"] > 1.05 * seconds["zb-h1"]
+
+
+def test_activations_stay_until_the_weight_gradient() -> None:
+    """The gradient of the input leaves after I; what the layers keep goes with W."""
+    shape = Shape.uniform(2, 3)
+    program = full("zb-h1", shape)
+    memory = Memory(activation_bytes=((1.0,), (1.0,)))
+    result = run(program, memory=memory)
+    for device, ops in enumerate(program.ops):
+        node = {(op.kind, op.microbatch): result.graph.first[device] + i for i, op in enumerate(ops)}
+        freed = sorted(time for time, amount, _ in result.memory[device].changes if amount < 0)
+        assert freed == sorted(result.end_s[node[Kind.BACKWARD_WEIGHT, m]] for m in range(3))
+        if device:
+            for m in range(3):
+                send, half = node[Kind.SEND_BACKWARD, m], node[Kind.BACKWARD_INPUT, m]
+                assert result.start_s[send] >= result.end_s[half]
+                assert result.start_s[send] < result.end_s[node[Kind.BACKWARD_WEIGHT, m]]
+
+
+# The quick merge of 1F1B's orders decides as the general one does.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_it_decides_as_the_general_merge(order):
+    rng = random.Random(7)
+    ran = 0
+    for _ in range(60):
+        stages, microbatches = rng.randint(1, 4), rng.randint(4, 24)
+        replicas = tuple(rng.randint(1, 4) for _ in range(stages))
+        route = tuple(tuple(rng.randrange(n) for _ in range(microbatches)) for n in replicas)
+        shape = Shape(tuple((rng.randint(0, 5),) for _ in range(stages)), route, replicas)
+        speeds = [rng.choice((0.25, 0.5, 1.0)) for _ in shape.devices]
+        forward, backward = _orders(shape, Kind.FORWARD), _orders(shape, Kind.BACKWARD)
+        limits = [max(1, n - rng.randint(0, 1)) for n in in_flight_limits(shape, rng.choice((0.0, 0.5, 1.0)))]
+        times = Speeds.of(shape, speeds)
+        ways = fast_merge(shape, limits, [f for (f,) in times.forward_s], [b for (b,) in times.backward_s], order)
+        try:
+            wanted = merge(shape, forward, backward, limits, times, order)
+        except ValueError as error:
+            with pytest.raises(ValueError, match="waits forever") as caught:
+                require_all(shape, ways, [2 * len(f) for f in forward], limits, order)
+            assert str(caught.value) == str(error)
+            continue
+        ran += 1
+        assert tuple(in_order(f, b, way) for f, b, way in zip(forward, backward, ways)) == wanted
+    assert ran > 30
+
+
+# The context exchange between unequal devices: slots as short as they can be, whatever gives and takes.
+
+
+LINEAR_S, ATTENTION_S, SLICES = 1.0, 2.0, 8
+"""Of one layer and a whole sequence, forward, on the fast device."""
+
+
+def _shares(units: int, devices: int) -> Iterator[list[int]]:
+    if devices == 1:
+        yield [units]
+        return
+    for own in range(units + 1):
+        yield from ([own, *others] for others in _shares(units - own, devices - 1))
+
+
+_DEVICES = st.tuples(st.integers(0, 5), st.integers(0, 20), st.integers(1, 9))
+
+
+@given(st.lists(_DEVICES, min_size=1, max_size=4))
+def test_nothing_ends_earlier(devices: list[tuple[int, int, int]]) -> None:
+    """Against all ways in which the units can be shared out."""
+    loads = {d: load for d, (load, _, _) in enumerate(devices)}
+    times = {d: (fixed, unit) for d, (_, fixed, unit) in enumerate(devices)}
+
+    def last(units: list[int]) -> int:
+        return max(times[d][0] + count * times[d][1] for d, count in enumerate(units))
+
+    moves = level(loads, times)
+    after, given_away = list(loads.values()), [0] * len(devices)
+    for giver, taker, count in moves:
+        after[giver] -= count
+        given_away[giver] += count
+        after[taker] += count
+    assert last(after) == min(map(last, _shares(sum(loads.values()), len(devices))))
+    assert all(count <= loads[d] for d, count in enumerate(given_away))
+    assert not {giver for giver, _, _ in moves} & {taker for _, taker, _ in moves}
+
+
+def _mixed(layers: tuple[tuple[int, ...], ...], slowness: tuple[int, ...]) -> tuple[Program, Costs, PassCosts]:
+    """A pipeline of unequal devices, what it takes, and what the exchange is told of that."""
+    shape = Shape(layers, ((0,) * 4,) * len(layers), (1,) * len(layers), SLICES)
+    costs = Costs.of(
+        shape,
+        layer_forward_s=[LINEAR_S * times for times in slowness],
+        layer_backward_s=[2 * LINEAR_S * times for times in slowness],
+        attention_forward_s=[ATTENTION_S * times for times in slowness],
+        attention_backward_s=[2 * ATTENTION_S * times for times in slowness],
+        diagonal=0.5,
+    )
+    attention = [round(1e6 * ATTENTION_S * times / costs.attention_total(SLICES)) for times in slowness]
+    rest = [
+        round(1e6 * LINEAR_S * times * count / SLICES)
+        for times, row in zip(slowness, layers, strict=True)
+        for count in row
+    ]
+    return generate("slimpipe", shape), costs, PassCosts.of(shape, attention, rest)
+
+
+@pytest.mark.parametrize("layers", [((4,), (4,)), ((5,), (3,)), ((3, 2), (2, 1))])
+def test_a_fast_device_helps_a_slow_one_more(layers: tuple[tuple[int, ...], ...]) -> None:
+    """A pipeline with a device of half the speed gains by the exchange, where equal units gain nothing."""
+    program, costs, figures = _mixed(layers, (1, 2))
+
+    def iteration_s(**options: Any) -> float:
+        complete = add_transfers(add_exchange(program, helping=True, **options) if options else program)
+        check(complete)
+        return simulate(complete, costs).makespan_s
+
+    without, levelled = iteration_s(), iteration_s(costs=figures)
+    assert levelled < without / 1.08
+    assert levelled < iteration_s(units=2) / 1.08
+
+
+def test_slots_end_together() -> None:
+    """With small units the passes of a slot take as long as each other where keys allow, not as many units."""
+    program, _, figures = _mixed(((4,), (4,)), (1, 3))
+    units = 8
+    for slot in plan_exchange(program, units=units, costs=figures).slots:
+        if len(slot.passes) < 2 or min(op.slice for op in slot.passes.values()) < SLICES // 2:
+            continue
+        times = figures.times(program.shape, slot.passes, 4, units)
+        ends = [times[d][0] + (slot.after[d] - units) * times[d][1] for d in slot.passes]
+        assert max(ends) - min(ends) <= max(unit for _, unit in times.values())
+        assert slot.after[0] > slot.after[1]
+
+
+LENGTH = 4096
+_PACKED = [((0, 7, 900, 910, 2000),), ((0, 3000, 3100),), ((0,),), ((0, 64, 128, 2500, 4000),)]
+
+
+@pytest.mark.parametrize("keys_per_token", [200.0, 2000.0])
+@pytest.mark.parametrize("documents", [[((0,),)] * 4, _PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(("stages", "slices", "chunks"), [(4, 8, 1), (4, 16, 1), (2, 4, 1), (4, 8, 2)])
+def test_equal_work_is_left_as_it_is(
+    stages: int, slices: int, chunks: int, documents: list[tuple[tuple[int, ...], ...]], keys_per_token: float
+) -> None:
+    """Slices of equal work have unequal attention; an exchange that evened that out would make passes unequal."""
+    shape = Shape.uniform(stages, 4, slices=slices, chunks=chunks)
+    cutting = Cutting(LENGTH, slices, 8, keys_per_token)
+    parts = tuple(cutting.parts(starts, 2) for starts in documents)
+    attention = cutting.keys((0,), LENGTH) / keys_per_token
+    costs = Costs.of(
+        shape,
+        layer_forward_s=[LENGTH] * stages,
+        layer_backward_s=[2 * LENGTH] * stages,
+        attention_forward_s=[attention] * stages,
+        attention_backward_s=[2 * attention] * stages,
+        parts=parts,
+    )
+    program = generate("slimpipe", shape)
+
+    def iteration_s(program: Program) -> float:
+        complete = add_transfers(program)
+        check(complete)
+        return simulate(complete, costs).makespan_s
+
+    without = iteration_s(program)
+    assert iteration_s(add_exchange(program, helping=False, parts=parts)) <= 1.05 * without
+    assert iteration_s(add_exchange(program, helping=True, parts=parts)) <= 1.02 * without
+    for slot in plan_exchange(program, parts=parts).slots:  # the work of the very units that move
+        after = list(slot.loads)
+        for move in slot.moves:
+            units = parts[move.microbatch][move.slice].units[move.start : move.stop]
+            work = sum(units) * slices * slices  # in units of which all of a slice is seen, two per slice
+            after[move.owner] -= work
+            after[move.helper] += work
+        assert after == pytest.approx(slot.after)
+
+
+def test_units_of_unequal_work_are_given_in_runs() -> None:
+    """Each helper gets neighbouring units, and about as much work as makes all ends equal."""
+    moves = level({0: 6, 1: 0, 2: 0}, dict.fromkeys(range(3), (0.0, 1.0)), {0: [1, 1, 3, 4, 2, 2], 1: (), 2: ()})
+    assert moves == [(0, 1, 3), (0, 2, 1)]  # 5, 4 and 4 of 13
+
+
+def test_figures_have_to_fit() -> None:
+    shape = Shape.uniform(2, 2, slices=4, chunks=2)
+    assert PassCosts.of(shape, [1, 2], [3, 4, 5, 6]).rest == ((3, 4), (5, 6))
+    with pytest.raises(ValueError, match="2 figures of attention and 3 of the rest"):
+        PassCosts.of(shape, [1, 2], [3, 4, 5])
+    with pytest.raises(ValueError, match="costs are not for pairs"):
+        plan_exchange(generate("slimpipe", shape), pairs=True, costs=PassCosts.of(shape, [1, 2], [3, 4, 5, 6]))

@@ -1,5 +1,9 @@
 """Passes keep the compute order and put their operations where they say."""
 
+from __future__ import annotations
+
+import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,8 +13,10 @@ from schedule_helpers import full
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
-from megatron_het.features.window.passes import add_parameters
-from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
+from megatron_het.features.window.passes import add_parameters, add_sharded_passes
+from megatron_het.schedule import COMPUTE, Costs, Kind, Op, Program, Shape, add_transfers, generate, simulate
+from megatron_het.schedule.cost import Memory
+from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.validate import check, validate
 
@@ -298,3 +304,163 @@ def test_split_embeddings_need_all_parts() -> None:
     assert any("no EMBED_BACKWARD of microbatch 0" in str(p) for p in problems), problems
     lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_FORWARD or op.microbatch)
     assert validate(replace(program, ops=(program.ops[0], lacking)))
+
+
+# ZeRO-2 and 3 without a pipeline: collectives of every pass, of all replicas, in one order.
+
+
+UNEVEN = Shape(((1, 2),), ((0, 0, 1, 0),), (2,))  # three passes and one, two chunks
+
+
+def collectives(program: Program, device: int) -> list[Op]:
+    return [op for op in program.ops[device] if op.kind in (Kind.PARAM_GATHER, Kind.GRAD_REDUCE)]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"per_layer": True, "offload": True}, {"keep_at_turn": False, "prefetch": 2}])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_runs_on_unequal_replicas(zero: int, options: dict[str, bool | int], forward_only: bool) -> None:
+    program = generate("data-parallel", UNEVEN, forward_only=forward_only)
+    after = add_sharded_passes(program, zero=zero, **options)  # type: ignore[arg-type]
+    assert validate(after) == []
+    assert collectives(after, 0) == collectives(after, 1)
+    assert [after.compute(d) for d in range(2)] == [program.compute(d) for d in range(2)]
+    assert simulate(after, Costs.uniform(after.shape)).makespan_s > 0
+
+
+def test_gradients_are_reduced_after_every_pass_of_the_replica_with_most() -> None:
+    after = add_sharded_passes(generate("data-parallel", UNEVEN), zero=2)
+    for device in range(2):
+        reduced = [op.chunk for op in after.ops[device] if op.kind is Kind.GRAD_REDUCE]
+        assert reduced == [1, 0] * 3
+        assert sum(op.kind is Kind.PARAM_GATHER for op in after.ops[device]) == 2  # once per iteration
+
+
+def test_zero_3_opens_a_chunk_for_its_forward_and_again_for_its_backward() -> None:
+    after = add_sharded_passes(generate("data-parallel", UNEVEN), zero=3)
+    # Forward and backward of the last chunk share a gather, and the first chunk's backward and next forward do.
+    assert [op.chunk for op in after.ops[0] if op.kind is Kind.PARAM_GATHER] == [0, 1, 0, 1, 0, 1, 0]
+    open_chunks: set[int] = set()
+    most = 0
+    for op in after.ops[1]:
+        open_chunks |= {op.chunk} if op.kind is Kind.PARAM_GATHER else set()
+        open_chunks -= {op.chunk} if op.kind is Kind.PARAM_RELEASE else set()
+        most = max(most, len(open_chunks))
+    assert most == 2 and not open_chunks
+
+
+def test_a_backward_after_the_only_reduction_is_still_noticed() -> None:
+    program = add_sharded_passes(generate("data-parallel", Shape(((1,),), ((0, 0),), (1,))), zero=2)
+    ops = list(program.ops[0])
+    first = next(i for i, op in enumerate(ops) if op.kind is Kind.GRAD_REDUCE)
+    last = max(i for i, op in enumerate(ops) if op.kind is Kind.GRAD_REDUCE)
+    del ops[last]
+    problems = validate(replace(program, ops=(tuple(ops),)))
+    assert first < last and any("already reduced" in problem.message for problem in problems)
+
+
+def test_zero_3_holds_less_than_zero_2_and_zero_2_less_than_whole_gradients() -> None:
+    shape = Shape(((1, 1, 1, 1),), ((0, 1, 0, 1),), (2,))
+    row = ((10.0,) * 4,) * 2
+    memory = Memory(parameter_bytes=row, gradient_bytes=row, gradient_shard_bytes=((5.0,) * 4,) * 2)
+    costs = replace(Costs.uniform(shape), memory=memory)
+
+    def peak(zero: int) -> float:
+        found = simulate(add_sharded_passes(generate("data-parallel", shape), zero=zero), costs)
+        return max(use.peak_bytes for use in found.memory)
+
+    # All parameters, shards of gradients, one or two chunks' whole gradients.
+    assert peak(3) < peak(2) <= 40 + 20 + 20
+
+
+def test_refuses_what_is_no_order_of_passes() -> None:
+    shape = Shape(((1,),), ((0, 0),), (1,))
+    with pytest.raises(ValueError, match="not in the order"):
+        add_sharded_passes(generate("gpipe", shape), zero=2)
+    with pytest.raises(ValueError, match="zero = 1"):
+        add_sharded_passes(generate("data-parallel", shape), zero=1)
+    with pytest.raises(ValueError, match="stages = 2"):
+        generate("data-parallel", Shape.uniform(2, 2))
+
+
+# Replicas that fall into separate pipelines, and the orders of those that do not.
+
+
+def renumbered(program: Program, device: int, microbatches: list[int]) -> list[tuple[int, int, int, int]]:
+    """A device's compute order in its pipeline's own numbers."""
+    return [(op.kind, microbatches.index(op.microbatch), op.slice, op.chunk) for op in program.compute(device)]
+
+
+@pytest.mark.parametrize(("name", "chunks", "slices"), [("1f1b", 1, 1), ("interleaved", 2, 1), ("slimpipe", 1, 6)])
+def test_equal_pipelines_get_the_order_of_one(name: str, chunks: int, slices: int) -> None:
+    """Six stages of four replicas with speeds that differ by stage: each row is Megatron's plain pipeline."""
+    stages, width, each = 6, 4, 12
+    shape = Shape(
+        layers=((1,) * chunks,) * stages,
+        route=(tuple(m % width for m in range(width * each)),) * stages,
+        replicas=(width,) * stages,
+        slices=slices,
+    )
+    speeds = [1.0 - 0.1 * s for s in range(stages) for _ in range(width)]
+    program = generate(name, shape, speeds=speeds)
+    alone = generate(name, Shape.uniform(stages, each, chunks=chunks, slices=slices))
+    for d, (stage, replica) in enumerate(shape.devices):
+        own = list(range(replica, width * each, width))
+        assert renumbered(program, d, own) == renumbered(alone, stage, list(range(each)))
+
+
+def test_parts_of_a_shape() -> None:
+    """Two pipelines of different width, and a replica without microbatches."""
+    shape = Shape(layers=((1,), (1,)), route=((0, 1, 1, 0), (2, 1, 0, 2)), replicas=(2, 4))
+    first, second = parts_of(shape)
+    assert (first.devices, first.microbatches) == ((0, 4), (0, 3))
+    assert (second.devices, second.microbatches) == ((1, 2, 3), (1, 2))
+    assert second.shape == Shape(((1,), (1,)), ((0, 0), (1, 0)), (1, 2))
+    program = generate("1f1b", shape)
+    assert program.ops[5] == ()
+    assert {op.microbatch for op in program.ops[3]} == {1}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_runs_and_holds_its_limit(order: str) -> None:
+    """Stages of two and three replicas; the whole program passes the validator."""
+    shape = Shape(
+        layers=((2,), (3,), (1,)),
+        route=(tuple(m % 2 for m in range(12)), tuple(m % 3 for m in range(12)), (0,) * 12),
+        replicas=(2, 3, 1),
+    )
+    program = generate("1f1b", shape, order=order)
+    check(add_transfers(program))
+    assert all(len(ops) == 2 * len(shape.microbatches_of(d)) for d, ops in enumerate(program.ops))
+
+
+def test_many_replicas_of_one_microbatch_each_take_linear_time() -> None:
+    """Half a minute where every part looks at every microbatch."""
+    many = 20_000
+    shape = Shape(layers=((1,),), route=(tuple(range(many)),), replicas=(many,))
+    gc.disable()  # a collection looks at everything that other tests of this process have left
+    try:
+        start_s = time.process_time()
+        program = generate("1f1b", shape)
+        assert time.process_time() - start_s < 4.0
+    finally:
+        gc.enable()
+    assert [len(ops) for ops in program.ops] == [2] * many
+
+
+def test_orders_differ() -> None:
+    """1F1B on every replica alternates where the greedy order runs what is there."""
+    shape = Shape(layers=((4,), (1,)), route=((0,) * 9, tuple(m % 3 for m in range(9))), replicas=(1, 3))
+    by_order = {order: generate("1f1b", shape, order=order, slack=0.0).ops[0] for order in ORDERS}
+    kinds = [op.kind for op in by_order["alternating"]]
+    first = kinds.index(Kind.BACKWARD)
+    steady = kinds[first - 1 : len(kinds) - (first - 1)]
+    assert steady == [Kind.FORWARD, Kind.BACKWARD] * (len(steady) // 2)
+    assert by_order["greedy"] != by_order["backward-first"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "slimpipe"])
+@pytest.mark.parametrize("order", ["fastest", 3, None])
+def test_an_unknown_order_is_refused(name: str, order: object) -> None:
+    with pytest.raises(ValueError, match=f"schedule {name}: order = {order!r}: must be one of greedy, alternating"):
+        generate(name, Shape.uniform(2, 4, slices=2 if name == "slimpipe" else 1), order=order)

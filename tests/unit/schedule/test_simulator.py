@@ -1,13 +1,16 @@
 """Streams, links, memory and the causes of idle time, by hand-computed cases."""
 
+from __future__ import annotations
+
 import gc
 from dataclasses import replace
 
 import pytest
-from schedule_helpers import full, run, with_device
+from schedule_helpers import full, peaks, run, with_device
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import (
     Costs,
@@ -22,7 +25,10 @@ from megatron_het.schedule import (
     generate,
     simulate,
 )
+from megatron_het.schedule.depths import choose_depths, published_depths
+from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.transfers import post_receives_early
+from megatron_het.schedule.validate import validate
 
 
 def test_one_f_one_b_by_hand() -> None:
@@ -318,3 +324,223 @@ def test_events_name_their_streams() -> None:
     assert streams[Kind.PARAM_OFFLOAD] == "device_to_host" and streams[Kind.SEND_FORWARD] == "send"
     assert streams[Kind.RECV_BACKWARD] == "receive" and streams[Kind.OPTIMIZER_STEP] == "compute"
     assert isinstance(next(run(program).events()).op, Op)
+
+
+# What simulated devices hold, and when.
+
+
+def test_memory_by_category_by_hand() -> None:
+    """One device, two slices: parameters, gradients, activations, keys and values, logits."""
+    shape = Shape.uniform(1, 1, slices=2)
+    memory = Memory(
+        parameter_bytes=((100.0,),),
+        gradient_bytes=((50.0,),),
+        activation_bytes=((8.0,),),
+        kv_bytes=((4.0,),),
+        logits_bytes=(6.0,),
+        optimizer_bytes=((30.0,),),
+        other_bytes=(1.0,),
+    )
+    use = run(full("slimpipe", shape), memory=memory).memory[0]
+    assert use.peak_bytes == 181 + 18 and use.peak_at_s == 0.5
+    assert use.at_peak_bytes == dict(zip(CATEGORIES, (100, 50, 30, 8, 4, 6, 0, 1, 0)))
+    assert use.curve()[-1][1] == use.curve()[0][1] - 9 == 181
+    assert use.peak_of("kv") == 4.0
+
+
+def test_activations_live_from_forward_start_to_backward_end() -> None:
+    """Of the joint backward, or of the weight gradient."""
+    memory = Memory(activation_bytes=((8.0,),), kv_bytes=((4.0,),))
+    joint = run(full("1f1b", Shape.uniform(1, 1)), memory=memory).memory[0]
+    assert joint.curve("activations") == [(0.0, 8.0), (3.0, 0.0)] and joint.curve("kv") == [(0.0, 4.0), (3.0, 0.0)]
+    split = run(full("zb-h1", Shape.uniform(1, 1)), 1.0, 2.0, weight_share=0.25, memory=memory)
+    assert split.memory[0].curve("activations") == [(0.0, 8.0), (3.0, 0.0)]
+
+
+def test_receive_buffers_last_until_used() -> None:
+    """A message occupies memory from the posting of its receive to its use, and until it is sent (or to the end)."""
+    shape = Shape.uniform(2, 2)
+    program = full("gpipe", shape, forward_only=True)
+    costs = Costs(((1.0,), (10.0,)), ((0.0,), (0.0,)), message_bytes=7.0, link=lambda a, b: Link(0.0, 3.5))
+    sender, receiver = simulate(program, costs).memory
+    assert receiver.curve("buffers") == [(0.0, 7.0), (3.0, 7.0), (13.0, 0.0)]
+    assert sender.curve("buffers") == [(0.0, 0.0), (1.0, 7.0), (2.0, 14.0), (3.0, 7.0), (5.0, 0.0)]
+    sender, _ = simulate(program, replace(costs, keeps_sent=True)).memory
+    assert sender.curve("buffers") == [(0.0, 0.0), (1.0, 7.0), (2.0, 14.0), (23.0, 0.0)]
+
+
+def test_workspace_is_there_while_an_operation_runs() -> None:
+    """On top of everything that is kept."""
+    memory = Memory(activation_bytes=((8.0,),), workspace_bytes=((5.0,),))
+    use = run(full("gpipe", Shape.uniform(1, 2)), memory=memory).memory[0]
+    assert use.curve("workspace") == [(0.0, 5.0), (1.0, 5.0), (2.0, 5.0), (4.0, 5.0), (6.0, 0.0)]
+    assert use.peak_bytes == 2 * 8 + 5
+
+
+def test_window_memory() -> None:
+    """Two of four chunks at most; gradients only of the chunk in backward, shards until the step."""
+    shape = Shape.uniform(2, 4, chunks=4)
+    table = lambda size: ((size,) * 4,) * 2  # noqa: E731
+    memory = Memory(
+        parameter_bytes=table(10.0),
+        gradient_bytes=table(10.0),
+        parameter_shard_bytes=table(1.0),
+        gradient_shard_bytes=table(2.0),
+    )
+    program = add_parameters(full("ministage", shape), offload=True, step="ministage")
+    for use in run(program, memory=memory, reduce_s=table(0.5)).memory:
+        assert use.peak_of("parameters") == 2 * 10.0 + 3 * 1.0  # the third shard waits for its step
+        assert use.peak_of("gradients") <= 2 * 10.0 + 2 * 2.0
+        assert use.curve("gradients")[-1][1] == 0
+        assert use.curve("parameters")[-1][1] == 0
+    whole = run(full("ministage", shape), memory=memory).memory[0]
+    assert whole.peak_of("parameters") == 44.0
+
+
+def test_offload_lowers_the_peak() -> None:
+    """Activations leave after the forward and are back for the backward."""
+    shape = Shape.uniform(2, 8)
+    tables = {"act_offload_s": ((0.2,),) * 2, "act_fetch_s": ((0.2,),) * 2}
+    memory = Memory(activation_bytes=((10.0,),) * 2, boundary_bytes=((1.0,),) * 2)
+    kept = run(full("gpipe", shape), memory=memory)
+    moved = run(add_activation_offload(full("gpipe", shape)), memory=memory, **tables)
+    assert max(peaks(kept)) == 80.0
+    assert max(peaks(moved)) <= 8 * 1.0 + 3 * 9.0
+    assert moved.makespan_s == pytest.approx(kept.makespan_s, abs=0.5)
+
+
+def test_vocabulary_memory_and_time() -> None:
+    """Logits live from the vocabulary forward to the vocabulary backward, on every device."""
+    program = add_transfers(add_vocabulary(generate("slimpipe", Shape.uniform(4, 2, slices=8))))
+    result = run(
+        program,
+        8.0,
+        16.0,
+        vocab_forward_s=(4.0,) * 4,
+        vocab_backward_s=(8.0,) * 4,
+        memory=Memory(logits_bytes=(8.0,) * 4),
+    )
+    assert all(0 < use.peak_of("logits") <= 16.0 and use.curve("logits")[-1][1] == 0 for use in result.memory)
+
+
+def test_kept_keys_and_values_occupy_the_helper() -> None:
+    """At most half of the slices, rounded, of one layer per microbatch in flight; nothing is left at the end.
+
+    In the backward pass their gradients are added up beside them.
+    """
+    shape = Shape.uniform(4, 3, slices=8)
+    program = generate("slimpipe", shape)
+    sizes = {"kv_message_bytes": ((8.0,),) * 4, "message_bytes": 1e-9}
+    sent, kept = (
+        run(add_transfers(add_exchange(program, units=2, keep=keep)), 8.0, 16.0, memory=Memory(), **sizes)
+        for keep in (False, True)
+    )
+    most = [max(use.peak_of("kv") for use in result.memory) for result in (sent, kept)]
+    assert 0 < most[0] < most[1] <= 3 * 4.0
+    alone = add_exchange(generate("slimpipe", Shape.uniform(4, 1, slices=8)), units=2, keep=True)
+    use = run(add_transfers(alone), 8.0, 16.0, memory=Memory(), **sizes).memory[2]
+    helps = [op for op in alone.ops[2] if op.kind == Kind.ATTEND_HELP_BACKWARD]
+    keys = 0.5 * len({(op.peer, unit) for op in helps for unit in range(op.start, op.stop)})
+    assert len(helps) == 6 and use.peak_of("kv") > keys
+    assert all(use.curve("kv")[-1][1] == 0 for result in (sent, kept) for use in result.memory)
+
+
+def test_a_smaller_microbatch_takes_its_share_of_time_bytes_and_memory() -> None:
+    """Costs are those of the largest; what every operation costs is not less for a small one."""
+    shape = Shape(((1,), (1,)), ((0, 0), (0, 0)), (1, 1), sizes=(4, 1))
+    program = full("gpipe", shape)
+    memory = Memory(activation_bytes=((8.0,), (8.0,)))
+    costs = Costs(
+        ((4.0,), (4.0,)),
+        ((8.0,), (8.0,)),
+        operation_s=0.5,
+        message_bytes=16.0,
+        link=lambda a, b: Link(0.0, 16.0),
+        memory=memory,
+    )
+    found = simulate(program, costs)
+    seconds = {str(op): found.end_s[i] - found.start_s[i] for i, op in enumerate(found.graph.ops) if i < 6}
+    assert seconds["F0.0.0"] == 4.5 and seconds["F1.0.0"] == 1.5
+    receives = [i for i, op in enumerate(found.graph.ops) if op.kind is Kind.RECV_FORWARD]
+    assert [found.end_s[i] - found.start_s[i] for i in receives] == [1.0, 0.25]
+    assert found.memory[0].peak_of("activations") == 10.0
+    assert found.memory[0].curve("activations")[-1][1] == 0.0
+
+
+# More microbatches in flight across slow links.
+
+
+STAGE_S = 3.0
+
+
+def seconds(shape: Shape, transfer_s: float, depths: tuple[int, ...] = (), slow: int = 0) -> float:
+    """An iteration whose transfers across one boundary take long."""
+
+    def link(source: int, target: int) -> Link:
+        boundary = min(shape.devices[source].stage, shape.devices[target].stage)
+        return Link(transfer_s if boundary == slow else 0.0, 1e30)
+
+    return run(full("1f1b", shape, depths=depths), message_bytes=1.0, link=link).makespan_s
+
+
+def warmups(shape: Shape, depths: tuple[int, ...]) -> list[int]:
+    """Forwards before the first backward of each device."""
+    program = generate("1f1b", shape, depths=depths)
+    assert not validate(full("1f1b", shape, depths=depths))
+    return [[op.kind for op in program.compute(d)].index(Kind.BACKWARD) for d in range(len(shape.devices))]
+
+
+def test_the_warm_up_of_a_stage_grows_by_the_depths_after_it() -> None:
+    assert warmups(Shape.uniform(3, 8), ()) == warmups(Shape.uniform(3, 8), (1, 1)) == [3, 2, 1]
+    assert warmups(Shape.uniform(3, 8), (3, 1)) == [5, 2, 1]
+    assert warmups(Shape.uniform(3, 8), (1, 3)) == [5, 4, 1]
+    assert warmups(Shape.uniform(2, 2), (7,)) == [2, 1]
+
+
+def test_replicas_that_divide_microbatches_differently_hold_more_too() -> None:
+    routes = ((0,) * 12, (0, 1, 2) * 4)
+    shape = Shape(layers=((1,), (1,)), route=routes, replicas=(1, 3))
+    assert warmups(shape, (2,))[0] > warmups(shape, ())[0]
+
+
+@pytest.mark.parametrize("depths", [(1,), (1, 0), (1, 2, 3), (1.5, 1), ("1", 1)])
+def test_other_depths_are_refused(depths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="one positive whole number per boundary"):
+        generate("1f1b", Shape.uniform(3, 8), depths=depths)
+
+
+def test_depth_hides_a_transfer_of_half_a_stage() -> None:
+    shape = Shape.uniform(2, 16)
+    plain = seconds(shape, STAGE_S / 2)
+    found = choose_depths((STAGE_S,) * 2, (STAGE_S / 2,), lambda d: seconds(shape, STAGE_S / 2, d))
+    assert found == (2,)
+    assert plain / seconds(shape, STAGE_S / 2, found) > 1.3
+    # A microbatch's way there and back, and nothing else, is left of the transfers.
+    assert seconds(shape, STAGE_S / 2, found) == pytest.approx(seconds(shape, 0.0) + STAGE_S)
+
+
+def test_only_the_slow_boundary_is_deepened() -> None:
+    shape = Shape.uniform(4, 16)
+    found = choose_depths((STAGE_S,) * 4, (0.0, 2 * STAGE_S, 0.0), lambda d: seconds(shape, 2 * STAGE_S, d, slow=1))
+    assert found[0] == found[2] == 1 and found[1] > 3
+    shallower = (found[0], found[1] - 1, found[2])
+    assert seconds(shape, 2 * STAGE_S, shallower, slow=1) > seconds(shape, 2 * STAGE_S, found, slow=1)
+
+
+def test_nothing_changes_where_links_are_fast_or_nothing_fits() -> None:
+    shape = Shape.uniform(2, 16)
+    assert choose_depths((STAGE_S,) * 2, (0.001,), lambda d: pytest.fail("there is nothing to gain")) == ()
+    time_of = lambda d: seconds(shape, STAGE_S, d) if sum(d) == 1 else None  # noqa: E731
+    assert choose_depths((STAGE_S,) * 2, (STAGE_S,), time_of) == ()
+
+
+def test_depth_costs_the_activations_of_its_microbatches() -> None:
+    shape = Shape.uniform(2, 16)
+    plain, deep = (peaks(run(full("1f1b", shape, depths=d))) for d in ((1,), (3,)))
+    assert deep == pytest.approx([2 * plain[0], plain[1]])
+
+
+def test_published_rule() -> None:
+    stages = (1.0, 2.0, 1.0, 1.0)
+    assert published_depths(stages, (0.1, 0.5, 1.5), (True, True, True)) == (2, 3, 4)
+    assert published_depths(stages, (0.1, 0.5, 1.5), (False, True, False)) == (1, 3, 1)

@@ -118,8 +118,8 @@ def test_the_page_of_flags_is_up_to_date() -> None:
 
 
 def test_refused_combinations_are_told_with_their_reason() -> None:
-    from benchmarks.combination_cases import features
     from benchmarks.combinations import markdown
+    from testing.combination_cases import features
 
     page = prose(Path("docs/combinations.md"))
     reason = "--het-x = True: they cannot. Leave one out"

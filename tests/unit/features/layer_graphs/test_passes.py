@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.combination_cases import ALONE, PARAMETERS, case_of, pair_row
 from megatron_het.features.layer_graphs.runtime import LayerGraphs, Passes
 from megatron_het.features.layer_graphs.spec import BY_TE
 from megatron_het.lowering.programs import build
@@ -16,6 +15,7 @@ from megatron_het.lowering.ranks import boundary_map, lower
 from megatron_het.plan import Placement
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration
 from megatron_het.schedule.kinds import Kind
+from testing.combination_cases import ALONE, PARAMETERS, case_of, pair_row
 
 SCHEDULES = [name for name in PARAMETERS["schedule"] if name != ALONE]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.zorse_cases import with_shares
 from megatron_het.features.window.spec import Window, WindowOptions
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
+from testing.zorse_cases import with_shares
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.runtime.test_ministages import ministage_plan
 

@@ -1,0 +1,136 @@
+"""Runs cases: data, shared checkpoints, references and the runs themselves, each made once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_het.plan import save_plan
+from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags
+from testing.runner import Job, Runner
+
+_DOCUMENTS, _DATA_SEED = 3000, 7
+_PACKED = ("--reset-attention-mask", "--reset-position-ids")
+_CASE_S = 900.0  # far more than a case takes, for machines that do other work
+
+
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder that several processes want, and tell whether it is still to be made.
+
+    Args:
+        folder: Created; made when the block ends without an exception.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the job of whoever makes it may take
+        made = folder / "made"
+        yield not made.exists()
+        made.touch()
+
+
+class Lab:
+    """A folder with everything that cases share.
+
+    Args:
+        runner: Where jobs run.
+        folder: An empty or missing folder.
+        steps: Of training, of cases and references.
+        shared: Folder of data, checkpoints and references, which labs of other processes may share; the lab's own
+            without.
+    """
+
+    def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
+        self.runner = runner
+        self.folder = folder.resolve()
+        self.steps = steps
+        self.shared = (shared or folder).resolve()
+        self._jobs = 0
+
+    def common_flags(
+        self, weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False
+    ) -> tuple[str, ...]:
+        """Flags of a run on the runner's device, of the lab's steps, without data, checkpoints and plan."""
+        device, has_te = self.runner.device, self.runner.has_te
+        return common_flags(weights, clip, extra, by_samples=by_samples, steps=self.steps, device=device, has_te=has_te)
+
+    def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
+        """Flags for the dataset, which is written on first use.
+
+        Args:
+            long_tailed: Whether its documents are of very different lengths.
+        """
+        folder = self.shared / ("long-tailed" if long_tailed else "data")
+        prefix = folder / "documents"
+        with made_once(folder) as is_missing:
+            if is_missing:
+                options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
+                setup = ("testing.probe:write_dataset", {**options, "long_tailed": long_tailed})
+                self.runner.run(Job("dataset", 1, (), folder, "testing.probe:nothing", setup))
+        # Megatron writes its indices without a lock: those of another process are not for this one.
+        return ("--data-path", str(prefix), "--data-cache-path", str(self.folder / f"cache-{folder.name}"))
+
+    def checkpoint(self, weights: Weights) -> Path:
+        """Weights that stock Megatron saved in one process, after one step."""
+        folder = self.shared / f"start-{weights}"
+        with made_once(folder) as is_missing:
+            if is_missing:
+                device, has_te = self.runner.device, self.runner.has_te
+                flags = (*common_flags(weights, steps=2, device=device, has_te=has_te), *self.data_flags())
+                saving = ("--save", str(folder / "checkpoint"), "--save-interval", "1")
+                self.runner.run(Job(folder.name, 1, (*flags, *saving, "--exit-interval", "1"), folder))
+        return folder / "checkpoint"
+
+    def start_flags(self, weights: Weights, extra: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Flags that start from the shared weights as a new training.
+
+        Args:
+            weights: Of the case.
+            extra: More flags of the case; where they are about documents, so is its dataset.
+        """
+        path = str(self.checkpoint(weights))
+        data = self.data_flags(any(flag in extra for flag in _PACKED))
+        return ("--load", path, "--finetune", "--no-load-optim", "--no-load-rng", *data)
+
+    def reference(self, case: Case) -> Path:
+        """The folder of the case's one-process run of stock Megatron."""
+        weights, clip, extra = case.reference
+        folder = self.shared / reference_name("one", weights, clip, extra, self.steps)
+        with made_once(folder) as is_missing:
+            if is_missing:
+                flags = self.common_flags(weights, clip, extra)
+                setup = ("testing.probe:observe", {"out": str(folder), "gradients": True})
+                argv = (*flags, *self.start_flags(weights, extra))
+                self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
+        return folder
+
+    def job(self, case: Case, *more: str) -> Job:
+        """The run of a case under its plan, in a folder of its own, also where several cases have one name."""
+        folder = self.folder / "cases" / f"{self._jobs:03}-{case.name}"
+        self._jobs += 1
+        folder.mkdir(parents=True)
+        save_plan(case.plan, folder / "plan.json")
+        flags = self.common_flags(*case.reference, by_samples=case.by_samples)
+        plan = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
+        return Job(
+            case.name,
+            case.plan.world_size,
+            (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(self.runner.device), *more),
+            folder,
+            setup=("testing.probe:observe", {"out": str(folder), "gradients": True}),
+            timeout_s=_CASE_S,
+        )
+
+
+def reference_name(kind: str, weights: Weights, *what: object) -> str:
+    """Name of the folder of a reference: readable in its beginning, unique by its end.
+
+    Args:
+        kind: Of the run.
+        weights: It starts from.
+        what: Everything else that makes it another run.
+    """
+    return f"{kind}-{weights}-{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

@@ -1,0 +1,571 @@
+"""Clusters and models of the Sailor and Zorse papers, small and random ones, and what the search is compared with."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from math import inf
+from typing import Any
+
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
+from tools.planner.inputs.model import Model
+from tools.planner.published.accuracy import reference_model, reference_nodes, reference_profile
+from tools.planner.report.analysis import even_splits
+from tools.planner.report.tables import describe
+from tools.planner.search.auto import search_auto
+from tools.planner.search.book import LESS, Book, Groups
+from tools.planner.search.effort import Effort
+from tools.planner.search.finish import finish, waits_for_nobody
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Goal, Outcome, Progress
+from tools.planner.search.thorough import stage_options
+from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
+
+# The automatic search against exhaustive enumeration on small random clusters.
+
+
+SMALL_KINDS = ("A100-40", "V100-16", "T4", "RTX-3090", "A10G", "GH-96")
+
+
+def random_case(seed: int, largest: int = 8) -> tuple[Cluster, Model]:
+    """Up to 8 GPUs of up to 3 types, and a small model with few microbatches."""
+    rng = random.Random(seed)
+    kinds = rng.sample(SMALL_KINDS, rng.randint(1, 3))
+    left = rng.randint(len(kinds) + 1, largest)
+    nodes = []
+    for i, kind in enumerate(kinds):
+        most = left - (len(kinds) - 1 - i)
+        gpus = rng.randint(1, most) if i + 1 < len(kinds) else most
+        left -= gpus
+        per_node = rng.choice([n for n in (1, 2, 4, 8) if gpus % n == 0])
+        nodes.append(
+            NodeGroup(
+                gpu=kind,
+                count=gpus // per_node,
+                gpus_per_node=per_node,
+                zone="lab-a",
+                network_bytes_per_s=rng.choice([1.25e9, 3e9, 12.5e9, 25e9]),
+            )
+        )
+    hidden = rng.choice([1024, 2048, 4096])
+    model = model_of(
+        name="small",
+        layers=rng.randint(3, 6),
+        hidden=hidden,
+        words=rng.choice([8192, 32000]),
+        batch=rng.choice([8, 12, 16]),
+        precision="fp16",
+        micro_batch_sizes=(1, 2, 4),
+        recompute=("none",),
+    )
+    return Cluster(nodes=tuple(nodes)), model
+
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+}
+LLAMA_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "ffn_hidden_size": 28672,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+}
+
+
+_SHORT = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "groups": "num_query_groups",
+    "words": "vocab_size",
+    "tokens": "seq_length",
+    "batch": "global_batch_size",
+}
+
+
+def model_of(**fields: Any) -> Model:
+    """Returns a model from its fields, some under short names.
+
+    Args:
+        fields: As in a model file, or ``layers, hidden, ffn, heads, groups, words, tokens, batch``.  Without them there
+            are 16 heads, 32,000 words, 1,024 tokens, and inner layers four times as wide.
+    """
+    given: dict[str, Any] = {"num_attention_heads": 16, "vocab_size": 32000, "seq_length": 1024}
+    given |= {_SHORT.get(name, name): value for name, value in fields.items()}
+    return Model(**{"ffn_hidden_size": 4 * given["hidden_size"]} | given)
+
+
+def estimator_of(cluster: Cluster, model: Model) -> Estimator:
+    """With datasheet costs."""
+    return Estimator(cluster, model, CatalogCosts(model, lambda name: catalog()[name]))
+
+
+def all_plans(estimator: Estimator, point: Candidate, limit: list[float]) -> Iterator[Candidate]:
+    """Every ordered list of stages with every split of the layers.
+
+    Only what provably takes longer than ``limit[0]`` (perfect division of one stage's compute over its
+    replicas) is left out.
+    """
+    total = estimator.model.global_batch_size // point.micro_batch_size
+    options = []
+    for groups in stage_options(estimator, point):
+        units = [estimator.unit(g.pool, g.tp, point.micro_batch_size, point.recompute) for g in groups]
+        rate = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units) if u)
+        if sum(g.count for g in groups) <= total:
+            options.append((groups, rate))
+
+    def grow(stages: list[Stage], left: list[int], layers: int) -> Iterator[Candidate]:
+        for groups, rate in options:
+            rest = list(left)
+            for g in groups:
+                rest[g.pool] -= g.tp * g.count
+            if min(rest) < 0:
+                continue
+            for n in range(1, layers + 1):
+                if n * total / rate > limit[0]:
+                    break
+                here = [*stages, Stage(n, groups)]
+                if n == layers:
+                    yield point.with_(stages=tuple(here))
+                elif any(rest):
+                    yield from grow(here, rest, layers - n)
+
+    yield from grow([], [n.quota for n in estimator.cluster.nodes], estimator.model.num_layers)
+
+
+def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
+    """(shortest simulated iteration, plans enumerated, plans simulated) over all 1F1B plans.
+
+    Args:
+        start: A known iteration time, to leave out at once what is longer.
+    """
+    best, seen, simulated = [start * 1.0001], 0, 0
+    for batch in estimator.model.batch_sizes:
+        for recompute in estimator.model.recompute:
+            for candidate in all_plans(estimator, Candidate((), batch, recompute), best):
+                seen += 1
+                tried, estimate = candidate, estimator.estimate(candidate)
+                for slack in LESS:
+                    if estimate is None or estimator.fits(estimate):
+                        break
+                    tried = candidate.with_(slack=slack)
+                    estimate = estimator.estimate(tried)
+                if estimate is None or not estimator.fits(estimate) or max(estimate.stage_busy_s) >= best[0]:
+                    continue
+                try:
+                    simulated += 1
+                    best[0] = min(best[0], simulate_block(estimator, tried, estimate).iteration_s)
+                except PlannerError:
+                    continue
+    return best[0], seen, simulated
+
+
+def compare_case(seed: int) -> dict[str, Any]:
+    """Gap of the search to the best of all plans on one random cluster (negative: other schedules won)."""
+    cluster, model = random_case(seed)
+    estimator = estimator_of(cluster, model)
+    outcome = search_auto(estimator, Goal(schedules=("1f1b",)))
+    row: dict[str, Any] = {
+        "seed": seed,
+        "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes),
+        "layers": model.num_layers,
+        "search_cpu_s": outcome.cpu_s,
+        "exact": outcome.exact,
+    }
+    if outcome.best is None:
+        found = next(
+            (
+                c
+                for b in model.batch_sizes
+                for c in all_plans(estimator, Candidate((), b), [1e9])
+                if (e := estimator.estimate(c)) and estimator.fits(e)
+            ),
+            None,
+        )
+        return {**row, "gap": 0.0 if found is None else float("inf"), "iteration_s": None}
+    started = time.process_time()
+    best, seen, simulated = brute_force(estimator, outcome.best.iteration_s)
+    return {
+        **row,
+        "iteration_s": outcome.best.iteration_s,
+        "brute_force_s": best,
+        "plans": seen,
+        "simulated": simulated,
+        "gap": outcome.best.iteration_s / best - 1,
+        "brute_force_cpu_s": time.process_time() - started,
+    }
+
+
+SEARCH_BARS_S = {
+    "OPT-350, 32 A100-40 + 96 V100-16": 0.6,
+    "GPT-Neo-2.7, 128 A100-40 + 384 V100-16": 5.0,
+    "OPT-350, 256 A100-40 + 256 V100-16 + 256 GH-96": 1.0,
+    "GPT-Neo-2.7, 256 A100-40 + 256 V100-16 + 256 GH-96": 1.0,
+    "GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones": 5.0,
+}
+
+
+def measured(name: str, cluster: Cluster, global_batch_size: int = 2048) -> Estimator:
+    """With the published layer times."""
+    model = reference_model(name, global_batch_size)
+    return Estimator(cluster, model, MeasuredCosts(model, reference_profile(name), lambda gpu: catalog()[gpu]))
+
+
+def search_cases() -> dict[str, Estimator]:
+    """The cases of the speed requirement, and smaller and larger ones for the growth table."""
+    a100, v100, gh = "A100-40", "V100-16", "GH-96"
+
+    def mix(*counts: tuple[str, int]) -> Cluster:
+        return Cluster(nodes=tuple(reference_nodes(gpu, n // 4) for gpu, n in counts))
+
+    names = list(SEARCH_BARS_S)
+    return {
+        names[0]: measured("OPT-350", mix((a100, 32), (v100, 96))),
+        names[1]: measured("GPT-Neo-2.7", mix((a100, 128), (v100, 384))),
+        names[2]: measured("OPT-350", mix((a100, 256), (v100, 256), (gh, 256))),
+        names[3]: measured("GPT-Neo-2.7", mix((a100, 256), (v100, 256), (gh, 256))),
+        names[4]: measured("GPT-Neo-2.7", wide_cluster(10_000), 8192),
+    }
+
+
+def growth_cases() -> dict[str, Estimator]:
+    """One, two and three types with 16 to 1,024 GPUs each."""
+    out = {}
+    for types, count in product((1, 2, 3), (16, 64, 256, 1024)):
+        kinds = ("A100-40", "V100-16", "GH-96")[:types]
+        cluster = Cluster(nodes=tuple(reference_nodes(k, count // 4) for k in kinds))
+        out[f"{types} type(s) with {count} GPUs each"] = measured("OPT-350", cluster, 4096)
+    return out
+
+
+def wide_cluster(gpus: int) -> Cluster:
+    """Four types in eight zones of three regions."""
+    zones = ("us-a-1", "us-a-2", "us-a-3", "us-b-1", "us-b-2", "us-b-3", "eu-a-1", "eu-a-2")
+    kinds = ("A100-40", "A100-80", "V100-16", "GH-96")
+    each = gpus // (len(zones) * len(kinds)) // 4
+    spare = gpus // 4 - each * len(zones) * len(kinds)
+    nodes = []
+    for i, (zone, kind) in enumerate(product(zones, kinds)):
+        nodes.append(reference_nodes(kind, each + (spare if i == 0 else 0), zone=zone, region=zone[:4]))
+    links = [
+        ZoneLink(between=(a, b), bytes_per_s=rate, latency_s=latency, usd_per_gb=price)
+        for a, b, rate, latency, price in (
+            ("us-a", "us-b", 1.0e9, 0.03, 0.02),
+            ("us-a", "eu-a", 0.5e9, 0.1, 0.05),
+            ("us-b", "eu-a", 0.5e9, 0.1, 0.05),
+        )
+    ]
+    return Cluster(name="wide", nodes=tuple(nodes), links=tuple(links))
+
+
+LLAMA = {
+    "Llama 7B": (32, 4096, 11008, 32),
+    "Llama 13B": (40, 5120, 13824, 40),
+    "Llama 33B": (60, 6656, 17920, 52),
+    "Llama 65B": (80, 8192, 22016, 64),
+}
+
+
+def llama(name: str, sequence: int) -> Model:
+    """Llama as in the Zorse paper: fp16, recomputation, one million tokens per iteration."""
+    layers, hidden, ffn, heads = LLAMA[name]
+    return model_of(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        tokens=sequence,
+        batch=(1 << 20) // sequence,
+        precision="fp16",
+        distributed_optimizer=True,
+        recompute=("full",),
+        micro_batch_sizes=(1, 2, 4, 8, 16),
+    )
+
+
+def zorse_cluster(name: str) -> tuple[Cluster, int]:
+    """(cluster, sequence length) of the Zorse paper's Table 4.
+
+    Network rates are the instances' (50 Gbit/s on A as stated; AWS: p4d 400, g5.48x 100, p3dn and
+    p3.16x 25 to 100, g4dn.metal 100 Gbit/s); between AWS nodes without a placement group one TCP
+    stream gets 5 to 10 Gbit/s, so a node's usable rate is taken as 25 Gbit/s.
+    """
+
+    def nodes(gpu: str, count: int, per_node: int, gbit: float, zone: str) -> NodeGroup:
+        return NodeGroup(gpu=gpu, count=count, gpus_per_node=per_node, zone=zone, network_bytes_per_s=gbit / 8 * 1e9)
+
+    if name == "A":
+        return Cluster(
+            name="A", nodes=(nodes("H100-NVL", 2, 2, 50, "azure-1"), nodes("A100-80", 2, 8, 50, "azure-1"))
+        ), 4096
+    if name == "B":
+        return Cluster(
+            name="B",
+            nodes=(
+                nodes("A100-40", 1, 8, 50, "east-1"),
+                nodes("A10G", 2, 8, 25, "east-1"),
+                nodes("V100-16", 2, 8, 25, "east-1"),
+                nodes("T4", 3, 8, 25, "east-1"),
+            ),
+        ), 1024
+    return Cluster(
+        name="C",
+        nodes=(
+            nodes("A10G", 2, 8, 25, "east-1"),
+            nodes("T4", 6, 8, 25, "east-1"),
+            nodes("V100-16", 2, 8, 25, "west-1"),
+            nodes("T4", 6, 8, 25, "west-1"),
+        ),
+        links=(ZoneLink(between=("east-1", "west-1"), bytes_per_s=0.625e9, latency_s=12e-3, usd_per_gb=0.02),),
+    ), 512
+
+
+ZORSE_TABLE_5 = {
+    ("A", "Llama 7B"): (4370.56, 0.5246, 4223.80),
+    ("A", "Llama 13B"): (4917.87, 0.5902, 3837.49),
+    ("A", "Llama 33B"): (5281.64, 0.6339, 944.47),
+    ("A", "Llama 65B"): (5239.13, 0.6288, None),
+    ("B", "Llama 7B"): (3412.88, 0.4349, 2033.53),
+    ("B", "Llama 13B"): (2965.64, 0.3779, 1956.09),
+    ("B", "Llama 33B"): (2658.29, 0.3387, None),
+    ("C", "Llama 7B"): (3936.94, 0.3924, 2441.70),
+    ("C", "Llama 13B"): (3357.97, 0.3347, 2061.55),
+    ("C", "Llama 33B"): (1548.60, 0.1544, None),
+}
+"""(Zorse in TFLOP/s, its share of the peak, TorchTitan-Het in TFLOP/s); None where the paper reports out of memory."""
+
+
+def with_catalog(cluster: Cluster, model: Model) -> Estimator:
+    """With datasheet costs."""
+    return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]), memory_margin=0.92)
+
+
+def even_split_with_zero_2(cluster: Cluster, model: Model) -> tuple[float, str] | None:
+    """(TFLOP/s, plan) of the best even split: all GPUs, equal stages, equal batches, gradients sharded (ZeRO-2).
+
+    Equal batches over a number of replicas that does not divide the batch need another batch: the next
+    larger one, compared by rate.
+    """
+    best: tuple[float, str] | None = None
+    for width in (n for n in range(1, cluster.total_gpus + 1) if cluster.total_gpus % n == 0):
+        wider = model.model_copy(
+            update={"global_batch_size": -(-model.global_batch_size // width) * width, "micro_batch_sizes": ()}
+        )
+        estimator = with_catalog(cluster, wider)
+        for candidate in even_splits(estimator, 2):
+            if sum(g.count for g in candidate.stages[0].groups) != width:
+                continue
+            estimate = estimator.estimate(candidate)
+            if estimate is None or not estimator.fits(estimate):
+                continue
+            rate = hardware_flops(wider) / estimate.iteration_s / 1e12
+            if best is None or rate > best[0]:
+                best = (rate, f"{describe(estimator, candidate)}, ZeRO-2, global batch {wider.global_batch_size}")
+    return best
+
+
+def hardware_flops(model: Model) -> float:
+    """FLOPs of one iteration with full recomputation of the layers (the paper's HFU counts them)."""
+    s = model.seq_length
+    return model.global_batch_size * (4.0 * model.num_layers * model.layer_flops(s) + 3.0 * model.head_flops(s))
+
+
+# The search on random clusters: against smaller pools, single kinds, fewer schedules, random search, and its bound.
+
+
+KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")
+TOLERANCE = 0.005
+RANDOM_CANDIDATES = 2000
+MOST_OPERATIONS = 100_000
+"""Larger plans are not simulated again as a whole."""
+COUNTS = ("worse_with_a_node", "worse_than_one_kind", "worse_than_random_search", "worse_than_fewer_schedules")
+
+
+def random_pool(seed: int) -> tuple[Cluster, Model]:
+    """10 to 200 GPUs of 2 to 4 kinds, and a model that several of them are needed for, or not."""
+    rng = random.Random(seed)
+    kinds = rng.sample(KINDS, rng.randint(2, 4))
+    size = {kind: rng.choice((1, 2, 4, 8)) for kind in kinds}
+    rate = {kind: rng.choice((1.25e9, 3e9, 12.5e9, 25e9, 50e9)) for kind in kinds}
+    wanted = round(10 * 20 ** rng.random())
+    count = dict.fromkeys(kinds, 1)
+    while sum(count[k] * size[k] for k in kinds) < wanted:
+        count[rng.choice(kinds)] += 1
+    while sum(count[k] * size[k] for k in kinds) > 200:
+        count[max(kinds, key=lambda k: count[k] * size[k])] -= 1
+    nodes = tuple(
+        NodeGroup(gpu=k, count=count[k], gpus_per_node=size[k], zone="lab-a", network_bytes_per_s=rate[k])
+        for k in kinds
+    )
+    layers, hidden, heads = rng.choice(((12, 2048, 16), (24, 2048, 16), (32, 4096, 32), (40, 5120, 40)))
+    model = model_of(
+        layers=layers,
+        hidden=hidden,
+        ffn=rng.choice((3, 4)) * hidden,
+        heads=heads,
+        words=rng.choice((32000, 128256)),
+        tokens=rng.choice((1024, 2048, 4096)),
+        batch=rng.choice((64, 128, 256, 480)),
+        precision="fp16",
+        distributed_optimizer=rng.random() < 0.8,
+        recompute=("none", "full"),
+    )
+    return Cluster(nodes=nodes), model
+
+
+def promised(estimator: Estimator, outcome: Outcome) -> float | None:
+    """Simulated time of the plan that is written, read back as ``simulate`` does, over what was promised."""
+    best = outcome.best
+    if best is None or not best.runnable:
+        return None
+    if operations_of(estimator, best.candidate) * best.candidate.blocks > MOST_OPERATIONS:
+        return None
+    plan = build_plan(estimator, best.candidate, best.estimate)
+    candidate, seated = candidate_of(plan, estimator.cluster)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    if waits_for_nobody(candidate):
+        return estimate.iteration_s / best.iteration_s
+    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s / best.iteration_s
+
+
+def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RANDOM_CANDIDATES) -> float:
+    """The best of so many random plans with balanced layers; the most promising are simulated."""
+    rng, model = random.Random(seed), estimator.model
+    book = Book(estimator, goal, Progress())
+    for _ in range(count):
+        like = Candidate(
+            (), rng.choice(model.batch_sizes), rng.choice(model.recompute), zero_stage=int(model.distributed_optimizer)
+        )
+        groups = _random_groups(estimator, rng)
+        if groups is not None:
+            book.try_groups(groups, like)
+            book.try_groups(groups, like.with_(schedule="interleaved", chunks=rng.choice((2, 3, 4))))
+    outcome = Outcome("random")
+    finish(book, outcome, estimator, goal, Effort(), lambda c: c)
+    return outcome.best.iteration_s if outcome.best else float("inf")
+
+
+def _random_groups(estimator: Estimator, rng: random.Random) -> Groups | None:
+    """Every kind of GPU with a random TP size and share of its nodes, dealt to a random number of stages."""
+    stages = rng.choice((1, 1, 2, 2, 3, 4, 4, 6, 8))
+    if stages > estimator.model.num_layers:
+        return None
+    out: list[dict[tuple[int, int], int]] = [{} for _ in range(stages)]
+    for pool, node in enumerate(estimator.cluster.nodes):
+        tp = rng.choice([t for t in (1, 2, 4, 8) if t <= node.gpus_per_node])
+        replicas = round(rng.choice((0.0, 0.5, 1.0, 1.0, 1.0)) * node.quota) // tp
+        mine = rng.sample(range(stages), rng.randint(1, stages))
+        for i, s in enumerate(mine):
+            each = replicas // len(mine) + (1 if i < replicas % len(mine) else 0)
+            if each:
+                out[s][pool, tp] = each
+    if not all(out):
+        return None
+    return tuple(tuple(Group(p, t, n) for (p, t), n in sorted(stage.items())) for stage in out)
+
+
+def _best_s(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
+    return fastest_s(search("auto", with_catalog(Cluster(nodes=tuple(nodes)), model), goal))
+
+
+def fastest_s(outcome: Outcome) -> float:
+    """The time of the fastest plan, also where a plainer one was taken."""
+    return min((found.iteration_s for found in outcome.found if found.runnable), default=inf)
+
+
+def compare_pool(seed: int) -> dict[str, Any]:
+    """One random cluster: how much worse the plan is than what less would give (positive: worse)."""
+    cluster, model = random_pool(seed)
+    rng, goal = random.Random(seed), Goal()
+    estimator = with_catalog(cluster, model)
+    outcome = search("auto", estimator, goal)
+    row: dict[str, Any] = {"seed": seed, "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes)}
+    row |= {"cpu_s": outcome.cpu_s, "iteration_s": outcome.best.iteration_s if outcome.best else None}
+    if outcome.best is None:
+        return row
+    mine = fastest_s(outcome)
+    row |= {"bound_gap": outcome.gap(goal), "promised_over_emitted": promised(estimator, outcome)}
+    less = rng.randrange(len(cluster.nodes))
+    row["worse_with_a_node"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
+    alone = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
+    row["worse_than_one_kind"] = mine / _best_s([alone], model, goal) - 1
+    row["worse_than_random_search"] = mine / random_search(estimator, goal, seed) - 1
+    some = Goal(schedules=("1f1b", "interleaved"))
+    row["worse_than_fewer_schedules"] = mine / _best_s(cluster.nodes, model, some) - 1
+    return row
+
+
+def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Only the comparison with one node less: how many plans a further node makes worse.
+
+    Args:
+        seeds: Of the clusters.
+        known: Rows of other clusters, which are kept.
+    """
+    rows = _rows(_with_a_node, seeds, known)
+    return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
+
+
+def _with_a_node(seed: int) -> dict[str, Any]:
+    """The plan of a cluster against that of one node less."""
+    cluster, model = random_pool(seed)
+    rng, goal = random.Random(seed), Goal()
+    less = rng.randrange(len(cluster.nodes))
+    mine = _best_s(cluster.nodes, model, goal)
+    row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
+    if mine < inf:
+        row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
+    return row
+
+
+def _rows(
+    compare: Callable[[int], dict[str, Any]], seeds: Sequence[int], known: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Comparisons of these clusters, beside known rows of others, by seed."""
+    rows = [row for row in known if row["seed"] not in seeds]
+    for seed in seeds:
+        rows.append(compare(seed))
+        gc.collect()  # a search leaves a million objects that refer to each other
+        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
+    """The nodes without one of pool ``less``."""
+    fewer = [n.model_copy(update={"count": n.count - (i == less)}) for i, n in enumerate(found)]
+    return [n for n in fewer if n.count]
+
+
+def pools(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """``compare_pool`` of these clusters, in numbers of clusters beyond the tolerance.
+
+    Args:
+        seeds: Of the clusters.
+        known: Rows of other clusters, which are kept.
+    """
+    rows = _rows(compare_pool, seeds, known)
+    planned = [r for r in rows if r["iteration_s"] is not None]
+    out: dict[str, Any] = {key: sum(r[key] > TOLERANCE for r in planned) for key in COUNTS}
+    ratios = [r["promised_over_emitted"] for r in planned if r["promised_over_emitted"] is not None]
+    return out | {
+        "clusters": len(rows),
+        "promised_over_emitted": max(ratios, default=None),
+        "bound_gap": {f"random cluster {r['seed']}": r["bound_gap"] for r in planned},
+        "cases": rows,
+    }

@@ -1,0 +1,379 @@
+"""Forks the rank processes of many jobs from one process that has imported Megatron already.
+
+``python -m testing.rank_server`` reads one job per line from standard input and answers with one
+line when the job has ended (both JSON; see :mod:`testing.runner` for the other side).  Importing
+torch and Megatron takes seconds, forking takes milliseconds, so a hundred small distributed runs
+take minutes instead of an hour.  Ranks are independent operating-system processes: nothing that a
+job does to Megatron's global state outlives it.
+
+The server itself starts nothing that a fork would break: no threads, no process group, no autograd, and with
+``--device cuda`` no CUDA, which every rank starts for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import logging
+import multiprocessing.process
+import multiprocessing.util
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from testing.runner import Device
+
+_POLL_S = 0.01
+# Ports below the range from which the kernel takes the local ends of connections.
+_FIRST_PORT, _PORTS = 20000, 12000
+_SPREAD = 7417  # servers with neighbouring process numbers begin far from each other
+# What a training imports when it first needs it.
+_LATE_IMPORTS = (
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "megatron.core.tokenizers.text.models",
+    "megatron_het.plan.from_flags",
+    "megatron_het.plan.validate",
+    "megatron_het.runtime.session",
+    "megatron_het.runtime.building",
+    "torch.utils.serialization",
+)
+
+
+@dataclass
+class Rank:
+    """Holds what a freshly forked process has to do."""
+
+    rank: int
+    port: int
+    job: dict[str, Any]
+
+    def run(self) -> None:
+        """Become the rank: own session, log file, environment and command line; then run the entry.
+
+        Returns normally on success; an exception or SystemExit ends the interpreter as it would in
+        a process of its own.
+        """
+        job = self.job
+        os.setsid()
+        # As multiprocessing does after its own forks: the server's helper is not this rank's child.
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(job["world_size"]),
+            LOCAL_WORLD_SIZE=str(job["world_size"]),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.port),
+        )
+        os.environ.update(job["environment"])
+        _take_device()
+        sys.argv = ["megatron_het.pretrain_gpt", *job["argv"]]
+        if job["setup"] is not None:
+            name, options = job["setup"]
+            _resolve(name)(rank=self.rank, **options)
+        _resolve(job["entry"])()
+
+    @staticmethod
+    def _redirect(log: Path) -> None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+        os.close(nothing)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass
+class Running:
+    """A job whose ranks have been forked."""
+
+    job: dict[str, Any]
+    pids: dict[int, int]
+    start_s: float
+    deadline_s: float
+    codes: dict[int, int] = field(default_factory=dict)
+    finish_order: list[int] = field(default_factory=list)
+    timed_out: bool = False
+    cpu_s: float = 0.0
+
+    def collect(self) -> bool:
+        """Note which ranks have ended; whether all have."""
+        for rank, pid in self.pids.items():
+            if rank in self.codes:
+                continue
+            found, status, usage = os.wait4(pid, os.WNOHANG)
+            if found:
+                self.cpu_s += usage.ru_utime + usage.ru_stime
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+                self.finish_order.append(rank)
+                if self.codes[rank]:
+                    grace = time.monotonic() + self.job["grace_s"]
+                    self.deadline_s = min(self.deadline_s, grace)
+        return len(self.codes) == len(self.pids)
+
+    def kill(self) -> None:
+        """End all ranks together with whatever processes they started."""
+        for rank, pid in self.pids.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def answer(self) -> dict[str, Any]:
+        """The line to write when the job has ended."""
+        return {
+            "id": self.job["id"],
+            "returncodes": [self.codes[rank] for rank in sorted(self.codes)],
+            "finish_order": self.finish_order,
+            "timed_out": self.timed_out,
+            "elapsed_s": time.monotonic() - self.start_s,
+            "cpu_s": self.cpu_s,
+        }
+
+
+class Server:
+    """Starts jobs as they arrive and answers as they end; several may run at the same time."""
+
+    def __init__(self) -> None:
+        self._running: list[Running] = []
+        self._next_port = _FIRST_PORT + os.getpid() * _SPREAD % _PORTS
+        self._pending = b""
+        self._open = True
+
+    def serve(self) -> Rank | None:
+        """Loop until standard input ends.
+
+        Returns:
+            In a forked process what it has to do; in the server None, once all jobs have ended.
+        """
+        while self._open or self._running:
+            for line in self._lines():
+                rank = self._start(json.loads(line))
+                if rank is not None:
+                    return rank
+            self._collect()
+        return None
+
+    def _lines(self) -> list[bytes]:
+        if not self._open:
+            time.sleep(_POLL_S)
+            return []
+        if not select.select([0], [], [], _POLL_S)[0]:
+            return []
+        data = os.read(0, 1 << 20)
+        if not data:  # the client has gone
+            self._open = False
+            for running in self._running:
+                running.kill()
+            return []
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return lines
+
+    def _start(self, job: dict[str, Any]) -> Rank | None:
+        port = self._free_port()
+        pids: dict[int, int] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(job["world_size"]):
+            pid = os.fork()
+            if pid == 0:
+                return Rank(rank, port, job)
+            pids[rank] = pid
+        now = time.monotonic()
+        self._running.append(Running(job, pids, now, now + job["timeout_s"]))
+        return None
+
+    def _collect(self) -> None:
+        for running in list(self._running):
+            if running.collect():
+                running.kill()  # helper processes of ranks that have ended
+                self._running.remove(running)
+                sys.stdout.write(json.dumps(running.answer()) + "\n")
+                sys.stdout.flush()
+            elif time.monotonic() > running.deadline_s:
+                running.timed_out = running.timed_out or not any(running.codes.values())
+                running.kill()
+
+    def _free_port(self) -> int:
+        import socket
+
+        for _ in range(_PORTS):
+            port = _FIRST_PORT + (self._next_port - _FIRST_PORT) % _PORTS
+            self._next_port = port + 1
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                return port
+        raise RuntimeError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
+
+
+def _take_device() -> None:
+    """Find this rank's device, which may be that of other ranks too."""
+    import torch
+
+    from megatron_het.device import activate, share_devices
+
+    if activate().is_cuda:
+        print(share_devices(os.environ, torch.cuda.device_count()), flush=True)
+
+
+def import_everything(device: Device = "cpu") -> None:
+    """Import what every rank needs, without starting anything.
+
+    Args:
+        device: What the ranks compute on.
+
+    Raises:
+        SystemExit: An import has started CUDA, which a forked process cannot use then.
+    """
+    import torch
+
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
+    from megatron_het.elastic.worker import MODULES
+    from megatron_het.features import FEATURES
+
+    if device == "cuda":
+        platform.pretend(platform.Platform("cuda"))  # asking for devices is for the ranks
+    platform.activate()
+    upstream.install("stock")
+    runtimes = (feature.runtime for feature in FEATURES if feature.runtime)
+    for name in (*MODULES, *runtimes, *filter(_is_there, _LATE_IMPORTS), "testing.probe"):
+        importlib.import_module(name)
+    # Sources of upstream, which every start compares, are read once.
+    for patch in upstream.all_patches().values():
+        upstream.changed_sources(patch)
+    for feature in FEATURES:
+        upstream.moved(feature.upstream_names)
+    if device == "cuda" and torch.cuda.is_initialized():
+        raise SystemExit("an import has started CUDA; forking is not safe")
+
+
+def _is_there(name: str) -> bool:
+    """Whether this release of Megatron has a module."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def remember_docstrings() -> None:
+    """Megatron parses the sources of its configuration classes for every parser it makes.
+
+    The result depends on the class alone; it is half of the time that a small run takes.
+    """
+    import argparse
+    import functools
+
+    from megatron.training import argument_utils
+    from megatron.training.arguments import add_megatron_arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    original = factory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    @functools.wraps(original)
+    def get_field_docstrings(self: Any, src_cfg_class: type) -> dict[str, str]:
+        if src_cfg_class not in known:
+            known[src_cfg_class] = original(self, src_cfg_class)
+        return dict(known[src_cfg_class])
+
+    factory._get_field_docstrings = get_field_docstrings
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def share_queue_server() -> None:
+    """Serve the result queues of all checkpoint writers from one process.
+
+    Megatron starts a helper process per rank for one queue, with a new interpreter that imports
+    torch.  Here every rank still has a queue of its own, in a helper that exists already.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    manager = multiprocessing.get_context("spawn").Manager()
+    queues: list[Any] = []
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> Any:
+        if not queues:
+            queues.append(manager.Queue())
+        return queues[0]
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
+
+
+def main() -> None:
+    """Serve, or, in a forked process, be a rank."""
+    parser = argparse.ArgumentParser(prog="python -m testing.rank_server", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on")
+    device = parser.parse_args().device
+    import_everything(device)
+    remember_docstrings()
+    share_queue_server()
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    if threads > 1 and device == "cpu":  # libraries of CUDA start idle ones, of which no fork waits for anything
+        raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")
+    gc.collect()
+    gc.freeze()
+    sys.stdout.write(json.dumps({"ready": os.getpid()}) + "\n")
+    sys.stdout.flush()
+    rank = Server().serve()
+    if rank is None:
+        return
+    _leave(_exit_code(rank.run))
+
+
+def _exit_code(entry: Callable[[], None]) -> int:
+    """Run an entry; the code with which an interpreter of its own would end."""
+    try:
+        entry()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        sys.stderr.write(f"{stop.code}\n")
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End a forked process as an interpreter ends, but for taking everything apart.
+
+    That would touch every object that the server has imported, and so copy the memory that they share: 0.6 s of
+    processor time per rank, a quarter of what a small case takes.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Runs distributed jobs quickly: the client of :mod:`testing.rank_server`.
+
+    with Runner() as runner:
+        done = runner.run(Job("two ranks", 2, argv, log_dir))
+
+Needs the standard library only.  Jobs run on the CPU over gloo, or with ``Runner("cuda")`` on the GPUs of this machine
+over NCCL, where several ranks may share one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+Device = Literal["cpu", "cuda"]
+REPOSITORY = Path(__file__).resolve().parents[1]
+ENTRY = "megatron_het.pretrain_gpt:main"
+_START_S = 600.0  # bound on the server's imports
+_TAIL_LINES = 40
+
+
+class JobError(AssertionError):
+    """A rank failed or the job took too long; the message ends with that rank's log."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One distributed run.
+
+    Attributes:
+        name: For messages.
+        world_size: Number of ranks.
+        argv: Command line of every rank, without the program's name.
+        log_dir: Folder for ``rank-<rank>.log``; created.
+        entry: ``module:function`` that every rank calls without arguments.
+        setup: ``module:function`` and keyword arguments, called before the entry with ``rank=``.
+        environment: More environment variables.
+        timeout_s: Bound on the whole job.
+        grace_s: Bound on what follows the first failure.
+    """
+
+    name: str
+    world_size: int
+    argv: tuple[str, ...]
+    log_dir: Path
+    entry: str = ENTRY
+    setup: tuple[str, dict[str, Any]] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = 300.0
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Holds what a job left behind.
+
+    Attributes:
+        job: The job.
+        returncodes: Exit code per rank; negative for a signal.
+        finish_order: Ranks in the order in which they ended.
+        timed_out: Whether it was killed without any rank having failed before.
+        elapsed_s: From the forks to the last end.
+        cpu_s: Processor time of all ranks.
+    """
+
+    job: Job
+    returncodes: tuple[int, ...]
+    finish_order: tuple[int, ...]
+    timed_out: bool
+    elapsed_s: float
+    cpu_s: float
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all ranks returned 0."""
+        return not any(self.returncodes)
+
+    def log(self, rank: int = -1) -> str:
+        """Everything that a rank wrote; by default the last one, which logs the training."""
+        path = self.job.log_dir / f"rank-{rank % self.job.world_size}.log"
+        return path.read_text(errors="replace")
+
+    def check(self) -> Self:
+        """Itself.
+
+        Raises:
+            JobError: A rank failed or the job timed out.
+        """
+        if self.succeeded:
+            return self
+        first = next(rank for rank in self.finish_order if self.returncodes[rank])
+        what = f"timed out after {self.job.timeout_s} s" if self.timed_out else f"rank {first} failed first"
+        tail = "\n".join(self.log(first).splitlines()[-_TAIL_LINES:])
+        raise JobError(
+            f"{self.job.name}: {what}; exit codes {list(self.returncodes)}\n"
+            f"--- end of {self.job.log_dir}/rank-{first}.log ---\n{tail}"
+        )
+
+
+def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the rank server, and of the ranks that it forks.
+
+    Args:
+        device: What ranks compute on.
+        outer: Of this process.
+    """
+    environment = dict(outer)
+    environment.update(
+        PYTHONPATH=os.pathsep.join(filter(None, [str(REPOSITORY), outer.get("PYTHONPATH", "")])),
+        PYTHONWARNINGS="ignore",
+        GLOO_SOCKET_IFNAME="lo",
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    )
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # A process that has touched CUDA cannot fork ranks that use it: whether there is a device, NVML says.  (Without
+        # a GPU the variable makes torch say that there is one.)  A pool of compiling processes would not either.
+        environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment |= {"HET_SAME_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # sums are compared here; every rank would compile its own kernels
+    return environment
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU; the process stays without CUDA, and may fork."""
+    return bool(list(Path("/dev").glob("nvidia[0-9]*"))) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, which refuses ``cuda`` on a machine without a GPU."""
+
+    def device(text: str) -> str:
+        if text == "cuda" and not has_gpu():
+            raise argparse.ArgumentTypeError("cuda: there is no NVIDIA GPU here; leave --device out to run on the CPU")
+        return text
+
+    text = "what ranks compute on; on a GPU over NCCL, several ranks on one (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), type=device, default="cpu", help=text)
+
+
+class Runner:
+    """Owns one server process; use as a context manager.
+
+    Args:
+        device: What the ranks of its jobs compute on.
+        has_te: Whether the models of its cases take layers of Transformer Engine.
+    """
+
+    def __init__(self, device: Device = "cpu", *, has_te: bool = False) -> None:
+        self.device, self.has_te = device, has_te
+        environment = server_environment(device, os.environ)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "testing.rank_server", "--device", device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=environment,
+        )
+        self._pending = b""
+        self._unclaimed: dict[int, dict[str, Any]] = {}
+        self._is_ready = False
+        self._next_id = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server and every job that still runs."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.close()
+        try:
+            self._server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        self._server.stdout.close()
+
+    def run(self, job: Job, *, check: bool = True) -> Finished:
+        """Run one job and wait for it; with ``check`` a failure raises JobError."""
+        finished = next(iter(self.run_all([job])))
+        return finished.check() if check else finished
+
+    def run_all(self, jobs: Iterable[Job], *, at_once: int = 1) -> Iterator[Finished]:
+        """Run jobs, some of them at the same time, and yield them as they end."""
+        waiting, running = iter(jobs), dict[int, tuple[Job, float]]()
+        self._wait_ready()
+        exhausted = False
+        while running or not exhausted:
+            while not exhausted and len(running) < at_once:
+                job = next(waiting, None)
+                if job is None:
+                    exhausted = True
+                else:
+                    running[self._submit(job)] = job, time.monotonic()
+            if not running:
+                break
+            limit = max(s + j.timeout_s + j.grace_s + 30 for j, s in running.values())
+            answer = self._answer_for(running, limit)
+            job, _ = running.pop(answer["id"])
+            yield Finished(
+                job,
+                tuple(answer["returncodes"]),
+                tuple(answer["finish_order"]),
+                answer["timed_out"],
+                answer["elapsed_s"],
+                answer["cpu_s"],
+            )
+
+    def _answer_for(self, wanted: Collection[int], limit_s: float) -> dict[str, Any]:
+        """The next answer to one of the wanted jobs; answers to others wait for those who run them."""
+        while True:
+            for identity in wanted:
+                if identity in self._unclaimed:
+                    return self._unclaimed.pop(identity)
+            answer = self._read(limit_s)
+            self._unclaimed[answer["id"]] = answer
+
+    def _submit(self, job: Job) -> int:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        self._next_id += 1
+        line = {
+            "id": self._next_id,
+            "world_size": job.world_size,
+            "argv": [str(word) for word in job.argv],
+            "log_dir": str(job.log_dir.resolve()),
+            "entry": job.entry,
+            "setup": job.setup,
+            "environment": job.environment,
+            "timeout_s": job.timeout_s,
+            "grace_s": job.grace_s,
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(line).encode() + b"\n")
+        self._server.stdin.flush()
+        return self._next_id
+
+    def _wait_ready(self) -> None:
+        if not self._is_ready:
+            answer = self._read(time.monotonic() + _START_S)
+            if "ready" not in answer:
+                raise JobError(f"unexpected first answer of the rank server: {answer}")
+            self._is_ready = True
+
+    def _read(self, limit_s: float) -> dict[str, Any]:
+        """The server's next answer, until a time of the monotonic clock."""
+        assert self._server.stdout is not None
+        descriptor = self._server.stdout.fileno()
+        while b"\n" not in self._pending:
+            left_s = limit_s - time.monotonic()
+            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+                self._server.kill()
+                raise JobError("the rank server does not answer and was killed")
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                raise JobError(f"the rank server ended with exit code {self._server.wait()}")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
+
+
+def words(text: str, *more: Sequence[str] | str) -> tuple[str, ...]:
+    """A command line from text, split at white space, and further words."""
+    found = text.split()
+    for part in more:
+        found.extend(part.split() if isinstance(part, str) else part)
+    return tuple(found)

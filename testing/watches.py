@@ -1,0 +1,346 @@
+"""Looks into runs from inside: live bytes, times per iteration, where documents begin.
+
+With ``fused``, SlimPipe and stock runs get the same attention kernel: stock's core attention is replaced by PyTorch's
+fused attention, which on each device is the very kernel that slices use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from testing.probe import pin_rank
+
+Step = Callable[..., Any]
+
+
+class FusedAttention(torch.nn.Module):
+    """Whole-sequence causal attention by PyTorch's fused operator, in place of Megatron's unfused one."""
+
+    def __init__(self, config: Any, *_positional: Any, **_keywords: Any) -> None:
+        super().__init__()
+        self._scale = config.softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """``[s, b, heads, d]`` in, ``[s, b, heads * d]`` out."""
+        # A copy of the values, as slices make one: the view would keep the whole projection alive.
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value.clone()))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def watch(*, rank: int, out: str, memory: bool = False, fused: bool = False) -> None:
+    """Wrap the forward-backward function, stock's and the extension's; for times, also pin the rank to a core.
+
+    Args:
+        rank: This rank.
+        out: Folder for ``watch-<rank>.json``.
+        memory: Meter the second iteration (slow; not together with times).
+        fused: Give stock's layers the fused attention.
+    """
+    from megatron.training import training
+
+    from megatron_het.runtime.session import HetSession
+
+    if not memory:
+        pin_rank(rank=rank)
+    if fused:
+        from megatron.core.models.backends import LocalSpecProvider
+
+        LocalSpecProvider.core_attention = lambda self: FusedAttention
+    watcher = Watcher(Path(out) / f"watch-{rank}.json", memory)
+    original = training.get_forward_backward_func
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*positional: Any, **keywords: Any) -> Step:
+        return watcher.wrap(original(*positional, **keywords))
+
+    training.get_forward_backward_func = get_forward_backward_func
+    HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+
+
+class Watcher:
+    """Times all training iterations; meters the memory of one.
+
+    Args:
+        path: Where to write what was found, as JSON.
+        memory: Whether to meter.
+    """
+
+    metered_iteration = 1
+    """Training iteration whose memory is measured, from 0."""
+
+    def __init__(self, path: Path, memory: bool) -> None:
+        self._path = path
+        self._memory = memory
+        self.found: dict[str, Any] = {"iterations_s": []}
+        self._nested = False
+
+    def wrap(self, step: Step) -> Step:
+        """The forward-backward function with this watcher around it."""
+
+        @functools.wraps(step)
+        def watched(*positional: Any, **keywords: Any) -> Any:
+            if keywords.get("forward_only") or self._nested:
+                return step(*positional, **keywords)
+            self._nested = True
+            try:
+                return self._run(step, positional, keywords)
+            finally:
+                self._nested = False
+
+        return watched
+
+    def _run(self, step: Step, positional: Any, keywords: Any) -> Any:
+        times = self.found["iterations_s"]
+        start_s = time.perf_counter()
+        if self._memory and len(times) == self.metered_iteration:
+            result = self.metered(step, positional, keywords)
+        else:
+            result = step(*positional, **keywords)
+        times.append(time.perf_counter() - start_s)
+        self._path.write_text(json.dumps(self.found), encoding="utf-8")
+        return result
+
+    def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
+        """Run one iteration and put its memory into ``found``."""
+        from megatron_het import device as platform
+        from megatron_het.device.memory import memory_meter
+
+        pool = pool_bytes(keywords["model"])
+        with memory_meter(platform.activate()) as meter, meter.region("iteration") as region:
+            result = step(*positional, **keywords)
+        # The key-value pool was there before the iteration began.
+        self.found["kv_pool_bytes"] = pool
+        self.found["activation_bytes"] = region.growth_bytes + pool
+        return result
+
+
+def pool_bytes(model: Any) -> int:
+    """Size of the key-value pools of all layers of model chunks, wrapped or not."""
+    from megatron.core.utils import unwrap_model
+
+    from megatron_het.attention.core import slice_caches
+
+    chunks = unwrap_model(model if isinstance(model, list) else [model])
+    return sum(cache.pool_bytes for cache in slice_caches(chunks))
+
+
+def watch_documents(*, rank: int, out: str) -> None:
+    """Watches times, and writes ``packed-<rank>.json`` besides.
+
+    Args:
+        rank: This rank.
+        out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration, and
+            ``pool_bytes`` of all layers after the last one.
+    """
+    from megatron_het.features.documents.runtime import DocumentStarts
+    from megatron_het.runtime.session import HetSession
+
+    watch(rank=rank, out=out)
+    found: dict[str, Any] = {"documents": [], "pool_bytes": 0}
+    exchange, step = DocumentStarts.exchange, HetSession.forward_backward
+
+    @functools.wraps(exchange)
+    def noted(self: DocumentStarts, microbatches: int, *more: Any) -> None:
+        exchange(self, microbatches, *more)
+        found["documents"].append([self.of(m) for m in range(microbatches)])
+
+    @functools.wraps(step)
+    def watched(self: HetSession, **keywords: Any) -> Any:
+        result = step(self, **keywords)
+        found["pool_bytes"] = pool_bytes(keywords["model"])
+        (Path(out) / f"packed-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        return result
+
+    DocumentStarts.exchange = noted
+    HetSession.forward_backward = watched
+
+
+# Ministage runs: one meter sees whatever operators allocate and has been shown the state that was there before, so that
+# its peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is that of saved
+# tensors, boundary inputs, transfer buffers and workspace.  Neither counts host memory.
+_WINDOW_METHODS = ("begin", "handle", "before_backward")
+_RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradients")
+
+
+def watch_window(*, rank: int, out: str) -> None:
+    """Meter the start and the third iteration of this rank into ``watch-<rank>.json``."""
+    from megatron.training import training
+
+    from megatron_het.report.run_report import RunReport
+    from megatron_het.runtime.session import HetSession
+
+    RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
+    watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
+    HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+    HetSession.before_loading = watcher.load_begins(HetSession.before_loading)
+    HetSession.settle = watcher.save_begins(HetSession.settle)
+    HetSession.copies = watcher.save_ends(HetSession.copies)
+    training.setup_model_and_optimizer = watcher.start(training.setup_model_and_optimizer)
+
+
+class WindowWatcher(Watcher):
+    """Meters an iteration in which all state exists from the start: updates have been made before."""
+
+    metered_iteration = 2
+    _loads: Any = None
+    """The session into which a checkpoint is loaded."""
+
+    def start(self, setup: Step) -> Step:
+        """The building of model and optimizer and the loading of a checkpoint, with their peaks put into ``found``."""
+
+        @functools.wraps(setup)
+        def metered(*positional: Any, **keywords: Any) -> Any:
+            from megatron_het.device.memory import CpuMemoryMeter
+
+            with CpuMemoryMeter() as meter, _resizes_shown(), meter.region("start") as visit:
+                result = setup(*positional, **keywords)
+            self.found["start_bytes"] = visit.peak_bytes
+            if self._loads is not None:
+                self.found["loading"] = self._loads.feature("window").window.use.as_json()
+            return result
+
+        return metered
+
+    def load_begins(self, prepare: Step) -> Step:
+        """Returns what comes first when a checkpoint is loaded."""
+
+        @functools.wraps(prepare)
+        def begun(session: Any, models: Any, optimizer: Any) -> Any:
+            result = prepare(session, models, optimizer)
+            self._loads = session
+            session.feature("window").window.use.restart()
+            return result
+
+        return begun
+
+    def save_begins(self, settle: Step) -> Step:
+        """Returns what comes first when a checkpoint is taken."""
+
+        @functools.wraps(settle)
+        def begun(session: Any) -> Any:
+            session.feature("window").window.use.restart()
+            return settle(session)
+
+        return begun
+
+    def save_ends(self, copies: Step) -> Step:
+        """Returns what comes last when a checkpoint is taken; what the window held meanwhile is put into ``found``."""
+
+        @functools.wraps(copies)
+        def ended(session: Any, parameters: Any) -> Any:
+            found = copies(session, parameters)
+            self.found["saving"] = session.feature("window").window.use.as_json()
+            return found
+
+        return ended
+
+    def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
+        from megatron_het.device.memory import CpuMemoryMeter
+
+        session = positional[0]
+        offload = session.feature("activation_offload")
+        if offload is not None:
+            offload.offload.pool.reset_peak()
+        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations:
+            everything.add(_state(session))
+            with (
+                _window_overlooked(activations),
+                _resizes_shown(),
+                everything.region("iteration") as whole,
+                activations.region("iteration") as part,
+            ):
+                result = step(*positional, **keywords)
+        self.found["total_bytes"] = whole.peak_bytes
+        self.found["activation_bytes"] = part.peak_bytes
+        host = offload.offload.pool.peak_bytes if offload is not None else 0
+        self.found["host_activation_bytes"] = host
+        return result
+
+
+def _state(session: Any) -> Iterator[torch.Tensor]:
+    """Parameters, gradients and optimizer state of a rank, open or closed."""
+    from megatron.core.utils import get_model_config
+
+    from megatron_het.report.run_report import optimizer_tensors
+    from megatron_het.runtime.feature import optimizer_of
+
+    yield from optimizer_tensors(optimizer_of(get_model_config(session._models[0])))
+    for chunk in session.feature("window").window._chunks:
+        yield from _tensors(chunk)
+
+
+def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
+    for buffer in chunk.ddp.buffers:
+        yield from (buffer.param_data, buffer.grad_data)
+    for bucket in chunk.buckets:
+        yield bucket.shard
+        if bucket.gradient is not None:
+            yield bucket.gradient
+
+
+@contextlib.contextmanager
+def _window_overlooked(activations: Any) -> Iterator[None]:
+    """While it is open, a meter overlooks what the window allocates."""
+    from megatron_het.features.window.chunk import ChunkWindow
+    from megatron_het.features.window.runtime import ParameterWindow
+
+    def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*positional: Any, **keywords: Any) -> Any:
+            with activations.ignoring():
+                return method(*positional, **keywords)
+
+        return run
+
+    with contextlib.ExitStack() as undo:
+        for name in _WINDOW_METHODS:
+            undo.enter_context(_replaced(ParameterWindow, name, overlooked))
+        undo.enter_context(_replaced(ChunkWindow, "keep_gradient_shards", overlooked))
+        yield
+
+
+@contextlib.contextmanager
+def _resizes_shown() -> Iterator[None]:
+    """While it is open, all meters see at once what the window resizes."""
+    from megatron_het.features.window.chunk import ChunkWindow, HostCopy
+
+    def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def run(self: Any, *positional: Any, **keywords: Any) -> Any:
+                result = method(self, *positional, **keywords)
+                for tensor in tensors(self, *positional):
+                    tensor.detach()  # an operator, by which meters see the size
+                return result
+
+            return run
+
+        return wrap
+
+    with contextlib.ExitStack() as undo:
+        for name in _RESIZING:
+            undo.enter_context(_replaced(ChunkWindow, name, looking(lambda chunk, *_: _tensors(chunk))))
+        for name in ("fetch", "store"):
+            undo.enter_context(_replaced(HostCopy, name, looking(lambda _copy, tensor: [tensor])))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

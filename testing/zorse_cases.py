@@ -1,0 +1,343 @@
+"""Cases of the ministage schedule: stages and replicas, ministages, every option of the window.
+
+Beside losses and gradients the parameters after the last step are compared, from checkpoints of the
+case and of the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megatron_het.plan import Plan, ScheduleSpec
+from testing.cases import STEPS, Case, build_plan
+from testing.lab import Lab, made_once, reference_name
+from testing.runner import Job, Runner
+
+Row = dict[str, Any]
+
+
+def _row(replicas: tuple[int, ...], ministages: int, clip: float, window: Row, **more: Any) -> Row:
+    return {"replicas": replicas, "ministages": ministages, "clip": clip, "window": window, **more}
+
+
+# Every row: stages x ranks per stage, TP, ministages, options of the window.
+ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
+    ((1,), 1, 2, {}),
+    ((2,), 1, 4, {}),
+    ((3,), 1, 3, {"prefetch": 0}),
+    ((4,), 1, 2, {"keep_at_turn": False}),
+    ((2, 1), 1, 1, {}),
+    ((2, 1), 1, 2, {"offload": True}),
+    ((1, 3), 1, 4, {"per_layer": False}),
+    ((2, 2), 1, 2, {"prefetch": 2}),
+    ((1, 2), 2, 2, {}),
+    ((2, 2), 1, 4, {"per_microbatch": True, "keep_at_turn": False}),
+    ((1, 2, 1), 1, 2, {"offload": True, "per_layer": False}),
+    ((2, 1, 1), 1, 2, {"keep_at_turn": False}),
+    ((1, 1, 2, 1), 1, 2, {}),
+    ((2, 2, 2, 2), 1, 1, {"offload": True, "keep_at_turn": False}),
+    ((2, 2), 1, 2, {"update": "at-once"}),
+    ((3,), 1, 4, {"update": "at-once", "offload": True}),
+    ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
+)
+CLIP_SOME = 1.0
+CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
+NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
+MORE: tuple[Row, ...] = (
+    _row((2, 2), 2, 0.05, {"update": "undo"}),
+    _row((3,), 4, 1.0, {"update": "undo", "offload": True}),
+    _row((1, 2), 2, 0.05, {"update": "undo", "offload_optimizer": True}, tp=2),
+    # One ministage in one stage: its norm is the global one.
+    _row((4,), 1, 0.05, {"update": "per-ministage"}),
+    _row((2, 1), 2, 100.0, {"update": "per-ministage"}),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_optimizer": True}),
+    _row((3,), 2, 0.0, {"update": "at-once", "offload_optimizer": True}),
+    # Two microbatches in four stages.
+    _row((1, 1, 1, 1), 1, 1.0, {"offload": True}, micro_batch_size=3),
+    _row((2, 1, 1), 2, 1.0, {}, micro_batch_size=3),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16"),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_activations": 1.0}),
+    _row((1, 2), 2, 1.0, {"offload_activations": 0.5}, tp=2, recompute="none"),
+    _row((2,), 3, 0.05, {"update": "undo", "offload_activations": 1.0}),
+    # Unequal shares of a stage's state.
+    _row((2, 1), 2, 0.05, {}, shares=((3, 1), (1,))),
+    _row((3,), 4, 1.0, {"offload": True, "offload_optimizer": True}, shares=((0, 2, 1),)),
+    _row((4,), 2, 0.05, {"update": "undo"}, shares=((4, 2, 0, 1),)),
+    _row((1, 2), 2, 0.05, {"keep_at_turn": False}, tp=2, shares=((1,), (1, 2.5))),
+    _row((2, 2), 4, 0.0, {"update": "at-once", "offload": True}, shares=((1, 0), (1, 5))),
+    _row((4,), 1, 0.05, {"update": "per-ministage"}, shares=((1, 2, 3, 4),)),
+    _row((2, 2), 2, 1.0, {"per_microbatch": True, "per_layer": False}, shares=((2, 1), (1, 0))),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16", shares=((0, 1), (1,))),
+    _row((1, 3), 2, 1.0, {"offload": True}, precision="bf16", shares=((1,), (1, 3, 2))),
+    # Several: against one process that clips group by group; this bound is below some of the norms only.
+    _row((2, 1), 2, CLIP_SOME, {"update": "per-ministage"}),
+    _row((3,), 3, 0.05, {"update": "per-ministage", "offload": True}),
+    _row((1, 2), 2, CLIP_SOME, {"update": "per-ministage", "offload_optimizer": True}, tp=2),
+    # A split vocabulary: every stage has rows in its first and its last ministage.
+    _row((2, 1), 2, 0.05, {"vocabulary": True, "update": "undo", "offload": True}),
+    _row((1, 2), 3, 1.0, {"vocabulary": True, "prefetch": 0}, tp=2, shares=((1,), (2, 1))),
+    _row(
+        (1, 2, 1),
+        2,
+        0.0,
+        {"vocabulary": True, "vocabulary_shares": [1, 4, 2], "update": "at-once", "prefetch": 2},
+        recompute="none",
+    ),
+    _row((2, 1), 2, CLIP_SOME, {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True}),
+    # Tied embeddings: copies in the first and the last ministage, updated last; or every row once.
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload": True}, tied=True),
+    _row((1, 2), 2, 0.0, {"update": "at-once"}, tp=2, tied=True),
+    _row((2, 1), 1, 0.05, {"vocabulary": True, "update": "per-ministage"}, tied=True),
+    # Both copies on the ranks of the first stage, or of the only one.
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
+    _row((2,), 3, 0.05, {"update": "undo"}, tied=True, shares=((3, 1),)),
+)
+
+
+_LONELY = 1000
+"""One element in so many of a parameter may have had a first gradient of zero up to rounding."""
+_OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
+
+
+def ministage_cases(seed: int, quick: bool) -> list[Case]:
+    """Cases in which every option is on and off, clipping active in half of them.
+
+    Args:
+        seed: For layers and routing.
+        quick: Every third one.
+    """
+    rng = random.Random(seed)
+    rows: list[Row] = []
+    for i, (sizes, tp, chunks, options) in enumerate(ROWS):
+        clip = 0.0 if options.get("update") == "at-once" else CLIPS[i % 2]
+        recompute = ("none", "full")[i // 2 % 2]
+        window = {"window": True, **options}
+        rows.append(_row(sizes, chunks, clip, window, tp=tp, recompute=recompute, precision="fp32"))
+    for sizes, tp, chunks in NO_WINDOW:
+        rows.append(_row(sizes, chunks, 1.0, {}, tp=tp, recompute="none", precision="fp32"))
+    rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
+    for row in MORE:
+        common = {"tp": 1, "recompute": "full", "precision": "fp32"}
+        rows.append({**common, **row, "window": {"window": True, **row["window"]}})
+    cases = [_case(row, f"{row['precision']}-{i:02}", rng) for i, row in enumerate(rows)]
+    return cases[::3] if quick else cases
+
+
+def _case(row: Row, name: str, rng: random.Random) -> Case:
+    """Layers of a stage are divided over its ministages, some of them unevenly, some to none."""
+    from testing.cases import LAYERS, split_layers
+
+    stages = len(row["replicas"])
+    plan = build_plan(
+        [[row["tp"]] * count for count in row["replicas"]],
+        split_layers(stages, False, rng),
+        rng,
+        even_routing="per_microbatch" in row["window"],  # its replicas gather together
+        precision=row["precision"],
+        sequence_parallel=row["tp"] > 1,
+        recompute=row["recompute"],
+        distributed_optimizer=True,
+        tied=row.get("tied", False),
+    )
+    assert sum(sum(s.layers) for s in plan.stages) == LAYERS
+    if "micro_batch_size" in row:
+        plan = _with_larger_microbatches(plan, row["micro_batch_size"])
+    layers = row.get("layers") or [divided(sum(s.layers), row["ministages"], rng) for s in plan.stages]
+    plan = replace(
+        plan,
+        stages=tuple(replace(s, layers=cut) for s, cut in zip(plan.stages, layers, strict=True)),
+        schedule=ScheduleSpec("ministage", dict(row["window"])),
+    )
+    if "shares" in row:
+        plan = with_shares(plan, row["shares"])
+    return Case(name, plan, clip=row["clip"], chosen=row)
+
+
+def with_shares(plan: Plan, shares: Sequence[Sequence[float]]) -> Plan:
+    """The plan with these shares of state, ``[stage][replica]``."""
+    stages = tuple(
+        replace(
+            stage,
+            replicas=tuple(replace(r, state_share=float(share)) for r, share in zip(stage.replicas, row, strict=True)),
+        )
+        for stage, row in zip(plan.stages, shares, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
+    """The same batch in fewer microbatches."""
+    count = plan.training.global_batch_size // size
+    stages = tuple(
+        replace(
+            stage,
+            replicas=tuple(
+                replace(r, microbatches=tuple(range(q, count, len(stage.replicas))))
+                for q, r in enumerate(stage.replicas)
+            ),
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, training=replace(plan.training, micro_batch_size=size), stages=stages)
+
+
+def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
+    """Layers over chunks; what is left over goes to random chunks."""
+    counts = [layers // chunks] * chunks
+    for c in rng.sample(range(chunks), layers % chunks):
+        counts[c] += 1
+    return tuple(counts)
+
+
+class MinistageLab(Lab):
+    """A lab whose runs save their last parameters."""
+
+    def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
+        super().__init__(runner, folder, steps=steps, shared=shared)
+        self._folders: dict[str, Path] = {}
+
+    def reference(self, case: Case) -> Path:
+        """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
+        weights, clip, extra = case.reference
+        plan = clipping_plan(case)
+        folder = self.shared / reference_name("one-saved", weights, clip, extra, self.steps, plan)
+        with made_once(folder) as is_missing:
+            if is_missing:
+                flags = self.common_flags(weights, clip, extra)
+                argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
+                setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
+                if plan is not None:
+                    options = {"out": str(folder), "plan": plan}
+                    setup = ("testing.probe:observe_clipping_groups", options)
+                self.runner.run(Job(folder.name, 1, argv, folder, timeout_s=600, setup=setup))
+        return folder
+
+    def _saving(self, folder: Path) -> tuple[str, ...]:
+        return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
+
+    def job(self, case: Case, *more: str) -> Job:
+        """The run of a case, with a checkpoint after the last step."""
+        # At-once updates have used their gradients up when the iteration ends.
+        size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
+        if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
+            more += ("--rerun-mode", "disabled")  # an update cannot be made twice
+        job = super().job(case, *size, *more)
+        assert job.setup is not None
+        self._folders[case.name] = job.log_dir
+        setup = ("testing.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
+        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600, setup=setup)
+
+    def parameter_difference(self, case: Case) -> float:
+        """Largest relative L2 difference of a parameter after the last step of the case's newest run."""
+        folder = self._folders[case.name]
+        out = folder / "parameters.json"
+        last = f"checkpoint/iter_{self.steps:07}"
+        options = {"first": str(folder / last), "second": str(self.reference(case) / last), "out": str(out)}
+        self.runner.run(
+            Job(
+                "parameters",
+                1,
+                (),
+                out.parent / "comparison",
+                "testing.probe:nothing",
+                ("testing.zorse_cases:compare_parameters", options),
+            )
+        )
+        return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
+
+
+def clipping_plan(case: Case) -> Row | None:
+    """The plan whose ministages' norms clip the case's gradients, as JSON values; None for the global norm."""
+    by_ministage = case.chosen.get("window", {}).get("update") == "per-ministage"
+    return case.plan.to_json() if by_ministage and case.clip > 0 else None
+
+
+def keeps_gradients(case: Case) -> bool:
+    """Whether the gradients of an iteration still exist when it ends."""
+    return case.chosen.get("window", {}).get("update", "exact") == "exact"
+
+
+def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
+    """Write how far the tensors of two checkpoints are apart.
+
+    ``difference`` is the largest relative L2 difference of a parameter, ``optimizer_difference`` that
+    of a tensor of the optimizer; a large one means that a checkpoint mixes tensors up.
+
+    Adam divides a gradient by its own size, so an element whose first gradient is zero up to rounding may move by
+    the learning rate in either direction.  Of every parameter, one element in ``_LONELY`` is therefore left out of
+    ``difference``: those that differ most.  So are biases of keys, which are a part of ``linear_qkv.bias``: their
+    gradient is zero in mathematics, because the softmax does not see them.
+
+    Raises:
+        ValueError: A tensor is missing, or the optimizer's are not those of the same training.
+    """
+    from testing.probe import _plain_tensors
+
+    a, b = (_plain_tensors(Path(folder)) for folder in (first, second))
+    worst = {False: (-1.0, ""), True: (-1.0, "")}
+    for key, expected in b.items():
+        if not expected.is_floating_point() or not expected.numel() or key.endswith("linear_qkv.bias"):
+            continue
+        # Main parameters have another name in the distributed optimizer than in the plain one, which is one of several
+        # where Adam does not update everything.
+        alone = re.sub(r"^chained_\d+\.", "", key)
+        mine = next((name for name in (key, alone, alone.replace(".fp32_param.", ".param.")) if name in a), None)
+        if mine is None:
+            raise ValueError(f"{first} lacks {key}")
+        of_optimizer = alone.startswith("optimizer")
+        apart = (a[mine].double() - expected.double()).abs().flatten()
+        if not of_optimizer:
+            apart = apart.sort().values[: apart.numel() - ceil(apart.numel() / _LONELY)]
+        difference = (apart.norm() / expected.double().norm().clamp(min=1e-30)).item()
+        worst[of_optimizer] = max(worst[of_optimizer], (difference, key))
+    report = {
+        "difference": worst[False][0],
+        "worst": worst[False][1],
+        "optimizer_difference": worst[True][0],
+        "optimizer_worst": worst[True][1],
+    }
+    Path(out).write_text(json.dumps(report), encoding="utf-8")
+    if not 0 <= worst[True][0] < _OPTIMIZER_BAR:
+        raise ValueError(f"{first}: {worst[True][1]} differs by {worst[True][0]} from {second}")
+
+
+def die_in_update(*, rank: int, which: int, update: int, out: str | None = None) -> None:
+    """That rank kills itself in its ``update``-th update of a ministage, counted from 0.
+
+    The optimizer has stepped by then, and a part of its state has gone to the host.
+    """
+    from testing.probe import observe
+
+    observe(rank=rank, out=out)
+    if rank != which:
+        return
+    from megatron_het.features.window.chunk import HostCopy
+    from megatron_het.features.window.optimizer import ChunkedOptimizer
+
+    step, store = ChunkedOptimizer._step, HostCopy.store
+    updates: list[Any] = []
+    stores: list[Any] = []
+
+    def counted_step(self: Any, *positional: Any, **keywords: Any) -> None:
+        updates.append(None)
+        stores.clear()
+        step(self, *positional, **keywords)
+
+    def counted_store(self: Any, *positional: Any, **keywords: Any) -> None:
+        stores.append(None)
+        if len(updates) == update + 1 and len(stores) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store(self, *positional, **keywords)
+
+    ChunkedOptimizer._step = counted_step
+    HostCopy.store = counted_store
