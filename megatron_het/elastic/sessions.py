@@ -23,6 +23,9 @@ from megatron_het.megatron_patches import failed_writes
 from megatron_het.runtime.training import flush_logs
 from megatron_het.safe_io import write_json
 
+_CACHING = "megatron.core.models.common.embeddings."
+"""Modules of Megatron whose classes have methods with caches, which hold the object whose method it is."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -160,4 +163,16 @@ def end_session() -> None:
     if "megatron.training.training" in sys.modules:
         sys.modules["megatron.training.training"].destroy_global_state()
     upstream.uninstall()
+    _clear_method_caches()
     gc.collect()
+
+
+def _clear_method_caches() -> None:
+    """Let go of modules, and the groups and threads that they hold: Megatron caches what rotary embeddings return."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(_CACHING):
+            continue
+        for kind in vars(module).values():
+            for method in vars(kind).values() if isinstance(kind, type) else ():
+                if hasattr(method, "cache_clear"):
+                    method.cache_clear()

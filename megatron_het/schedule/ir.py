@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES, shown
@@ -125,6 +126,15 @@ class Device(NamedTuple):
         return f"{self.stage}.{self.replica}"
 
 
+@functools.lru_cache(maxsize=256)
+def _shares_of(row: tuple[int, ...], replicas: int) -> tuple[tuple[int, ...], ...]:
+    """The microbatches of each replica of a stage; stages, and the plans of a search, often divide them alike."""
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for microbatch, replica in enumerate(row):
+        shares[replica].append(microbatch)
+    return tuple(map(tuple, shares))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Everything a schedule is a function of.
@@ -170,11 +180,7 @@ class Shape:
         put(self, "path", path)
         put(self, "positions", {place: i for i, place in enumerate(path)})
         put(self, "first_device", tuple(first))
-        shares: list[list[int]] = [[] for _ in range(total)]
-        for start, row in zip(first, self.route):
-            for microbatch, replica in enumerate(row):
-                shares[start + replica].append(microbatch)
-        put(self, "shares", tuple(map(tuple, shares)))
+        put(self, "shares", tuple(chain.from_iterable(map(_shares_of, map(tuple, self.route), self.replicas))))
         put(self, "devices", tuple(Device(s, r) for s, n in enumerate(self.replicas) for r in range(n)))
 
     @property
@@ -214,9 +220,9 @@ class Shape:
                 raise ValueError(f"replicas[{s}] = {replicas}: must be at least 1")
             if len(row) != count:
                 raise ValueError(f"route[{s}] has {len(row)} microbatches, route[0] has {count}")
-            for microbatch, replica in enumerate(row):
-                if not 0 <= replica < replicas:
-                    raise ValueError(f"route[{s}][{microbatch}] = {replica}: stage {s} has {replicas} replica(s)")
+            if min(row) < 0 or max(row) >= replicas:
+                microbatch, replica = next((m, r) for m, r in enumerate(row) if not 0 <= r < replicas)
+                raise ValueError(f"route[{s}][{microbatch}] = {replica}: stage {s} has {replicas} replica(s)")
 
     @classmethod
     def uniform(

@@ -47,6 +47,14 @@ def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:
     return replace(case, plan=replace(case.plan, stages=stages))
 
 
+def routed(case: Case) -> Case:
+    """With two microbatches for each of the first two replicas of a stage of four, and one for the others."""
+    first, *others = case.plan.stages
+    given = ((0, 3), (1, 4), (2,), (5,))
+    replicas = tuple(replace(r, microbatches=ids) for r, ids in zip(first.replicas, given, strict=True))
+    return replace(case, plan=replace(case.plan, stages=(replace(first, replicas=replicas), *others)))
+
+
 def sharing(case: Case, shares: tuple[int, ...] = ()) -> Case:
     """With context parallelism, and parts of these sizes."""
     sizes = [[2] * len(stage.replicas) for stage in case.plan.stages]
@@ -104,6 +112,36 @@ CASES = [
         [[4, 4], [1]],
     ),
     with_etp(make("copies-within-tp", "sequence-balance", [[2], [1, 1]], [3, 2], even_routing=True), (1, 2)),
+    # Two expert groups of one stage with different numbers of microbatches.
+    with_ep(routed(make("over-pairs-of-replicas", "mixtral", [[1, 1, 1, 1], [1]], [3, 2])), [[2, 2, 2, 2], [1]]),
+    # All experts once on the ranks that share sequences, or on those of two replicas.
+    with_ep(sharing(make("over-parts-of-sequences", "sequence-balance", [[1, 1]], [5], even_routing=True)), [[4, 4]]),
+    with_ep(
+        with_chunks(
+            make(
+                "over-replicas-interleaved",
+                "mixtral",
+                [[1, 1], [1, 1]],
+                [3, 2],
+                even_routing=True,
+                distributed_optimizer=True,
+                recompute="full",
+            ),
+            "interleaved",
+            ((2, 1), (1, 1)),
+            vocabulary=True,
+            offload_activations=0.75,
+        ),
+        [[2, 2], [2, 2]],
+    ),
+    with_ep(
+        with_chunks(
+            make("over-replicas-zero-bubble", "deepseek", [[1], [1, 1], [1, 1, 1]], [2, 2, 1], even_routing=True),
+            "zb-h1",
+            ((2,), (2,), (1,)),
+        ),
+        [[1], [2, 2], [1, 1, 1]],
+    ),
     with_ep(
         with_chunks(
             make("over-replicas-in-a-v", "mixtral", [[1, 1], [1, 1]], [2, 3], even_routing=True),
@@ -159,6 +197,10 @@ FULL = {
     "ep-in-mixed-tp",
     "over-replicas-with-tp",
     "copies-within-tp",
+    "over-pairs-of-replicas",
+    "over-parts-of-sequences",
+    "over-replicas-interleaved",
+    "over-replicas-zero-bubble",
     "over-replicas-in-a-v",
     "slimpipe-slices",
     "slimpipe-over-replicas",
@@ -175,8 +217,9 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
 
 
 @pytest.mark.full
-def test_divided_experts_in_nccls_order(lab: Lab) -> None:
-    case = BY_NAME["ep-in-mixed-tp"]
+@pytest.mark.parametrize("name", ["ep-in-mixed-tp", "over-replicas", "over-replicas-in-a-v"])
+def test_divided_experts_in_nccls_order(lab: Lab, name: str) -> None:
+    case = BY_NAME[name]
     done = lab.runner.run(in_nccl_order(lab.job(case)))
     assert transports(done.job.log_dir) == {"nccl"}
     found = compare(done.job.log_dir, case.plan, lab.reference(case))

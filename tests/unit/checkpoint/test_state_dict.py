@@ -1,4 +1,4 @@
-"""Which entries of a state dict a rank writes: of tied embeddings the model's first chunk alone."""
+"""Entries of a state dict that a rank writes: of tied embeddings the first chunk's, of two optimizers one's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ activate()  # before Megatron is imported, which binds what the platform replace
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
-from megatron_het.checkpoint.state_dict import StateDictHook  # noqa: E402
+from megatron_het.checkpoint.state_dict import StateDictHook, as_one_optimizer, as_own_optimizers  # noqa: E402
 from megatron_het.distributed import PairGroups, PlanGroups  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, topology_hash  # noqa: E402
 
@@ -79,3 +79,33 @@ def test_parameters_that_are_not_whole_are_written_from_copies(monkeypatch: pyte
     assert [id(parameter) for parameter in asked] == 2 * [id(closed), id(whole)]
     with pytest.raises(AssertionError, match="freed"):
         StateDictHook(groups, False)._for_saving(state, SimpleNamespace(no_save_rng=True, async_save=False))
+
+
+def optimizer_state(name: str, *, is_expert: bool, step: int = 3) -> dict[str, Any]:
+    """As the distributed optimizer has it: groups, and tensors of parameters."""
+    tensor = ShardedTensor.from_rank_offsets(f"optimizer.state.exp_avg.{name}", torch.ones(2))
+    groups = [{"wd_mult": 1.0, "is_expert_parallel": is_expert, "step": step}]
+    return {
+        "optimizer": {"param_groups": groups},
+        "param_state": {0: {"exp_avg": tensor}},
+        "param_state_sharding_type": "fully_reshardable",
+    }
+
+
+def test_a_rank_with_two_optimizers_saves_the_form_of_one_and_takes_its_own() -> None:
+    dense, experts = optimizer_state("dense", is_expert=False), optimizer_state("experts", is_expert=True, step=0)
+    saved = as_one_optimizer({0: dense, 1: experts})
+    assert {key: saved[key] for key in dense} == dense
+    assert saved["experts"] == {"param_state": experts["param_state"]}
+    first, second = as_own_optimizers(saved, 2)
+    assert first == dense
+    assert second == optimizer_state("experts", is_expert=True) | {"param_state": experts["param_state"]}
+
+
+def test_a_rank_with_one_optimizer_takes_either_form() -> None:
+    dense, experts = optimizer_state("dense", is_expert=False), optimizer_state("experts", is_expert=True)
+    assert as_one_optimizer(dense) is dense
+    assert as_own_optimizers(as_one_optimizer({0: dense, 1: experts}), 1) == dense
+    stock = {0: {"optimizer": dense["optimizer"]}, 1: {"optimizer": experts["optimizer"]}}
+    loaded = stock | {"param_state": dense["param_state"], "param_state_sharding_type": "fully_reshardable"}
+    assert as_own_optimizers(loaded, 1) == dense

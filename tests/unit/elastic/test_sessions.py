@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import RotaryEmbedding
 
 from megatron_het.elastic import boundary as boundaries
 from megatron_het.elastic import copies as copying
@@ -119,6 +122,22 @@ def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypat
     monkeypatch.setattr(dist, "destroy_process_group", fails)
     sessions.end_session()
     assert not dist.is_initialized()
+
+
+def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each held a process group, with its threads and connections, for as many sessions as the cache has places."""
+    monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *_: torch.zeros(16, 1, 1, 8))  # by itself it asks for CUDA
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.new_group([0])
+        module = RotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group)
+        module(16)
+        ends: list[Any] = [weakref.ref(module), weakref.ref(group)]
+        del module, group
+        assert ends[0]() is not None, "Megatron's cache does not hold it any more: what clears the cache can go"
+    finally:
+        sessions.end_session()
+    assert [end() for end in ends] == [None, None]
 
 
 @pytest.mark.parametrize(("loads", "began", "stays"), [(True, None, True), (True, 4, False), (False, None, False)])

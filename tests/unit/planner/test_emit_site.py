@@ -19,6 +19,7 @@ from megatron_het.plan import Plan
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, uneven_plan
 from tests.unit.planner.pods import SHELLCHECK, pods_of
 from tools.planner.__main__ import main, parser_of
+from tools.planner.emit import command as commands
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.nodes import NodeKind, components, place
@@ -402,7 +403,9 @@ def test_names_of_groups_differ() -> None:
     assert names == ["rtx-3090", "rtx-3090-n1", "controller-n0", "nodes"]
 
 
-def test_the_command_takes_settings_of_the_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_settings_of_the_cluster_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     groups = [("A100-80", "a100"), ("V100-32", "v100")]
     nodes = [
         {"gpu": gpu, "count": 1, "gpus_per_node": 1, "kubernetes": {"node_selector": {"gpu": label}}}
@@ -419,6 +422,13 @@ def test_the_command_takes_settings_of_the_cluster_file(tmp_path: Path, capsys: 
     text = (tmp_path / "run" / "jobset.yaml").read_text()
     assert "gpu: a100" in text and "claimName: claim" in text and not (tmp_path / "run" / "train.sbatch").exists()
     capsys.readouterr()
+
+    def takes_seconds(*_: Any) -> list[str]:
+        raise AssertionError("Megatron was imported for what is refused without it")
+
+    monkeypatch.setattr(commands, "check_start", takes_seconds)
+    assert main([*words, "--job-name", "a b"]) == 2
+    assert "--job-name" in capsys.readouterr().err
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
     assert main([*words, "--volume", f"claim:{tmp_path}"]) == 2

@@ -20,12 +20,12 @@ from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
-from tools.planner.search import auto
+from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
-from tools.planner.search.outcome import Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Found, Goal, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
@@ -197,21 +197,27 @@ def test_a_power_of_two_of_one_pool():
 
 def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     """The best part has two nodes of one pool less; what is no better is not gone on from."""
-    times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5}
-    estimator = estimator_of(*fast_and_slow())
+    times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5, (8, 16): 1.0}
+    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
     searched = []
 
-    def search(ground, outcome, limits, bound_s, goal):
+    def explore(book, effort, limits):
         searched.append(limits)
-        before, seen[0] = seen[0], min(seen[0], times.get(limits, 10.0))
-        return seen[0] < before
+        book.top = lambda _: [(limits, None)]
+        book.try_candidate(limits)
 
-    seen = [9.0]
-    monkeypatch.setattr(auto, "_alone", search)
-    auto._with_less_and_less(Ground(estimator, Goal(), Progress()), Outcome("auto"), inf)
-    assert searched[:5] == [(16, 22), (24, 20), (24, 16), (0, 22), (24, 0)]
-    assert searched[5:8] == [(8, 22), (16, 20), (24, 18)]  # two nodes less
-    assert seen == [6.5] and len(searched) == len(set(searched)) <= 8 + 2 * (auto.MOST_LEFT_OUT - 1)
+    def price(book, candidate):
+        book.best = min(book.best, times.get(candidate, 10.0))
+
+    monkeypatch.setattr(thorough_search, "explore", explore)
+    monkeypatch.setattr(thorough_search, "_climb_by_stages", lambda *_: None)
+    monkeypatch.setattr(Book, "try_candidate", price)
+    monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
+    book = Book(ground.merged.estimator, ground.goal, ground.progress)
+    book.best = 9.0
+    thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
+    assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
+    assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
 
 
 # The time that a search promises is the simulated time of the plan that is written.

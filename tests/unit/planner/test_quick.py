@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import MOST_ROWS, summary_tables
-from tools.planner.search import limit, thorough
+from tools.planner.search import finish, limit, methods, thorough
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance, layer_rooms
 from tools.planner.search.book import Book
@@ -412,6 +413,42 @@ def test_the_error_names_the_option_as_it_was_given() -> None:
         while True:
             time.process_time()
     assert "from the start of the command" in str(caught.value)
+
+
+@pytest.fixture
+def two_gpus() -> Any:
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1),))
+    return with_catalog(cluster, model_of(layers=4, hidden=512, tokens=512, batch=16))
+
+
+def ring(*_: Any) -> None:
+    signal.raise_signal(signal.SIGPROF)
+
+
+def test_what_was_found_stands_whenever_the_time_is_over(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of the search and its return, and after that."""
+    monkeypatch.setattr(methods, "choose", ring)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", two_gpus, Goal(), progress)
+        ring()
+    assert outcome.best is not None and outcome.interrupted
+
+
+def test_a_search_that_is_stopped_while_it_finishes_has_plans(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told once, and has had a quarter of its time more."""
+    confirm = finish.confirm
+
+    def stopped(*given: Any) -> Any:
+        ring()
+        ring()
+        return confirm(*given)
+
+    monkeypatch.setattr(finish, "confirm", stopped)
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", two_gpus, Goal(), progress)
+    assert outcome.best is not None and outcome.interrupted
 
 
 def test_large_clusters_leave_time_to_write_the_plan(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:

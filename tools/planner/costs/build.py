@@ -144,6 +144,8 @@ def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[
     of_length = {
         n: _block_routes(estimator, candidate, n) for n in {len(range(j, total, blocks)) for j in range(blocks)}
     }
+    if blocks == 1:
+        return of_length[total]
     out: list[list[list[int]]] = []
     for s, stage in enumerate(block.stages):
         per_block = []
@@ -171,12 +173,19 @@ def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> lis
 
 
 def build_plan(
-    estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "", *, one_block: bool = False
+    estimator: Estimator,
+    candidate: Candidate,
+    estimate: Estimate,
+    notes: str = "",
+    *,
+    one_block: bool = False,
+    checked: bool = True,
 ) -> Plan:
     """The plan of a candidate.
 
     Args:
         one_block: Only the first of its equal, independent pipelines (for simulation).
+        checked: Whether a plan that contradicts itself, or that the runtime refuses, is an error.
 
     Raises:
         PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
@@ -192,7 +201,7 @@ def build_plan(
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
     # Of an expert group one of its equal pipelines has a part, with which nobody trains.
-    is_runnable = not (one_block and any(candidate.spans(g) for s in candidate.stages for g in s.groups))
+    checked = checked and not (one_block and any(candidate.spans(g) for s in candidate.stages for g in s.groups))
     stages: list[PlanStage] = []
     per_rank: list[RankPrediction] = []
     routed, sizes = routes_of(candidate) if candidate.sizes else ([], ())
@@ -203,7 +212,7 @@ def build_plan(
         for g in groups
     )
     for s, routes in enumerate(all_routes):
-        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
+        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, rank=len(per_rank))
         stages.append(stage)
         per_rank += predicted
     parameters = _parameters(estimator, candidate, estimate, all_routes)
@@ -223,11 +232,12 @@ def build_plan(
         predicted=Prediction(estimate.iteration_s, _bubble(estimate), tuple(per_rank)),
         notes=notes,
     )
+    if not checked:
+        return plan
     try:
-        if is_runnable:
-            check_plan(plan)
-            if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with
-                check_plan_alone(plan)
+        check_plan(plan)
+        if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with
+            check_plan_alone(plan)
     except PlanError as error:
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     return plan
@@ -348,10 +358,10 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         training.micro_batch_size,
         training.recompute,
         plan.schedule.name,
-        plan.most_chunks,
-        int(_number(parameters, "slices", 1, file, least=1)),
-        int(zero),
-        bool(parameters.get("offload", False)),
+        chunks=plan.most_chunks,
+        slices=int(_number(parameters, "slices", 1, file, least=1)),
+        zero_stage=int(zero),
+        offload=bool(parameters.get("offload", False)),
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
         depths=_depths(parameters, len(plan.stages), file),

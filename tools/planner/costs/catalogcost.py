@@ -223,19 +223,21 @@ class CatalogCosts:
             forward, backward = passes * product_s(*figures), passes * backward_product_s(*figures)
             times = (forward + loss / 2 + reduce, backward + loss / 2 + reduce, 0.0, 0.0)
         parts = spread.expert_parts(tp)
-        kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp, expert_tp=parts)
+        kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.cp, expert_tp=parts)
         extra = 0.0
         if kind == "layer" and not fused:
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.cp)
         if kind == "layer" and recompute == "full":
-            extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp, expert_tp=parts)
+            extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.cp, expert_tp=parts)
         elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
             gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
             extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
         if kind == "layer":
             extra += backward_bytes(model, batch, tp, spread.cp, parts)
         forward, backward, attention_f, attention_b = times
-        return LayerCost(forward, backward, _parameters(model, kind, tp, spread), kept, extra, attention_f, attention_b)
+        count = _parameters(model, kind, tp, spread)
+        attention = {"attention_forward_s": attention_f, "attention_backward_s": attention_b}
+        return LayerCost(forward, backward, count, kept, extra, **attention)
 
     def _mean_layer(self, name: str, batch: int, tp: int, recompute: str, spread: Spread) -> tuple[float, ...]:
         """(forward, backward, attention in both) of the mean of layers with and without experts."""

@@ -321,7 +321,7 @@ class MeasuredCosts:
     ) -> LayerCost:
         # As profiled, else scaled from how it was.
         ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
-        found = self._alone(gpu, kind, batch, tp, recompute, ep, spread.kinds)
+        found = self._alone(gpu, kind, batch, tp, recompute, ep, of=spread.kinds)
         if kind != "layer" and spread.cp == spread.slices == 1:
             return found
         slices, spread = spread.slices, spread._replace(slices=1)
@@ -343,7 +343,7 @@ class MeasuredCosts:
         if slices == 1:
             return found
         key = Kind(gpu, kind, tp, recompute, ep if kind == "layer" else spread.ep)
-        return self._sliced(found, key, batch, spread, slices, (forward, backward), share)
+        return self._sliced(found, key, batch, spread, slices, (forward, backward), share=share)
 
     def _sliced(
         self,

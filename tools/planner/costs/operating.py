@@ -209,7 +209,7 @@ class OperatingPoints:
         self.memory_margin = memory_margin
         self.unit = cache(self._unit)
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
-        self.known_ways: dict[object, float] = {}
+        self.known_ways: dict[float, dict[object, float]] = {}
         self.known_loads: dict[object, Any] = {}
         self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
@@ -244,7 +244,7 @@ class OperatingPoints:
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices)
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices)
         kinds = ((kind, 1),) if kind else ()
         if cp > 1 and any(symbol in self.model.pattern for symbol in RECURRENT):  # as plans refuse it
             return None
@@ -267,27 +267,27 @@ class OperatingPoints:
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
         reserved += self.runtime.framework_bytes
         return Unit(
-            layer.forward_s,
-            layer.backward_s,
-            first.forward_s,
-            first.backward_s,
-            last.forward_s,
-            last.backward_s,
-            layer.parameters,
-            first.parameters,
-            last.parameters,
-            layer.activation_bytes,
-            first.activation_bytes,
-            last.activation_bytes,
-            layer.workspace_bytes,
-            last.workspace_bytes,
-            gpu.memory_bytes,
-            reserved,
-            self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),
-            layer.attention_forward_s,
-            layer.attention_backward_s,
-            layer.fixed_forward_s,
-            layer.fixed_backward_s,
+            layer_f=layer.forward_s,
+            layer_b=layer.backward_s,
+            embedding_f=first.forward_s,
+            embedding_b=first.backward_s,
+            head_f=last.forward_s,
+            head_b=last.backward_s,
+            layer_parameters=layer.parameters,
+            embedding_parameters=first.parameters,
+            head_parameters=last.parameters,
+            layer_bytes=layer.activation_bytes,
+            embedding_bytes=first.activation_bytes,
+            head_bytes=last.activation_bytes,
+            workspace_bytes=layer.workspace_bytes,
+            head_workspace_bytes=last.workspace_bytes,
+            capacity_bytes=gpu.memory_bytes,
+            reserved_bytes=reserved,
+            sliced_share=self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),
+            attention_f=layer.attention_forward_s,
+            attention_b=layer.attention_backward_s,
+            pass_f=layer.fixed_forward_s,
+            pass_b=layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group, stage: int | None = None) -> Unit | None:
@@ -304,7 +304,9 @@ class OperatingPoints:
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+        return self.unit(
+            group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp=expert_tp, slices=c.slices
+        )
 
     def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
         """The mean of the layers of some chunks, by their kinds."""
@@ -324,7 +326,9 @@ class OperatingPoints:
         c = candidate
         if c.slices == 1:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, group.tp, c.slices)
+        return self.unit(
+            group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, expert_tp=group.tp, slices=c.slices
+        )
 
     @property
     def boundary_bytes_per_sequence(self) -> float:
@@ -338,26 +342,29 @@ class OperatingPoints:
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """Returns the seconds of one transfer over each boundary between the groups of stages."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        known_ways, out = self.known_ways, []
-        before, counted = [0] * len(self.cluster.nodes), 0  # GPUs of each pool in stages before
-        for i in range(len(stages) - 1):
-            a, b, local = stages[i], stages[i + 1], False
-            if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
-                (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
-                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
-                if both <= per_node:  # nodes are filled in order
-                    for stage in stages[counted:i]:
-                        for g in stage:
-                            before[g.pool] += cp * g.tp * g.count
-                    counted = i
-                    local = before[pool] // per_node == (before[pool] + both - 1) // per_node
-            way = size, a, b, local
-            known = known_ways.get(way)
-            if known is None:
-                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b)
-                known = known_ways[way] = max(pairs)
-            out.append(known)
+        known = self.known_ways.get(size)
+        if known is None:
+            known = self.known_ways[size] = {}
+        out: list[Any] = [*map(known.get, zip(stages, stages[1:]))]
+        if None in out:
+            out = [self._way_s(stages, i, size, cp) if way is None else way for i, way in enumerate(out)]
         return out
+
+    def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
+        """Seconds of one transfer over the boundary after stage ``i``."""
+        a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])
+        local: bool | None = None
+        if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
+            (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+            both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+            if both <= per_node:  # nodes are filled in order
+                before = cp * sum([g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
+                local = before // per_node == (before + both - 1) // per_node
+        known, key = self.known_ways[size], way if local is None else (*way, local)
+        if key not in known:
+            pairs = [self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, bool(local)) for g in a for h in b]
+            known[key] = max(pairs)
+        return known[key]
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
         """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""

@@ -64,13 +64,13 @@ def _of_group(
     return GroupMemory(
         s,
         groups[i],
-        parameters,
-        gradients,
-        optimizer,
-        activations,
-        workspace,
-        u.reserved_bytes,
-        u.capacity_bytes,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=activations,
+        workspace_bytes=workspace,
+        reserved_bytes=u.reserved_bytes,
+        capacity_bytes=u.capacity_bytes,
         host_bytes=host + waiting,
         cp=candidate.cp,
     )
@@ -203,7 +203,18 @@ def _stage(
     backward_s = sum(w * b for w, b in zip(weight, backward)) / sum(weight)
     sync, update = _tail(estimator, candidate, units, s)
     parameters = tuple(rank_parameters(candidate, u, s) for u in units)
-    return StageTimes(units, forward, backward, shares, busy, forward_s, backward_s, sync, update, parameters)
+    return StageTimes(
+        units,
+        forward,
+        backward,
+        shares,
+        busy,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        sync_s=sync,
+        update_s=update,
+        parameters=parameters,
+    )
 
 
 def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:

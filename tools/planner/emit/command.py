@@ -294,23 +294,15 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     turns = turns_of(options, model)
     line = [word for words in groups.values() for word in words]
     line += plan_arguments(plan, turns.batch_sizes if turns else "")
-    notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
-    notes += to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     kinds = node_kinds(cluster, options)
-    written = emit(
-        plan,
-        options.out,
-        kinds,
-        groups,
-        launch,
-        expected=expected,
-        elastic=elastic,
-        turns=turns,
-        pods=pod_options(options, cluster, kinds),
-    )
+    pods = pod_options(options, cluster, kinds)
+    check_launch(launch, kinds)  # what is refused at once comes before what takes Megatron's imports
+    notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
+    notes += to_fill_in(extra)
+    written = emit(plan, options.out, kinds, groups, launch, expected=expected, elastic=elastic, turns=turns, pods=pods)
     if model.flags.get("rope-scaling-factor", 8) != 8:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"

@@ -10,8 +10,8 @@ from ..costs.estimate import Estimator
 from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.outcome import Outcome, Progress
-from ..search.pools import MOST_POOLS, Limits, nodes_left_out, pools_left_out, rounded_down
-from ..search.thorough import Ground, thorough
+from ..search.pools import Limits, nodes_left_out, pools_left_out
+from ..search.thorough import MOST_LEFT_OUT, Ground, thorough
 from .limit import collector_paused
 from .outcome import Goal
 
@@ -19,10 +19,6 @@ FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
-OF_A_PART = replace(OF_A_SIZE, parts=0)
-"""For what is left of a cluster that has been searched as a whole."""
-MOST_LEFT_OUT = 4
-"""Nodes that are left out one after the other."""
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
 
@@ -53,11 +49,10 @@ def search_auto(
             whole = _thorough(ground, outcome, ground.whole, known)
             outcome.exact = whole.exact
             _join(ground, outcome, whole)
-            if goal.objective != "cost":
-                if not ground.has_many_pools:
-                    _kinds_alone(ground, outcome, known)
-                if ground.is_near:
-                    _parts_alone(ground, outcome, known)
+            if goal.objective != "cost" and not ground.has_many_pools:
+                _kinds_alone(ground, outcome, known)
+                if ground.is_small and not outcome.exact:  # a proof knows smaller clusters
+                    _nodes_left_out(ground, outcome, known)
             _published_methods(ground, outcome, known)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
@@ -117,52 +112,27 @@ def _cheapest(ground: Ground, outcome: Outcome) -> None:
     _join(ground, outcome, theirs)
 
 
-def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
-    """The plans of the cluster without one node, and under Megatron's own schedules only, join the outcome.
+def _nodes_left_out(ground: Ground, outcome: Outcome, known: float) -> None:
+    """The plans of a small cluster without a node, a pool or two nodes join the outcome, as if there were nothing else.
 
-    So one node more and more schedules hardly ever make a plan worse, on clusters that are not too large.
-    """
-    if not outcome.exact:  # a proof knows smaller clusters
-        _with_less_and_less(ground, outcome, known)
-    stock = tuple(s.name for s in ground.goal.allowed if s.is_stock)
-    if 0 < len(stock) < len(ground.goal.allowed):
-        _alone(ground, outcome, ground.whole, known, replace(ground.goal, schedules=stock))
-
-
-def _with_less_and_less(ground: Ground, outcome: Outcome, known: float) -> None:
-    """Leave out one node of each pool in turn, then another one as long as that gives the best plan so far.
-
-    A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too, and
-    the cluster without the pool: slow GPUs or links are in the way of the local search before they are in no plan.
-    Two nodes less are what the smaller clusters look at first, so that what they find there is found here.
+    What a further node changes is much there, and little time is needed.  From the best one, one node more is left out
+    as long as that is better.
     """
     estimator, whole = ground.merged.estimator, ground.whole
-    seen = {whole}
-    first = nodes_left_out(estimator, whole) + rounded_down(estimator, whole) + pools_left_out(whole)
-    if len(whole) <= MOST_POOLS:
-        first += nodes_left_out(estimator, whole, 2)
-    parts = list(dict.fromkeys(first))
+    parts = nodes_left_out(estimator, whole) + pools_left_out(whole) + nodes_left_out(estimator, whole, 2)
+    effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
     for _ in range(MOST_LEFT_OUT):
         better = None
-        for limits in parts:
-            if _alone(ground, outcome, limits, known, ground.goal):
-                better = limits
+        for limits in dict.fromkeys(parts):
+            least = _least(ground, outcome, known)
+            if limits not in seen and _may_be_better(ground, outcome, limits, known):
+                ground.progress.text = "without a node"
+                _join(ground, outcome, thorough(ground, limits, least, effort=effort))
+                better = limits if _least(ground, outcome, known) < least else better
+            seen.add(limits)
         if better is None:
             return
-        seen |= set(parts)
-        parts = [part for part in nodes_left_out(estimator, better) if part not in seen]
-
-
-def _alone(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal) -> bool:
-    """Search a part of the cluster, unless its bound leaves it no chance; whether that gives a better plan."""
-    if not _may_be_better(ground, outcome, limits, known):
-        return False
-    ground.progress.text = "parts alone"
-    before = outcome.best
-    effort = replace(ground.asked, parts=0) if ground.asked else OF_A_PART
-    _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), goal, effort))
-    best = outcome.best
-    return best is not None and (before is None or best.value(ground.goal) < before.value(ground.goal))
+        parts = nodes_left_out(estimator, better)
 
 
 def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, known: float) -> bool:

@@ -112,14 +112,14 @@ class Rooms:
                 _Room(
                     Place(1 / (u.layer_f + u.layer_b) / speed, total),
                     g.count,
-                    free - ends * per,
-                    free,
-                    first * u.embedding_bytes,
-                    last * u.head_bytes,
-                    u.layer_parameters * per,
-                    u.layer_bytes * schedule.layer_share(u),
-                    ends,
-                    u.layer_parameters,
+                    free=free - ends * per,
+                    undivided_free=free,
+                    held_end=first * u.embedding_bytes,
+                    head=last * u.head_bytes,
+                    layer=u.layer_parameters * per,
+                    held_layer=u.layer_bytes * schedule.layer_share(u),
+                    ends=ends,
+                    parameters=u.layer_parameters,
                 )
             )
 
@@ -184,7 +184,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
             return None
         later -= sum([g.count for g in stage])
         loads.append(load)
-        rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
+        rooms = layer_rooms(estimator, stage, like, total, first, last, slack=slack)
         caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
     layers = by_kinds(estimator, groups[0][0], like, _split(loads, caps, wanted))
     rows = like.rows
@@ -210,7 +210,15 @@ def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[i
     ep, expert_tp = like.cut_of(group)
     for kind, _ in model.kinds:
         unit = estimator.unit(
-            group.pool, group.tp, like.micro_batch_size, like.recompute, like.cp, ep, expert_tp, like.slices, kind
+            group.pool,
+            group.tp,
+            like.micro_batch_size,
+            like.recompute,
+            like.cp,
+            ep,
+            expert_tp=expert_tp,
+            slices=like.slices,
+            kind=kind,
         )
         if unit is None:
             return layers
@@ -267,7 +275,7 @@ def layer_rooms(
         load = stage_load(estimator, groups, like, first, last)
         if c.slack != slack:
             c = estimator.known_points.get(point) or estimator.known_points.setdefault(point, c.with_(slack=slack))
-        known[stage] = Rooms(estimator, groups, load.units, total, first, last, c) if load else None
+        known[stage] = Rooms(estimator, groups, load.units, total, first, last, like=c) if load else None
     found: Rooms | None = known[stage]
     return found
 

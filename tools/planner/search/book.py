@@ -8,7 +8,7 @@ from megatron_het.schedule.generators.one_f_one_b import SLACK
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
-from ..costs.schedules import is_ordered, schedule_of
+from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..search.balance import balance
 from ..search.outcome import Progress
 from ..search.pools import Limits, all_gpus
@@ -43,6 +43,9 @@ def in_regions(estimator: Estimator, goal: Goal, groups: Groups) -> bool:
 class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
+    What is looked at of a schedule depends on 1F1B and on that schedule: more schedules to choose from do not change
+    what is found of one of them.
+
     ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
     replicas (interleaved schedules need them), whatever their schedule.  ``steps`` says where local search goes
     from a candidate (looking at all neighbours, or in haste), None where it ends; ``even`` has the starting points
@@ -74,6 +77,7 @@ class Book:
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
         self.best, self.bound, self.simulated = inf, bound, simulated
+        self.best_of: dict[str, float] = {}
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
@@ -84,6 +88,10 @@ class Book:
     def to_beat(self) -> float:
         """The best value so far, here or known before."""
         return min(self.best, self.bound)
+
+    def to_beat_under(self, schedule: str) -> float:
+        """Best value so far of one schedule and of 1F1B, here or known before."""
+        return min([self.bound, *[self.best_of.get(name, inf) for name in (PLAIN.name, schedule)]])
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
@@ -144,7 +152,7 @@ class Book:
         """Whether a promising 1F1B pipeline is unusable as it is, so that fewer microbatches in flight may help."""
         if not schedule_of(candidate).has_slack or not candidate.slack:
             return False
-        if candidate in self.good or score > NEARLY * self.best:
+        if candidate in self.good or score > NEARLY * self.best_of.get(PLAIN.name, inf):
             return False
         first = candidate.stages[0].groups
         return any(len(s.groups) > 1 or s.groups[0].count != first[0].count for s in candidate.stages)
@@ -161,6 +169,7 @@ class Book:
             return score
         if self.estimator.fits(estimate) and self.goal.violation(candidate, estimate) == 0 and self._allowed(candidate):
             self.good[candidate] = (score, estimate)
+            self.best_of[candidate.schedule] = min(score, self.best_of.get(candidate.schedule, inf))
             if score < self.best:
                 self.best = self.progress.best = score
             if len(self.good) > 5 * self.KEEP:

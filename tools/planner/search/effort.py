@@ -27,15 +27,16 @@ class Effort:
         near_gpus: Clusters up to this size are searched thoroughly without one node too.
         cut_nodes: Clusters up to this many nodes are also cut by bandwidth, as Zorse does.
         exact_gpus: Clusters up to this size are searched to the proven optimum.
-        exact_nodes: Nodes of the search tree before the proof is given up.
+        exact_nodes: Nodes of the search tree, and plans that are priced there, before the proof is given up.
         simulated_operations: Compute operations to simulate at the end, over all finalists.
         promising: Finalists that can be expected within this share of the best are simulated.
         first: Finalists of each schedule that are simulated, whatever the closed form says about others.
         refined: Small changes of the best plan may take so many times the operations of the other simulations, where
-            it is 1F1B, which is simulated by compiled loops.
+            it is plain 1F1B, which is simulated by compiled loops.
         regroups: Replicas of the best plan move between stages in the end, where that makes it faster.
-        exact_promising, exact_operations: The same two for clusters searched to the optimum, where plans are
-            small, cheap to simulate, and the closed form is off by more.
+        small_gpus: Up to this size plans are cheap to simulate, and the closed form is off by more.
+        exact_promising, exact_operations: As ``promising`` and ``simulated_operations``, for such clusters and for
+            those that are searched to the optimum.
     """
 
     sketches: int = 1000
@@ -55,12 +56,13 @@ class Effort:
     near_gpus: int = 200
     cut_nodes: int = 16
     exact_gpus: int = 8
-    exact_nodes: int = 60_000
+    exact_nodes: int = 30_000
     simulated_operations: int = 15_000
     promising: float = 0.03
     first: int = 2
     refined: int = 16
     regroups: bool = True
+    small_gpus: int = 24
     exact_promising: float = 0.15
     exact_operations: int = 80_000
 

@@ -145,8 +145,8 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED = 1.06
-"""Small changes are made to the best plan, and to the best 1F1B plan within this factor of it, which gains most."""
+REFINED, MOST_REFINED = 1.06, 4
+"""Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 DEEPENED = 2
 """Plans of schedules with depths for which these are chosen, however large the plans are."""
 
@@ -162,28 +162,69 @@ def finish(
 ) -> None:
     """Simulate the finalists of every schedule, and order them.
 
-    The closed form is more hopeful for one schedule than for another, and for stages that mix GPUs or differ in
-    width.  So finalists fall into classes of one schedule with the same kinds of GPUs in every stage and widths that
-    divide each other or not.  The first finalists of each schedule are simulated whatever the others promise.  After
-    that a finalist is judged by its closed form times the lowest ratio of simulation to closed form that its class
-    has shown.
+    One schedule comes after the other, and is judged by what its own simulations have shown.  Of the others no more is
+    asked than whether a finalist certainly takes longer than a plan of an earlier one.  So what is found of a schedule
+    hardly depends on what else may be chosen.
 
     Args:
         place: Puts a candidate into the real zones.
         bound: Value of a plan that is known already: finalists that can hardly be better are left out.
     """
-    margin = effort.exact_promising if outcome.exact else effort.promising
     each = effort.exact_operations if outcome.exact else effort.simulated_operations
-    most = 2 * each
-    """Operations of the first finalist of a schedule, which is simulated whatever has been spent."""
-    spent: dict[str, int] = {}
-    """By schedule: what one takes is not taken from another."""
     queues = _queues(book, 1000 if outcome.exact else 120)
-    ratios = _Ratios(effort.first)
     found: list[Found] = []
-    best = bound
     book.progress.finishing = True
-    while queues and not (found and book.progress.spent):
+    try:
+        for schedule in SCHEDULES:
+            mine = {name: queue for name, queue in queues.items() if name[0] == schedule}
+            known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
+            for entry in _finalists(book, outcome, estimator, effort, mine, place, bound=bound, known=known):
+                if _within(goal, entry):
+                    own.append(entry)
+                    found.append(entry)
+                    book.progress.kept.append(entry)
+            if own and not outcome.interrupted:
+                better = _improved(estimator, goal, own, each, book.progress, effort, known=known)
+                found += better
+                book.progress.kept += better
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        for candidate, estimate in book.finalists(1) if not found else ():  # rather by its closed form than none
+            placed = _placed(estimator, goal, place(candidate), candidate, estimate)
+            book.progress.kept += [] if placed is None else [Found(*placed)]
+        found = found or book.progress.kept[:]
+    _conclude(book, outcome, confirm(estimator, goal, found), place)
+
+
+def _finalists(
+    book: Book,
+    outcome: Outcome,
+    estimator: Estimator,
+    effort: Effort,
+    queues: dict[Class, list[tuple[Candidate, Estimate, int]]],
+    place: Callable[[Candidate], Candidate],
+    *,
+    bound: float,
+    known: float,
+) -> Iterator[Found]:
+    """The finalists of one schedule, simulated as long as they look as good as the best.
+
+    The closed form is more hopeful for stages that mix GPUs or differ in width.  So finalists fall into classes with
+    the same kinds of GPUs in every stage and widths that divide each other or not.  The first finalists are simulated
+    whatever the others promise.  After that a finalist is judged by its closed form times the lowest ratio of
+    simulation to closed form that its class has shown.
+
+    Args:
+        queues: By class.
+        bound: See :func:`finish`.
+        known: The same, or the value of a finalist of another schedule.
+    """
+    goal, is_small = book.goal, outcome.exact or sum(book.limits) <= effort.small_gpus
+    margin = effort.exact_promising if is_small else effort.promising
+    left = effort.exact_operations if is_small else effort.simulated_operations
+    most = 2 * left  # operations of the first one, which is simulated whatever has been spent
+    ratios, best = _Ratios(effort.first), bound
+    while queues and not (best < inf and book.progress.spent):
         name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n, queues[n][0][2]))
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
@@ -191,11 +232,9 @@ def finish(
         if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > best:
             queues.pop(name, None)
             continue
-        left = each - spent.get(name[0], 0)
-        is_allowed = _taken(candidate, operations, 1) <= (most if ratios.is_new(name[0]) else left)
+        is_allowed = _taken(candidate, operations, 1) <= (left if ratios.met else most)
         least = least_s(book.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
-        too_slow = least > bound
-        if too_slow or (found and not is_allowed):
+        if least > known or (min(best, known) < inf and not is_allowed):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
         if placed is None:
@@ -203,15 +242,12 @@ def finish(
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
         entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
-        spent[name[0]] = spent.get(name[0], 0) + _taken(placed[0], operations, tries)
-        if entry is None:
-            continue
-        ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
-        if _within(goal, entry):
-            found.append(entry)
-            best = min(best, entry.value(goal))
-    _improve(estimator, goal, book.progress, outcome, found, each, effort, bound)
-    _conclude(book, outcome, confirm(estimator, goal, found), place)
+        left -= _taken(placed[0], operations, tries)
+        if entry is not None:
+            ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
+            if _within(goal, entry):
+                best = min(best, entry.value(goal))
+            yield entry
 
 
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
@@ -230,27 +266,7 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
 
-def _improve(
-    estimator: Estimator,
-    goal: Goal,
-    progress: Progress,
-    outcome: Outcome,
-    found: list[Found],
-    operations: int,
-    effort: Effort,
-    known: float,
-) -> None:
-    """Better plans in place of the best ones, where there is time; what has been found stays."""
-    if not found or outcome.interrupted:
-        return
-    try:
-        _improve_best(estimator, goal, found, operations, progress, effort, known)
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-        found.sort(key=lambda f: f.value(goal))
-
-
-def _improve_best(
+def _improved(
     estimator: Estimator,
     goal: Goal,
     found: list[Found],
@@ -258,20 +274,19 @@ def _improve_best(
     progress: Progress,
     effort: Effort,
     known: float,
-) -> None:
-    """More in flight across slow links where that makes the best plans faster, and small changes.
-
-    They are made to the best plan, and to the best 1F1B plan where that is nearly as good.
+) -> list[Found]:
+    """Better plans than those of one schedule: more in flight across slow links, and small changes of the best.
 
     Args:
+        found: The plans; they are ordered.
         known: Value of a plan that is known already.
     """
     found.sort(key=lambda f: f.value(goal))
-    best = min(known, found[0].value(goal))
+    best, better = min(known, found[0].value(goal)), list[Found]()
     deepened = 0
-    for i, entry in enumerate(found):
+    for entry in found:
         if progress.spent:
-            return
+            return better
         if not schedule_of(entry.candidate).has_depths or entry.candidate.depths:
             continue
         is_large = work_of(estimator, entry.candidate) > SMALL
@@ -279,37 +294,38 @@ def _improve_best(
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
         if hope >= best or (is_large and deepened >= DEEPENED):
             continue
-        found[i] = deeper(estimator, goal, entry, briefly=deepened >= DEEPENED)
+        deep = deeper(estimator, goal, entry, briefly=deepened >= DEEPENED)
         deepened += 1
-        best = min(best, found[i].value(goal))
-    found.sort(key=lambda f: f.value(goal))
+        if deep is not entry:
+            better.append(deep)
+            best = min(best, deep.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
-    plain = next((f for f in found if f.candidate.schedule == PLAIN.name), None)
-    for chosen in dict.fromkeys((found[0], plain or found[0])):
-        if chosen.value(goal) > REFINED * best:
-            continue
-        allowed = operations * effort.refined if chosen is plain else operations
-        better = refine(estimator, goal, chosen, allowed, simulate, effort.regroups)
-        if better is not chosen:
-            found.append(better)
-    found.sort(key=lambda f: f.value(goal))
+    is_plain = found[0].candidate.schedule == PLAIN.name  # whose loops are compiled
+    starts: dict[object, Found] = {}
+    for entry in sorted(found + better, key=lambda f: f.value(goal)):
+        starts.setdefault(pools_of(entry.candidate), entry)
+    for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else 1]):
+        if entry.value(goal) > REFINED * best or progress.spent:
+            break
+        allowed = operations * (effort.refined if is_plain and not entry.candidate.rows else 1) // (i + 1)
+        refined = refine(estimator, goal, entry, allowed, simulate, effort.regroups)
+        if refined is not entry:
+            better.append(refined)
+            best = min(best, refined.value(goal))
+    return better
 
 
 class _Ratios:
-    """Holds what simulations have shown of the closed form, by class.
+    """Holds what simulations of a schedule have shown of the closed form, by class.
 
     Args:
-        first: So many finalists of a schedule are judged as if their closed form said much too much.
+        first: So many finalists are judged as if their closed form said much too much.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self.met: dict[str, int] = {}
+        self.met = 0
         self.lowest: dict[Class, float] = {}
-
-    def is_new(self, schedule: str) -> bool:
-        """Whether nothing of this schedule has been simulated."""
-        return schedule not in self.met
 
     def of(self, name: Class, operations: int) -> float:
         """Simulation over closed form that may be hoped for.
@@ -320,13 +336,13 @@ class _Ratios:
         schedule = SCHEDULES[name[0]]
         if operations > SMALL and not (name[1] or schedule.has_slack or schedule.shards_parameters):
             return self.lowest.get(name, UNEVEN)
-        if self.met.get(name[0], 0) < self.first:
+        if self.met < self.first:
             return HOPEFUL
         return self.lowest.get(name, UNKNOWN)
 
     def add(self, name: Class, ratio: float) -> None:
         """One more simulation."""
-        self.met[name[0]] = self.met.get(name[0], 0) + 1
+        self.met += 1
         self.lowest[name] = min(self.lowest.get(name, inf), ratio)
 
 
@@ -334,11 +350,16 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
     """The best candidates of each class, with the number of operations it takes to simulate each."""
     out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
     for candidate, estimate in book.finalists(count):
-        kinds = tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
+        kinds = pools_of(candidate)
         divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
         entry = candidate, estimate, operations_of(book.estimator, candidate)
         out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
     return out
+
+
+def pools_of(candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+    """The pools of every stage."""
+    return tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
 
 
 def waits_for_nobody(candidate: Candidate) -> bool:

@@ -100,6 +100,8 @@ def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None
 
     def interrupt(*_: object) -> None:
         nonlocal fired
+        if progress.is_over:
+            return
         fired += 1
         if not progress.finishing or fired > 1:
             raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
 from ..search.seeds import sizes_over_replicas
 from ..simulate.simulation import block_s, operations_of
-from .finish import confirm
+from .finish import confirm, pools_of
 from .outcome import Found, Goal
 
 # What a plan may have besides stages, layers and batches, tried on the plans that a search has found.
@@ -175,13 +175,15 @@ WORTH = 0.01
 """A change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken."""
 LONG = 32768
 """Sequences from which on context parallelism, the exchange and offload are tried."""
-TRIED = 3
-"""Plans of different kinds that are changed."""
+TRIED, NEAR = 2, 1.03
+"""Plans of a schedule that are changed, the others within this factor of the best."""
+MOST_REGULAR = 3
+"""Regular plans that are changed, for long sequences."""
 MOST_STEPS = 12
 """Changes of one plan, one after the other."""
-MOST_OPERATIONS = 12_000
-"""Compute operations of the simulations of all changes, but for long sequences, where plans differ by more."""
-MOST_OPERATIONS_LONG = 240_000
+MOST_OPERATIONS = 4_000
+"""Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
+MOST_OPERATIONS_LONG = 80_000
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of activations in main memory."""
 SIZES = (2, 4, 8, 16)
@@ -196,7 +198,6 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     if outcome.interrupted or progress.spent:
         return
     is_long = estimator.model.seq_length >= LONG
-    left = MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS
     starts = _starts(outcome, goal)
     if not starts and outcome.nearest is not None:
         first = _fitting(estimator, goal, outcome.nearest[0])
@@ -204,16 +205,13 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         outcome.found += starts
     better: list[Found] = []
     progress.text = "choices"
-    regular = regular_with_experts(estimator, goal, TRIED)
+    regular = regular_with_experts(estimator, goal, MOST_REGULAR)
     if is_long:
-        regular += regular_pipelines(estimator, goal, TRIED)
+        regular += regular_pipelines(estimator, goal, MOST_REGULAR)
     for found in (_simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
-    starts.sort(key=lambda f: f.value(goal))
-    for i, start in enumerate(starts):
-        share = left // (len(starts) - i)
-        changed, rest = _climb(estimator, goal, progress, start, share)
-        left += rest - share
+    for start in sorted(starts, key=lambda f: f.value(goal)):
+        changed = _climb(estimator, goal, progress, start, MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS)
         if changed not in outcome.found:
             better.append(changed)
     if better or (starts and outcome.best is None):
@@ -222,22 +220,29 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
 
 
 def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
-    """The best plans of different schedules and numbers of stages."""
-    best: dict[object, Found] = {}
+    """The best plan of every schedule, and the next one with other stages that is nearly as good."""
+    best: dict[str, dict[object, Found]] = {}
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
-        best.setdefault((found.candidate.schedule, len(found.candidate.stages)), found)
-    return list(best.values())[:TRIED]
+        mine = best.setdefault(found.candidate.schedule, {})
+        first = next(iter(mine.values()), found)
+        if len(mine) < TRIED and found.value(goal) <= NEAR * first.value(goal):
+            mine.setdefault(pools_of(found.candidate), found)
+    return [found for mine in best.values() for found in mine.values()]
 
 
-def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> tuple[Found, int]:
-    """The plan with all changes that pay, and the operations that are left to simulate."""
+def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> Found:
+    """The plan with all changes that pay.
+
+    Args:
+        left: Operations that may be simulated.
+    """
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
         best = current
         for candidate, estimate in _promising(estimator, goal, current, tried):
             left -= _work(estimator, candidate)
             if left < 0 or progress.spent:
-                return best, left
+                return best
             tried.add(candidate)
             found = _simulated(estimator, candidate, estimate)
             if found is not None and found.value(goal) < best.value(goal):
@@ -247,7 +252,7 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
         if best.value(goal) > current.value(goal) * (1 - WORTH):
             break
         current = best
-    return current, left
+    return current
 
 
 def _work(estimator: Estimator, candidate: Candidate) -> int:
@@ -422,14 +427,22 @@ def search(
         robust: Of plans that are about as fast, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
-    # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
-    bound = Bounds(estimator, goal).value(all_gpus(estimator))
-    outcome = _search(method, estimator, goal, progress)
+    outcome, bound = Outcome(method), 0.0
+    try:
+        # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
+        bound = Bounds(estimator, goal).value(all_gpus(estimator))
+        outcome = _search(method, estimator, goal, progress)
+        if method == "auto":
+            choose(estimator, goal, progress, outcome)
+            prefer_plain(estimator, goal, outcome)
+            if robust:
+                prefer_steady(estimator, goal, outcome)
+        progress.is_over = True
+    except KeyboardInterrupt:
+        progress.is_over = outcome.interrupted = True
+    if outcome.interrupted and not outcome.found:
+        outcome.found = sorted(progress.kept, key=lambda found: found.value(goal))
     if method == "auto":
-        choose(estimator, goal, progress, outcome)
-        prefer_plain(estimator, goal, outcome)
-        if robust:
-            prefer_steady(estimator, goal, outcome)
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
     return outcome

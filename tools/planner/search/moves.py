@@ -56,7 +56,7 @@ def neighbours(
     spare = dict(enumerate(limits))
     for pool, used in candidate.gpus().items():
         spare[pool] -= used
-    for changed in chain(
+    changes = (
         _resized(stages, spare, bottleneck),
         _moved(stages, bottleneck),
         _retyped(estimator, stages),
@@ -66,7 +66,8 @@ def neighbours(
         _respread(estimator, stages, limits) if spread else (),
         _equalised(stages, spare),
         _without(stages),
-    ):
+    )
+    for changed in chain.from_iterable(changes):
         closed = _close(changed, stages, groups)
         if closed is not None:
             yield closed, candidate

@@ -170,7 +170,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Progress:
-    """Shared with the caller: what the search is doing, and the time it may take."""
+    """Shared with the caller: what the search is doing, and the time it may take.
+
+    Attributes:
+        finishing: Plans are being simulated, which is worth some more time.
+        is_over: The outcome is in hand: nothing interrupts its caller any more.
+        kept: Plans that were simulated so far, which stand wherever the search is interrupted.
+    """
 
     limit_s: float = 1e9
     started: float = field(default_factory=time.process_time)
@@ -178,6 +184,8 @@ class Progress:
     best: float = float("inf")
     asked: int = 0
     finishing: bool = False
+    is_over: bool = False
+    kept: list[Found] = field(default_factory=list)
 
     @property
     def out_of_time(self) -> bool:

@@ -213,6 +213,6 @@ def search_poplar(
     if not book.good:
         for candidate in plain:
             book.try_candidate(candidate)
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound_s)
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound=bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome

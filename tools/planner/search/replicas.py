@@ -216,7 +216,7 @@ class Replicas:
         pool, tp, ep = kind
         if cp == ep == 1:
             return self.estimator.unit(pool, tp, batch, recompute)
-        return self.estimator.unit(pool, tp, batch, recompute, cp, ep, tp // ep)
+        return self.estimator.unit(pool, tp, batch, recompute, cp, ep, expert_tp=tp // ep)
 
     # -- times -------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def search_sailor(
         goal,
         replace(effort, regroups=False),
         lambda c: expand(merged, estimator.cluster, c),
-        bound_s,
+        bound=bound_s,
     )
     outcome.cpu_s = time.process_time() - started
     return outcome
@@ -220,7 +220,7 @@ def _solve(
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
     estimator = book.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size // degree
-    offers = _Offers(estimator, layers, tps, degree, total, like, bound_s)
+    offers = _Offers(estimator, layers, tps, degree, total, like, bound_s=bound_s)
     last = len(layers) - 1
 
     @cache

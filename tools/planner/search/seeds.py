@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN
 from ..search.book import Book, Groups
 from ..search.pools import Limits
 from .outcome import Goal
@@ -299,7 +300,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
                     if book.goal.objective == "cost":
                         guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
-                    if guess < book.to_beat and work_s <= slowest_s and guess <= book.simulated:
+                    if guess < book.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= book.simulated:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
     for _, _, chosen, point in nsmallest(count, found):

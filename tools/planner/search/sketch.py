@@ -10,7 +10,7 @@ from __future__ import annotations
 from ctypes import c_double, c_int32
 from math import inf
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_het.plan.validate import most_chunks
 
@@ -63,7 +63,7 @@ class _Known:
         rate: Layers per second.
         width: Replicas.
         rooms: What fits into memory.
-        caps: Most layers that fit, by the replicas of later stages and, where they matter, numbers of stages.
+        caps: Most layers that fit, by the replicas of later stages, or by the numbers of stages.
     """
 
     __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
@@ -72,13 +72,14 @@ class _Known:
         self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
         self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
-        self.caps: dict[tuple[int, int, int], int] = {}
+        self.caps: dict[int | tuple[int, int], int] = {}
 
 
 _FIGURES = Struct("5d")
 _NO_ENDS = 0.0, 0.0
-_UNMET = _Known.__new__(_Known)
-"""In place of a stage that has not been met."""
+
+
+_Met = dict[tuple[Group, ...], "_Known | Literal[False]"]
 
 
 class _Point:
@@ -89,7 +90,7 @@ class _Point:
         mismatch: Of its schedule.
         most_stages: Stages of a plan that has no more passes than a plan may have.
         total: Microbatches.
-        known: By the parts of embedding and head that stages have, and by groups; None where they cannot run.
+        known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
         values: Guesses that were made, by the groups of all stages.
     """
 
@@ -99,7 +100,7 @@ class _Point:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         self.most_stages = most_chunks(total, like.slices) // like.chunks
-        self.known: dict[tuple[float, float], dict[tuple[Group, ...], _Known | None]] = {}
+        self.known: dict[tuple[float, float], _Met] = {}
         self.values: dict[Groups, float] = {}
 
 
@@ -165,22 +166,21 @@ class Sketch:
 
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
         """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
-        count, rate, like = len(groups), 0.0, point.like
-        found: list[_Known] = []
-        middle = point.known.setdefault(_NO_ENDS, {})
-        for s, groups_of in enumerate(groups):
-            known, ends = middle, _NO_ENDS
-            if like.rows or s in (0, count - 1):
-                ends = ends_at(like, s, count)
-                known = point.known.setdefault(ends, {})
-            entry = known.get(groups_of, _UNMET)
-            if entry is _UNMET:
-                entry = known[groups_of] = self._meet(point, groups_of, *ends)
-            if entry is None:
-                return found, 0.0
-            found.append(entry)
-            rate += entry.rate
-        return found, rate
+        count, like = len(groups), point.like
+        inner = ends_at(like, 0, count) if like.rows else _NO_ENDS
+        met = point.known.get(inner) or point.known.setdefault(inner, {})
+        found: list[Any] = [*map(met.get, groups)]
+        for s in range(count) if like.rows and len(like.rows) == count else () if like.rows else {0, count - 1}:
+            found[s] = point.known.setdefault(ends_at(like, s, count), {}).get(groups[s])
+        if not all(found):
+            for s in range(count):
+                if found[s] is None:
+                    ends = ends_at(like, s, count)
+                    found[s] = self._meet(point, groups[s], *ends) or False
+                    point.known.setdefault(ends, {})[groups[s]] = found[s]
+                if not found[s]:
+                    return found, 0.0
+        return found, sum([entry.rate for entry in found])
 
     def _seconds(
         self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
@@ -223,7 +223,7 @@ class Sketch:
         stage = self.stages[key]
         if stage is None:
             return None
-        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, 0.0)
+        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, slack=0.0)
         unit = self.estimator.unit_of(like, groups[0])
         return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
 
@@ -287,11 +287,11 @@ def _caps(found: list[_Known], by_stages: bool) -> list[int]:
     """Most layers of each stage.
 
     Args:
-        by_stages: They depend on the numbers of stages.
+        by_stages: They depend on the numbers of stages, not of replicas.
     """
     later, out, count = 0, [], len(found)
     for after, entry in enumerate(reversed(found)):
-        known = (later, after, count) if by_stages else (later, 0, 0)
+        known = (after, count) if by_stages else later
         cap = entry.caps.get(known)
         if cap is None:
             cap = entry.caps[known] = entry.rooms.cap(later, after, count)

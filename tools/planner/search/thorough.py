@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, combinations, product
 from math import inf
 
@@ -16,7 +18,7 @@ from ..search.effort import Effort, effort_for
 from ..search.finish import finish
 from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
-from ..search.pools import MOST_POOLS, Limits, all_gpus, parts
+from ..search.pools import MOST_POOLS, Limits, all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from ..search.regions import Merged, expand, merge
 from ..search.replicas import Scope
 from ..search.seeds import WORTH, even_seeds, seeds
@@ -93,7 +95,7 @@ class _Tree:
                 continue
             rest = tuple(n - u for n, u in zip(left, use))
             cost = price + sum(self.estimator.price[p] * u for p, u in enumerate(use))
-            self._layers(stages, groups, units, rest, layers, before, cost)
+            self._layers(stages, groups, units, rest, layers, before, price=cost)
 
     def _layers(
         self,
@@ -119,6 +121,7 @@ class _Tree:
                 return
             here = [*stages, Stage(n, groups)]
             if last:
+                self.nodes -= 1
                 self.book.try_slack(self.point.with_(stages=tuple(here)))
                 return
             if not rate_left:
@@ -157,6 +160,12 @@ CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
 MANY = 64
 """Neighbours that are looked at before a much better one is taken at once."""
+KEPT = 16
+"""Plans of a further part that are remembered."""
+BRIEF = 100, 12, 80
+"""Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
+MOST_LEFT_OUT = 4
+"""Nodes that are left out one after the other."""
 FEW_PARTS = 2
 """Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
@@ -203,6 +212,12 @@ class Ground:
         return whole <= (self.asked or effort_for(whole)).near_gpus
 
     @property
+    def is_small(self) -> bool:
+        """Whether it is so small that even what is left of it is searched as if there were nothing else."""
+        whole = sum(self.whole)
+        return whole <= (self.asked or effort_for(whole)).small_gpus
+
+    @property
     def has_many_pools(self) -> bool:
         """Whether it is large, of so many pools that not every choice of them is searched."""
         return not self.is_near and len(self.whole) > MOST_POOLS
@@ -224,7 +239,7 @@ def thorough(
     effort = effort or ground.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
     beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
-    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten, bound)
+    book = Book(merged.estimator, goal, progress, limits, ground.first, bound=beaten, simulated=bound)
     ground.first = ground.first or book
     outcome = Outcome("auto")
     try:
@@ -233,7 +248,7 @@ def thorough(
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits)
+            _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
@@ -245,7 +260,8 @@ def thorough(
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
     if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
-    finish(book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound)
+    place = partial(expand, merged, ground.estimator.cluster)
+    finish(book, outcome, ground.estimator, goal, effort, place, bound=bound)
     return outcome
 
 
@@ -268,27 +284,59 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
             _climb(book, effort, candidate, limits)
 
 
-def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
-    """Search every part of the cluster that can hold a better plan than the best so far.
+def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
+    """Explores every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
-    less or half of a pool; of each, what can be best by its bound.
+    less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
+    that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
     """
     # Where the whole has nothing near what is known, parts that differ by little have nothing either.
     left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
+    seen = {whole}
 
     def order(limits: Limits) -> tuple[bool, bool, float]:
         cut = any(n and n < most for n, most in zip(limits, whole))
         return sum(map(bool, limits)) > 1, cut, bounds.ideal(limits)
 
-    for limits in sorted(parts(book.estimator, whole), key=order):
-        if bounds.excludes(limits, min(book.to_beat * (1 + effort.promising), book.simulated)):
-            continue
+    def is_better(limits: Limits, how: Effort) -> bool:
+        """Whether the part has a better plan."""
+        before = book.best
+        seen.add(limits)
+        own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
+        explore(own, how, limits)
+        _climb_by_stages(own, how, limits)
+        for candidate, _ in own.top(KEPT):
+            book.try_candidate(candidate)
+        return book.best < before
+
+    def hopeful(found: list[Limits]) -> Iterator[Limits]:
+        for limits in dict.fromkeys(found):
+            known = min(book.to_beat * (1 + effort.promising), book.simulated)
+            if limits not in seen and not bounds.excludes(limits, known):
+                yield limits
+
+    better = []
+    for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
+        seen.add(limits)
+        before = book.best
         explore(book, smaller, limits)
+        better += [limits] if book.best < before else []
         left -= 1
         if not left:
+            break
+    if not is_near:
+        return
+    brief = replace(smaller, sketches=BRIEF[0], seeds=BRIEF[1], steps=BRIEF[2], counts=1)
+    further = nodes_left_out(book.estimator, whole) + rounded_down(book.estimator, whole) + pools_left_out(whole)
+    if len(whole) <= MOST_POOLS:
+        further += nodes_left_out(book.estimator, whole, 2)
+    for _ in range(MOST_LEFT_OUT):
+        better += [limits for limits in hopeful(further) if is_better(limits, brief)]
+        if not better:
             return
+        further, better = nodes_left_out(book.estimator, better[-1]), []
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
@@ -348,7 +396,7 @@ def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: 
     while spent < budget and not book.progress.out_of_time:
         step = current, hasty
         if step not in book.steps:
-            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget - spent)
+            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget=budget - spent)
             spent += tried
             if whole:
                 book.steps[step] = best
@@ -416,7 +464,7 @@ def _bottleneck(book: Book, candidate: Candidate) -> int:
 
 def _variants(book: Book, effort: Effort, limits: Limits) -> None:
     """Other schedules for the best stages, then again for what got better."""
-    starts = [c for c, _ in book.top(effort.beam)]
+    starts = [c for c, _ in book.top(effort.beam, PLAIN.name)]
     starts += [c for _, (_, c) in sorted(book.by_stages.items())[: 2 * effort.beam] if c not in starts]
     if any(schedule.needs_equal_widths for schedule in book.goal.allowed):
         starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
@@ -446,7 +494,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         if kind not in known:
             known[kind] = _even_variants(book, groups, like)
         for variant in known[kind]:
-            value = book.sketch.value(groups, variant, POLISHED * book.to_beat, book.simulated)
+            value = book.sketch.value(groups, variant, POLISHED * book.to_beat_under(variant.schedule), book.simulated)
             if value < inf:
                 mine = looked_at.setdefault((variant.schedule, bool(variant.rows)), [])
                 mine.append((value, len(mine), groups, variant))
@@ -482,7 +530,7 @@ def _cut_anew(book: Book, limits: Limits) -> None:
     """Stages of one kind cut anew, for the best 1F1B plan, as long as that makes it better."""
     for plan, _ in book.top(1, PLAIN.name):
         current, score = plan, book.try_candidate(plan)
-        while score < POLISHED * book.to_beat:
+        while score < POLISHED * book.to_beat_under(PLAIN.name):
             tried = [book.try_groups(groups, current) for groups in cut_anew(book.estimator, current, limits)]
             found, best = min(tried, key=lambda item: item[0], default=(inf, None))
             if best is None or found >= score * (1 - 1e-9):
@@ -497,7 +545,7 @@ def _polish(book: Book) -> None:
             for refined in schedule.refined(candidate):
                 book.try_groups(tuple(s.groups for s in candidate.stages), refined)
         for candidate, _ in book.top(2, schedule.name):
-            if book.try_candidate(candidate) < POLISHED * book.to_beat:
+            if book.try_candidate(candidate) < POLISHED * book.to_beat_under(schedule.name):
                 _swap_stages(book, candidate)
                 _shift_layers(book, candidate)
 

@@ -162,7 +162,7 @@ def search_zorse(
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound_s)
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound=bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome
 

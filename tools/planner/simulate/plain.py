@@ -12,6 +12,9 @@ from ctypes import c_double, c_int32, c_uint8
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_het.lowering.programs import Inputs, assemble_compute
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link
@@ -342,15 +345,13 @@ class _Layout:
         count = len(shape.devices)
         mine = [shape.microbatches_of(d) for d in range(count)]
         self.at = [0, *accumulate(map(len, mine))]
-        runner = chain.from_iterable(
-            [first + r for r in row] for first, row in zip(shape.first_device, shape.route, strict=True)
-        )
+        runner = np.array(shape.route, dtype=np.int32) + np.array(shape.first_device, dtype=np.int32)[:, None]
         self.arguments = (
             count,
             shape.stages,
             shape.microbatches,
             _ints([d.stage for d in shape.devices]),
-            _ints(list(runner)),
+            _ints(runner.ravel()),
             _ints(list(chain.from_iterable(mine))),
             _ints(self.at),
         )
@@ -374,8 +375,8 @@ class _Layout:
         return [found[2 * at : 2 * at + n] for at, n in zip(self.at, done)]
 
 
-def _ints(values: Sequence[int]) -> ctypes.Array[c_int32]:
-    return (c_int32 * len(values)).from_buffer(array("i", values)) if values else (c_int32 * 0)()
+def _ints(values: Sequence[int] | NDArray[np.int32]) -> ctypes.Array[c_int32]:
+    return (c_int32 * len(values)).from_buffer(np.array(values, dtype=np.int32)) if len(values) else (c_int32 * 0)()
 
 
 def _doubles(values: Sequence[float]) -> ctypes.Array[c_double]:

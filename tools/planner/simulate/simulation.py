@@ -388,10 +388,12 @@ class _Block:
 
     def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
         self._estimator, self.operations = estimator, operations_of(estimator, candidate)
-        self._plan = build_plan(estimator, candidate, estimate, one_block=True)
+        # The many plans of 1F1B are checked when one of them is confirmed.
+        is_plain = candidate.schedule == PLAIN.name
+        self._plan = build_plan(estimator, candidate, estimate, one_block=True, checked=not is_plain)
         self._seats = _block_seats(estimator, candidate)
         self._pipelines: Pipelines | None = None
-        inputs = programs.generator_inputs(self._plan) if candidate.schedule == PLAIN.name else None
+        inputs = programs.generator_inputs(self._plan) if is_plain else None
         if inputs is not None:
             costs = _priced(
                 estimator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import ceil, log2
 from typing import ClassVar
 
@@ -330,7 +331,7 @@ class Schedule:
             total: Microbatches.
         """
         del seconds
-        return [_evenly(row, total) for row in counts]
+        return [_evenly(tuple(row), total) for row in counts]
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
         """Returns what a plan says of the schedule.
@@ -352,7 +353,8 @@ class Schedule:
         return ()
 
 
-def _evenly(counts: Sequence[int], total: int) -> list[list[int]]:
+@lru_cache(maxsize=1024)
+def _evenly(counts: tuple[int, ...], total: int) -> list[list[int]]:
     """Microbatches per replica, each for the replica that is least far through its share (of equal ones the first).
 
     Args:
