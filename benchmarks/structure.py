@@ -141,7 +141,7 @@ PRESENT: dict[str, Target] = {
     "all_lines": 141_900,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_600,
+        "benchmarks": 15_800,
         "examples": 2_400,
         "megatron_het": 800,
         "megatron_het/attention": 3_300,
@@ -159,7 +159,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_600,
         "megatron_het/safe_io": 800,
         "megatron_het/watch": 1_200,
-        "tests": 40_800,
+        "tests": 41_000,
         "tools/planner": 25_800,
     },
     "loaded_modules": {"het-plan plan": 201, "1F1B": 154},
