@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -468,7 +469,7 @@ def _disk(folder: Path, size_bytes: int) -> Any:
 def can_mount(folder: Path) -> bool:
     """Whether this process may make small disks."""
     try:
-        with _disk(folder / "probe", 1 << 20):
+        with tempfile.TemporaryDirectory(dir=folder) as own, _disk(Path(own) / "disk", 1 << 20):
             return True
     except (subprocess.CalledProcessError, OSError):
         return False

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -139,7 +140,7 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
     if trial.disk_bytes:  # room for one checkpoint, and not for a second one
         trial = replace(trial, disk_bytes=int(1.6 * lab.checkpoint_bytes(trial.pool)))
     reference, flags = lab.reference(trial.pool), lab.start_flags(trial.pool)
-    start_s = time.monotonic()
+    start_s, before_s = time.monotonic(), _processor_s()
     outcome = run(trial, folder, flags, limit_s)
     hopeful = outcome.ended and not trial.hopeless
     difference = loss_difference(outcome, reference) if hopeful else 0.0
@@ -153,6 +154,7 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
         "happened": outcome.happened,
         "history": outcome.history,
         "seconds": round(time.monotonic() - start_s, 1),
+        "processor_s": round(_processor_s() - before_s, 1),
         "ended_without_reason": outcome.ended and outcome.code != 0 and len(reasons(outcome)) != 1,
         "failed": verdict(trial, outcome, difference, samples),
         "hung": not outcome.ended,
@@ -161,6 +163,12 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
         "loss_difference": difference,
         "iterations_done_again": sum(len(found) - 1 for found in outcome.losses.values()),
     }
+
+
+def _processor_s() -> float:
+    """Returns what all processes that have ended took of the processor; those of a job are taken over when it ends."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks import fault_trials
 from benchmarks.fault_kinds import KINDS
-from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, draw, loss_difference, wrong_samples
+from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
 from benchmarks.faults import verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
@@ -50,6 +52,12 @@ def test_faults_of_a_kind_are_drawn_again_from_the_same_seed(pool: Pool, kind: s
     assert first == again and first.kind == kind
     for fault in first.faults:
         assert fault["slot"] < pool.nodes[pool.names.index(fault["node"])]
+
+
+def test_kinds_that_need_a_mount_are_all_drawn_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It is asked for each of them: the second answer was no, as the folder of the first one was there."""
+    monkeypatch.setattr(fault_trials.subprocess, "run", lambda *_, **__: None)
+    assert can_mount(tmp_path) and can_mount(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_samples_are_counted():
