@@ -519,17 +519,8 @@ class Controller:
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
-        unsaved, elsewhere, fallback = self._saves.for_generation()
         self._generation = Generation(
-            number=number,
-            plan=plan,
-            ranks=ranks,
-            holders=holders,
-            nodes=nodes,
-            loads=before is not None,
-            unsaved=unsaved,
-            elsewhere=elsewhere,
-            fallback=fallback,
+            number, plan, ranks, holders, nodes, before is not None, **self._saves.for_generation()
         )
         stopped_s = left_s if self._failed_since is None else since.wall_s
         entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}

@@ -110,9 +110,10 @@ class Saves:
         self._unsaved |= set(generation.unsaved)
         self._elsewhere |= set(generation.elsewhere)
 
-    def for_generation(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """Returns what the next generation is told: left out, tried in the other folder, and that folder."""
-        return tuple(sorted(self._unsaved)), tuple(sorted(self._elsewhere - self._unsaved)), self._fallback
+    def for_generation(self) -> dict[str, Any]:
+        """Returns what the next generation is told: fields of :class:`Generation`."""
+        elsewhere = tuple(sorted(self._elsewhere - self._unsaved))
+        return {"unsaved": tuple(sorted(self._unsaved)), "elsewhere": elsewhere, "fallback": self._fallback}
 
     def unsaved_end(self, last: int | None) -> str:
         """Why a training that is over has not kept its last state; empty where it has, or was not to."""

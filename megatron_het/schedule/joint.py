@@ -1,4 +1,4 @@
-"""What several devices do together: slots, in which they run their passes in step, and events.
+"""Joint work of devices: slots, in which they run their passes in step, and events.
 
 Some operations cannot end before others of another device have begun: passes of a slot between which attention moves
 (``features/context_exchange/kinds.py``), the parts of a split vocabulary that meet (``graph.meetings``).  These are

@@ -83,7 +83,7 @@ class Documents(Feature):
             )
 
     def packing_argument(self, args: Any) -> str:
-        """Those of whole documents first."""
+        """Returns the argument that asks for documents; "" if none does."""
         return asked_by(args)
 
     def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:

@@ -296,6 +296,7 @@ ALLOWED: dict[str, set[str]] = {
         "plan",
         "runtime",
         "safe_io",
+        "schedule",
     },
 }
 """Which packages of ``megatron_het`` import which, from the bottom up.
