@@ -22,10 +22,10 @@ from torch.profiler import record_function
 from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.building import drop_copies
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
+from megatron_het.runtime.quantized_weights import drop_copies
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS, executed_by

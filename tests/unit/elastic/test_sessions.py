@@ -443,3 +443,13 @@ def test_bad_input_is_one_error(
     error = capsys.readouterr().err
     assert error.startswith("het-run: ") and expected in error and "Traceback" not in error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "b.json"], "nothing is started or written"
+
+
+def test_no_process_imports_megatron_before_it_has_its_platform() -> None:
+    """On a CPU the platform takes the compiler away, which Megatron's kernels ask for when they are imported."""
+    code = (
+        "import sys, megatron_het.elastic.worker, megatron_het.launch.start, megatron_het.gpt_training\n"
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
