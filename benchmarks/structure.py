@@ -133,7 +133,7 @@ PRESENT: dict[str, Target] = {
     "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES) | {"parameter window": 14, "multi-token prediction": 27},
     "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
     | {"parameter window": 6, "slices": 6, "context parallelism": 5, "multi-token prediction": 25},
-    "product_files": 335,
+    "product_files": 336,
     "product_lines": 79_900,
     "all_lines": 146_100,
     "package_lines": BUDGET

@@ -451,5 +451,6 @@ def test_no_process_imports_megatron_before_it_has_its_platform() -> None:
         "import sys, megatron_het.elastic.worker, megatron_het.launch.start, megatron_het.gpt_training\n"
         "print([name for name in sys.modules if name.startswith('megatron.')])"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
