@@ -189,7 +189,9 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _with_own_form(optimizer: Any) -> Iterator[None]:
     """Give each of a rank's optimizers its part of a state that has the form of one."""
-    if optimizer is None:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    is_experts = len(parts) == 2 and any(group.get("is_expert_parallel") for group in parts[1].param_groups)
+    if optimizer is None or (len(parts) > 1 and not is_experts):
         yield
         return
     load, count = optimizer.load_state_dict, len(getattr(optimizer, "chained_optimizers", [optimizer]))

@@ -202,6 +202,9 @@ def as_one_optimizer(state: Any) -> Any:
     """The state of a rank's optimizers in the form of one, with the tensors of the experts' beside it."""
     if not isinstance(state, dict) or set(state) != {0, 1}:
         return state
+    groups = state[1].get("param_groups") or state[1].get("optimizer", {}).get("param_groups") or ()
+    if not any(group.get("is_expert_parallel") for group in groups):  # Muon's second one is Adam for other weights
+        return state
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 
