@@ -20,7 +20,7 @@ from megatron_het.checkpoint.choice import (
     repair_tracker,
 )
 from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
-from megatron_het.checkpoint.translation import translated, translation_for
+from megatron_het.checkpoint.translation import Translation, translated, translation_for
 from megatron_het.plan import Plan, topology_hash
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -67,8 +67,9 @@ class LoadHook:
             wants_random_state = not (args.no_load_rng or args.finetune)
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
             folder: Path | None = None
+            translation: Translation | None = None
             if args.load and keywords.get("load_arg", "load") == "load":
-                folder, chosen = whole_checkpoint(args)
+                folder, translation, chosen = whole_checkpoint(args)
                 shown |= chosen
             if positional:  # in any other way it is called for a model that is not the one that trains
                 self._prepare(*positional[:2])
@@ -78,7 +79,7 @@ class LoadHook:
                 _with_matched_groups(optimizer, args),
                 _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
-                translated(args, folder),
+                translated(args, translation),
             ):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None
@@ -101,14 +102,15 @@ class LoadHook:
             restore_random_state(path)
 
 
-def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
+def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[str, Any]]:
     """Returns what Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
 
     Args:
         args: Megatron's arguments.
 
     Returns:
-        Its folder, None where the choice is Megatron's; attributes to set while it loads.
+        Its folder, None where the choice is Megatron's; how it is read where it is of the other family of models;
+        attributes to set while it loads.
 
     Raises:
         SystemExit: There is none, or its optimizer state does not fit; the first rank says why.
@@ -120,11 +122,11 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
         for note in choice.notes:
             print_rank_0(f"het: {note}")
         if choice.candidate is None:
-            return None, {}
+            return None, None, {}
         if choice.notes:
             print_rank_0(f"het: loading {choice.candidate.folder} instead")
         check_optimizer_state(args, choice.candidate.folder)
-        translation_for(args, choice.candidate.folder)
+        translation = translation_for(args, choice.candidate.folder)
         if choice.tracker_is_broken and dist.get_rank() == 0:
             repair_tracker(Path(args.load), choice.candidate)
     except CheckpointError as error:
@@ -134,8 +136,12 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
         raise SystemExit(2) from None
     dist.barrier()
     if not choice.candidate.persistent:
-        return choice.candidate.folder, {}
-    return choice.candidate.folder, {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
+        return choice.candidate.folder, translation, {}
+    return (
+        choice.candidate.folder,
+        translation,
+        {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None},
+    )
 
 
 def loaded_path(args: Any, iteration: int) -> str:
@@ -167,23 +173,15 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
     if optimizer is None or not (keeps or getattr(args, "override_opt_param_scheduler", False)):
         yield
         return
-    load = optimizer.load_state_dict
 
-    def load_state_dict(state_dict: Any) -> None:
+    def load_state_dict(load: Callable[[Any], None], state_dict: Any) -> None:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         current = [group for part in parts for group in part.optimizer.param_groups]  # made anew until now
         match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
-    was_own = "load_state_dict" in vars(optimizer)
-    optimizer.load_state_dict = load_state_dict
-    try:
+    with _loading_by(optimizer, load_state_dict):
         yield
-    finally:
-        if was_own:
-            optimizer.load_state_dict = load
-        else:
-            del optimizer.load_state_dict
 
 
 @contextlib.contextmanager
@@ -194,9 +192,15 @@ def _with_own_form(optimizer: Any) -> Iterator[None]:
     if optimizer is None or (len(parts) > 1 and not is_experts):
         yield
         return
-    load, count = optimizer.load_state_dict, len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    was_own = "load_state_dict" in vars(optimizer)
-    optimizer.load_state_dict = lambda state: load(as_own_optimizers(state, count))
+    with _loading_by(optimizer, lambda load, state_dict: load(as_own_optimizers(state_dict, len(parts)))):
+        yield
+
+
+@contextlib.contextmanager
+def _loading_by(optimizer: Any, load_state_dict: Callable[[Callable[[Any], None], Any], None]) -> Iterator[None]:
+    """Let an optimizer load by a function that gets its own ``load_state_dict`` and the state."""
+    load, was_own = optimizer.load_state_dict, "load_state_dict" in vars(optimizer)
+    optimizer.load_state_dict = functools.partial(load_state_dict, load)
     try:
         yield
     finally:

@@ -199,16 +199,15 @@ def _paired(pattern: str, folder: Path, new: Sequence[str]) -> tuple[dict[int, i
 
 
 @contextlib.contextmanager
-def translated(args: Any, folder: Path | None) -> Iterator[None]:
-    """Load a checkpoint of the other family as one of this run's."""
+def translated(args: Any, translation: Translation | None) -> Iterator[None]:
+    """Load a checkpoint of the other family as one of this run's; None for one of this family."""
     from megatron.training import checkpointing
     from megatron.training.utils import print_rank_0
 
-    translation = None if folder is None else translation_for(args, folder)
     if translation is None:
         yield
         return
-    print_rank_0(f"het: {folder} is of a model of the other family; its layers are paired with those of this one")
+    print_rank_0("het: the checkpoint is of a model of the other family; its layers are paired with those of this one")
     module: Any = checkpointing
     build, layers = module.generate_state_dict, args.num_layers
 

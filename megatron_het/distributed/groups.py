@@ -238,7 +238,7 @@ class GroupSpec:
     neither one rank nor a ``tp`` group), ``experts`` (an expert group that is no ``tp`` group), ``experts-class``
     (equal positions in such groups of one class of a stage, whose experts are copies), ``class`` (equal TP rank over
     the replicas of one class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage), ``leaders``
-     (first member of each class group of a stage), ``ends`` (leaders of the stages of the
+    (first member of each class group of a stage), ``ends`` (leaders of the stages of the
     model's first and last chunk, for tied embeddings), ``loss`` (the rank that knows the whole loss and
     those that Megatron logs it on, where these are elsewhere).
     """

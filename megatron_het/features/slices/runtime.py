@@ -247,7 +247,7 @@ class SlicedSequences(Batches):
 
 
 def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
-    """Returns what the layers of model chunks hold from slice to slice."""
+    """Yields what the layers of model chunks hold from slice to slice."""
     from megatron_het.attention.core import slice_caches
     from megatron_het.attention.recurrent import state_caches
 

@@ -79,7 +79,7 @@ def test_states_of_the_loaded_checkpoint(
         lambda path: seen.append(path) or {f"{RANDOM_STATE_KEY}/shard_0_5": None},
     )
     monkeypatch.setattr(loading, "restore_random_state", seen.append)
-    monkeypatch.setattr(loading, "whole_checkpoint", lambda args: (None, {}))  # nothing but trackers is here
+    monkeypatch.setattr(loading, "whole_checkpoint", lambda args: (None, None, {}))  # nothing but trackers is here
     assert loading.LoadHook(plan, lambda *_: None, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
     assert seen == [str(tmp_path / expected)] * 3
 

@@ -167,10 +167,13 @@ class Sketch:
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
         """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
         count, like = len(groups), point.like
-        inner = ends_at(like, 0, count) if like.rows else _NO_ENDS
-        met = point.known.get(inner) or point.known.setdefault(inner, {})
+        # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
+        most, others = _NO_ENDS, {0, count - 1}
+        if like.rows:
+            most, others = ends_at(like, 0, count), set(range(count)) if len(like.rows) == count else set()
+        met = point.known.get(most) or point.known.setdefault(most, {})
         found: list[Any] = [*map(met.get, groups)]
-        for s in range(count) if like.rows and len(like.rows) == count else () if like.rows else {0, count - 1}:
+        for s in others:
             found[s] = point.known.setdefault(ends_at(like, s, count), {}).get(groups[s])
         if not all(found):
             for s in range(count):
