@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -25,9 +28,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.bad_input_cases import (
@@ -50,6 +54,9 @@ from benchmarks.bad_input_cases import (
 )
 from benchmarks.bad_input_listed import listed
 from benchmarks.machine import machine
+from megatron_het.doctor.flags import main as check_flags
+from testing import rank_server
+from tools.planner.emit import checks
 
 # Malformed inputs that once ran a command, hung, ended in a traceback or were accepted; all are in every test run.
 
@@ -119,29 +126,12 @@ CPU_S, CLOCK_S = 5.0, 20.0
 KEYS = ("clear", "accepted", "unclear", "traceback", "hang", "accepted_wrong", "executed", "written")
 _OUTPUTS = ("out.json", "plan.json.x", "run", "target", "t.svg")
 _MODULES = (
-    *(
-        "yaml",
-        "rich.table",
-        "rich.console",
-        "matplotlib.figure",
-        "megatron_het.arguments.flags",
-        "megatron_het.lowering.programs",
-    ),
-    *(
-        "megatron_het.schedule.view.cli",
-        "tools.planner.cli.commands",
-        "tools.planner.cli.commands",
-        "tools.planner.cli.commands",
-        "tools.planner.emit.command",
-    ),
-    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.emit.command"),
-    *("tools.planner.replay.command", "tools.planner.replan.command"),
-    *(
-        "tools.planner.profile.command",
-        "tools.planner.search.sailor",
-        "tools.planner.search.zorse",
-        "tools.planner.simulate.simulation",
-    ),
+    *("yaml", "rich.table", "rich.console", "matplotlib.figure"),
+    *("megatron_het.arguments.flags", "megatron_het.lowering.programs", "megatron_het.schedule.view.cli"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.cli.commands"),
+    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.command"),
+    *("tools.planner.profile.command", "tools.planner.search.sailor", "tools.planner.search.zorse"),
+    "tools.planner.simulate.simulation",
 )
 _STUBS = {
     "python": '#!/bin/bash\n[[ " $* " == *" --no-python "* ]] && RANK=0 exec bash -c as_rank\nexit 0\n',
@@ -183,9 +173,8 @@ def _run_tool(case: Case) -> int:
         from megatron_het.elastic.__main__ import main as job
 
         return job(words)
-    if case.tool == "doctor":
-        return _doctor(words)
-    return _begin(words)
+    own = {"doctor": _doctor, "checkpoint": _choose_checkpoint, "start": _begin}
+    return own[case.tool](words)
 
 
 def _doctor(words: list[str]) -> int:
@@ -211,10 +200,83 @@ def _begin(words: list[str]) -> int:
         config, _ = split_arguments(words)
         if config.plan is not None:
             build(config.plan)
+        if config.report_dir is not None:
+            from megatron_het.arguments.hooks import check_outputs
+
+            check_outputs(config)
     except PlanError as error:
         sys.stderr.write(f"megatron_het: {error}\n")
         return 2
     return 0
+
+
+def _choose_checkpoint(words: list[str]) -> int:
+    """Returns what a training start finds to load in a folder."""
+    from megatron_het.checkpoint.choice import (
+        Candidate,
+        CheckpointError,
+        UnreadableError,
+        choose,
+        common_state,
+        problems,
+    )
+
+    def agree(candidate: Candidate) -> list[str]:
+        if found := problems(candidate.folder):
+            return found
+        try:
+            common_state(candidate.folder)
+        except UnreadableError as error:
+            return [str(error)]
+        return []
+
+    given = {"load": words[0], "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": True}
+    try:
+        choose(SimpleNamespace(**given), agree)
+    except CheckpointError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+@functools.cache
+def saved_checkpoint() -> dict[str, bytes]:
+    """A small checkpoint in torch's format, by name of the file; a process of its own saves it, with threads."""
+    with tempfile.TemporaryDirectory() as base:
+        pid = os.fork()
+        if pid == 0:
+            _save_checkpoint(Path(base) / "saved")
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError("the checkpoint was not saved")
+        files = [file for file in Path(base).rglob("*") if file.is_file()]
+        return {str(file.relative_to(base)): file.read_bytes() for file in files}
+
+
+def _save_checkpoint(saved: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from megatron_het.checkpoint.choice import TRACKER, write_checksums
+
+    folder = saved / "iter_0000004"
+    folder.mkdir(parents=True)
+    save({"weight": torch.arange(64.0)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    torch.save({"iteration": 4}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_checksums(folder, 0)
+    (saved / TRACKER).write_text("4")
+
+
+def _parse_here(command: Sequence[str], *, env: Mapping[str, str], **_unused: Any) -> subprocess.CompletedProcess[str]:
+    """Ask Megatron's parser in this process, which has imported it, instead of in one that would import it first."""
+    said = io.StringIO()
+    os.environ.clear()
+    os.environ.update(env)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        check_flags(tuple(command[command.index("-m") + 2 :]))
+    return subprocess.CompletedProcess(command, 0, said.getvalue())
 
 
 def _child(case: Case, folder: Path, log: Path) -> None:
@@ -225,6 +287,7 @@ def _child(case: Case, folder: Path, log: Path) -> None:
     os.dup2(target, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
     os.chdir(folder)
+    checks.subprocess = SimpleNamespace(run=_parse_here, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
     resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     try:
@@ -327,9 +390,10 @@ def run_case(case: Case, stubs: Path) -> Answer:
     folder.mkdir()
     os.environ["MARK_FOLDER"] = str(folder)
     try:
-        for name, content in {**good_files(), **case.files}.items():
+        saved = saved_checkpoint() if case.tool == "checkpoint" else {}
+        for name, content in {**good_files(), **saved, **case.files}.items():
             path = folder / name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if callable(content):
                 here = os.getcwd()
                 os.chdir(folder)
@@ -393,7 +457,9 @@ def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
 
 
 def _import_everything() -> None:
-    """What the commands import late, so that forked processes have it."""
+    """What the commands import late, so that forked processes have it; Megatron too where its parser is asked."""
+    if os.environ.get("HET_PLAN_VERIFY") != "0":
+        rank_server.import_everything()
     for module in _MODULES:
         importlib.import_module(module)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
-import socket
-import stat
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.bad_input_cases import (
     CLUSTER,
+    COMMAND,
     INJECTIONS,
     MODEL,
     PLAN,
+    SPECIAL,
     Case,
     _replaced,
     _start,
@@ -23,6 +23,7 @@ from benchmarks.bad_input_cases import (
     document_text,
     sliced_plan,
 )
+from megatron_het.checkpoint.choice import TRACKER
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
@@ -211,56 +212,65 @@ def _replans() -> Iterator[Case]:
     yield Case("no run", "planner", ("replan", "missing"))
 
 
+def _onto_files() -> Iterator[Case]:
+    """Outputs onto files that the command reads, and onto files of another kind."""
+    own = {"mine.txt": "notes\n", "program.txt": "program: x\n", "watch.json": "{}", "trace.csv": _TRACE}
+    simulated, planned = command("simulate"), command("plan")[:-2]
+    outputs: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+        ("planner", (*planned, "--profile", "profile.json", "--out"), ("cluster.yaml", "model.yaml", "profile.json")),
+        ("planner", (*simulated, "--trace"), ("plan.json", "cluster.yaml", "model.yaml")),
+        ("planner", ("replan", ".", "--out"), ("cluster.yaml", "model.yaml", "watch.json")),
+        ("doctor", ("--plan", "plan.json", "--cluster", "cluster.yaml", "--json"), ("plan.json", "cluster.yaml")),
+        ("schedule", ("simulate", "program.txt", "--json"), ("program.txt", "plan.json")),
+        ("schedule", ("simulate", "program.txt", "--trace"), ("program.txt", "plan.json")),
+    )
+    for tool, words, names in outputs:
+        for name in (*names, "mine.txt"):
+            yield Case(f"output onto {name}", tool, (*words, name), own)
+    yield Case("output onto plan.json", "planner", (*command("emit")[:-2], "--out", "."), own)
+
+
+def _reports() -> Iterator[Case]:
+    """Folders for a run's report."""
+    words = ("--num-layers", "4", "--het-plan", "plan.json", "--het-report")
+    for kind, make in SPECIAL.items():
+        if kind != "a folder":
+            yield Case(f"{kind} as --het-report", "start", (*words, "target"), {"target": make})
+        yield Case(f"{kind} as rank-0.json", "start", (*words, "report"), {"report/rank-0.json": make})
+    for target in ("plan.json", "plan.json/x", "/proc/self/x", "/sys/x", "x" * 300):
+        yield Case("bad --het-report", "start", (*words, target))
+
+
+def _side_files() -> Iterator[Case]:
+    """What stands beside the data of a checkpoint: whatever it is, it is refused or passed over, and never run."""
+    for name in (TRACKER, "het-checksums-0.json", "metadata.json", ".metadata", "common.pt"):
+        place = name if name == TRACKER else f"iter_0000004/{name}"
+        # The newest checkpoint is found without a tracker, and is believed as far as checksums go that are there.
+        wrong = name not in (TRACKER, "het-checksums-0.json")
+        unnoted = {} if name == "het-checksums-0.json" else {"saved/iter_0000004/het-checksums-0.json": ""}
+        for content in (*_NO_FILES, b"\x80\x04N.", pickle.dumps(Planted()), *SPECIAL.values()):
+            for beside in ({}, unnoted) if unnoted else ({},):
+                files = {**beside, f"saved/{place}": content}
+                yield Case(f"{name} of a checkpoint", "checkpoint", ("saved",), files, wrong)
+
+
+class Planted:
+    """Runs a command in whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (COMMAND,)
+
+
 def jobs() -> Iterator[Case]:
     """All of them."""
+    yield from _onto_files()
+    yield from _reports()
+    yield from _side_files()
     yield from _runs()
     yield from _job_files()
     yield from _doctors()
     yield from _replays()
     yield from _replans()
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    """Like /dev/full where devices can be made (root); else a pipe."""
-    try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
-    except PermissionError:
-        os.mkfifo(path)
-
-
-def _zero(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _socket(path: Path) -> None:
-    socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _kernel(path: Path) -> None:
-    path.symlink_to("/proc/self/environ")
-
-
-SPECIAL: dict[str, Callable[[Path], None]] = {
-    "a pipe": _fifo,
-    "a device": _device,
-    "/dev/zero": _zero,
-    "a socket": _socket,
-    "a link to itself": _loop,
-    "a folder": _folder,
-    "a file of the kernel": _kernel,
-}
 
 
 def special_files() -> Iterator[Case]:

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks import control_plane, fault_points
 from benchmarks.fault_points import Fault
 from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
+from benchmarks.machine import free_port
 from megatron_het.elastic.__main__ import main as plain_het_run
 from megatron_het.elastic.pool import Process, assign
 from megatron_het.plan import Plan, PlanError
@@ -245,22 +245,9 @@ class Processes:
 
     def __init__(self, trial: Trial, folder: Path, flags: tuple[str, ...]) -> None:
         self._trial, self._folder, self._flags = trial, folder, flags
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._where = ["--controller", f"127.0.0.1:{port}"]
-        self._base = [
-            "--folder",
-            str(folder / "job"),
-            "--lost-s",
-            "8",
-            "--leave-s",
-            "10",
-            "--timeout-s",
-            "25",
-            "--return-s",
-            "20",
-            *trial.options,
-        ]
+        self._where = self._somewhere()
+        bounds = "--lost-s 8 --leave-s 10 --timeout-s 25 --return-s 20"
+        self._base = ["--folder", str(folder / "job"), *bounds.split(), *trial.options]
         self._environment: Mapping[str, str] = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self._known: list[Forked] = []
         self.controller = self._start_controller()
@@ -274,21 +261,18 @@ class Processes:
         self._begun: set[str] = set()
         self._vanished: set[str] = set()
 
+    @staticmethod
+    def _somewhere() -> list[str]:
+        return ["--controller", f"127.0.0.1:{free_port()}"]
+
     def _control(self, words: list[str]) -> int:
         fault_points.have_jumping_clock(self._folder)
         return plain_het_run(words)
 
     def _start_controller(self, name: str = "controller") -> Forked:
         files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
-        words = [
-            *self._where,
-            *self._base,
-            "--controller-only",
-            "--nodes",
-            str(len(self._trial.pool.nodes)),
-            "--plans",
-            *files,
-        ]
+        count = str(len(self._trial.pool.nodes))
+        words = [*self._where, *self._base, "--controller-only", "--nodes", count, "--plans", *files]
         log = self._folder / f"{name}.txt"
         process = Forked(lambda: self._control(words), log, self._environment)
         if name == "controller":
@@ -319,8 +303,7 @@ class Processes:
             self._dies_s = self._dies_s or time.monotonic()
             if time.monotonic() - self._dies_s > _AWAY_S:
                 if self._trial.controller_moves:
-                    with socket.create_server(("127.0.0.1", 0)) as probe:
-                        self._where = ["--controller", f"127.0.0.1:{probe.getsockname()[1]}"]
+                    self._where = self._somewhere()
                 self._spoil_state()
                 self.controller, self._dies_s = self._start_controller(), 0.0
             return False
@@ -361,7 +344,7 @@ class Processes:
         elif act == "full folder":
             (job / "filling").unlink(missing_ok=True)
         elif act == "read-only folder":
-            subprocess.run(["mount", "-o", f"remount,{'ro' if begins else 'rw'}", str(job)], check=True)
+            make_read_only(job) if begins else _unmount(job, 1)
         elif act == "junk" and begins:
             port = int(self._where[1].rpartition(":")[2])
             stranger = control_plane.Stranger(port, random.Random(port))
@@ -463,7 +446,20 @@ def _disk(folder: Path, size_bytes: int) -> Any:
         yield
     finally:
         if size_bytes:
-            subprocess.run(["umount", str(folder)], check=True)
+            _unmount(folder)
+
+
+def make_read_only(folder: Path) -> None:
+    """Mount a folder on itself, read-only; files that are open stay writable, as a mount with writers must."""
+    for words in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
+        subprocess.run(["mount", *words, str(folder)], check=True)
+
+
+def _unmount(folder: Path, most: int = 2) -> None:
+    """Take away what is mounted on a folder, also where files of it are open still."""
+    for _ in range(most):
+        if os.path.ismount(folder):
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def can_mount(folder: Path) -> bool:

@@ -26,8 +26,8 @@ from benchmarks.machine import command_line, save, scratch, write_report
 from megatron_het.elastic import agent
 from megatron_het.plan import Plan, Replica, Stage
 
-_BATCH, _EACH, _LOG_BYTES = 6, 100, 2**16
-"""Sequences of an iteration; iterations for each change; of a worker's log."""
+_BATCH, _EACH, _COPY_EVERY, _LOG_BYTES = 3, 100, "4", 2**16
+"""Sequences of an iteration; iterations for each change, and between copies; of a worker's log."""
 
 
 def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
@@ -79,7 +79,7 @@ def long_run(
     """
     rng, made, samples, began_s = random.Random(seed), Counter[str](), list[dict[str, float]](), time.monotonic()
     data = small_data(folder / "data")
-    with ForkedJob(folder / "long", iterations, "1", tiny, data=data) as job:
+    with ForkedJob(folder / "long", iterations, _COPY_EVERY, tiny, data=data) as job:
         acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
@@ -103,7 +103,7 @@ def long_run(
         found = document(iterations)
         note(found)
         job.end()
-        losses, generations = losses_of(folder / "long" / "report"), len(job.history())
+        losses, generations = losses_of(folder / "long" / "report"), job.history()[-1]["generation"] + 1
     with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data) as job:
         job.end()
         expected = losses_of(folder / "undisturbed" / "report")

@@ -11,7 +11,18 @@ import pytest
 
 from benchmarks import fault_trials
 from benchmarks.fault_kinds import KINDS
-from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
+from benchmarks.fault_trials import (
+    STEPS,
+    Outcome,
+    Pool,
+    Trial,
+    _disk,
+    can_mount,
+    draw,
+    loss_difference,
+    make_read_only,
+    wrong_samples,
+)
 from benchmarks.faults import verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
@@ -58,6 +69,21 @@ def test_kinds_that_need_a_mount_are_all_drawn_or_none(monkeypatch: pytest.Monke
     """It is asked for each of them: the second answer was no, as the folder of the first one was there."""
     monkeypatch.setattr(fault_trials.subprocess, "run", lambda *_, **__: None)
     assert can_mount(tmp_path) and can_mount(tmp_path) and not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_which_files_are_open_becomes_read_only(tmp_path: Path):
+    """The kernel refused: a mount has writers as long as a worker's log is open."""
+    if not can_mount(tmp_path):
+        pytest.skip("small disks need the right to mount")
+    folder = tmp_path / "job"
+    with _disk(folder, 1 << 20):
+        with (folder / "log").open("w") as log:
+            make_read_only(folder)
+            with pytest.raises(OSError, match="Read-only"):
+                (folder / "state").write_text("x")
+            log.write("a line")
+        assert (folder / "log").read_text() == "a line"
+    assert not any(folder.iterdir())
 
 
 def test_samples_are_counted():

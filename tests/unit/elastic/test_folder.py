@@ -293,6 +293,15 @@ def test_a_second_controller_is_refused(
     first.close()
 
 
+def test_a_controller_where_it_cannot_be_makes_no_folder(
+    place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    other = tmp_path / "other"
+    words = [*place[1], "--controller", "no such host:1", "--folder", str(other)]
+    assert main([*words, "--controller-only", "--plans", str(tmp_path / "plan.json")]) != 0
+    assert "--controller no such host cannot be listened on: " in one_error(capfd) and not other.exists()
+
+
 @pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])
 def test_flags_of_the_training_that_the_controllers_plan_rules_out(
     flag: str, place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]
