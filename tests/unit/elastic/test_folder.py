@@ -299,7 +299,7 @@ def test_a_controller_where_it_cannot_be_makes_no_folder(
     other = tmp_path / "other"
     words = [*place[1], "--controller", "no such host:1", "--folder", str(other)]
     assert main([*words, "--controller-only", "--plans", str(tmp_path / "plan.json")]) != 0
-    assert "--controller no such host cannot be listened on: " in one_error(capfd) and not other.exists()
+    assert "--controller 'no such host' cannot be listened on: " in one_error(capfd) and not other.exists()
 
 
 @pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])
