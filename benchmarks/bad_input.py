@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,9 @@ from benchmarks.bad_input_cases import (
 )
 from benchmarks.bad_input_listed import listed
 from benchmarks.machine import machine
+from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
+from megatron_het.plan import PlanError
 from testing import rank_server
 from tools.planner.emit import checks
 
@@ -158,85 +160,66 @@ class Answer:
     case: Case = field(repr=False)
 
 
+_MAINS = {
+    "planner": "tools.planner.__main__",
+    "schedule": "megatron_het.schedule.view.cli",
+    "job": "megatron_het.elastic.__main__",
+}
+
+
 def _run_tool(case: Case) -> int:
     """The command, in this process."""
     words = list(case.words)
-    if case.tool == "planner":
-        from tools.planner.__main__ import main
-
-        return main(words)
-    if case.tool == "schedule":
-        from megatron_het.schedule.view.cli import main as schedule
-
-        return schedule(words)
-    if case.tool == "job":
-        from megatron_het.elastic.__main__ import main as job
-
-        return job(words)
-    own = {"doctor": _doctor, "checkpoint": _choose_checkpoint, "start": _begin}
-    return own[case.tool](words)
-
-
-def _doctor(words: list[str]) -> int:
-    """Returns what rank 0 of the doctor reads before it meets others."""
-    from megatron_het.doctor.options import parse, read_inputs
-    from megatron_het.plan import PlanError
-
+    if case.tool in _MAINS:
+        return int(importlib.import_module(_MAINS[case.tool]).main(words))
+    run, refusals = _BEGINNINGS[case.tool]
     try:
-        read_inputs(parse(words), world_size=3)
-    except (PlanError, ValueError, OSError, ImportError) as error:
+        run(words)
+    except refusals as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def _begin(words: list[str]) -> int:
-    """Returns what a training start does with the flags and the plan before Megatron is imported."""
+def _doctor(words: list[str]) -> None:
+    """What rank 0 of the doctor reads before it meets others."""
+    from megatron_het.doctor.options import parse, read_inputs
+
+    read_inputs(parse(words), world_size=3)
+
+
+def _begin(words: list[str]) -> None:
+    """What a training start does with the flags and the plan before Megatron is imported."""
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.lowering.programs import build
-    from megatron_het.plan import PlanError
 
-    try:
-        config, _ = split_arguments(words)
-        if config.plan is not None:
-            build(config.plan)
-        if config.report_dir is not None:
-            from megatron_het.arguments.hooks import check_outputs
+    config, _ = split_arguments(words)
+    if config.plan is not None:
+        build(config.plan)
+    if config.report_dir is not None:
+        from megatron_het.arguments.hooks import check_outputs
 
-            check_outputs(config)
-    except PlanError as error:
-        sys.stderr.write(f"megatron_het: {error}\n")
-        return 2
-    return 0
+        check_outputs(config)
 
 
-def _choose_checkpoint(words: list[str]) -> int:
-    """Returns what a training start finds to load in a folder."""
-    from megatron_het.checkpoint.choice import (
-        Candidate,
-        CheckpointError,
-        UnreadableError,
-        choose,
-        common_state,
-        problems,
-    )
+def _choose_checkpoint(words: list[str]) -> None:
+    """What a training start finds to load in a folder."""
 
-    def agree(candidate: Candidate) -> list[str]:
-        if found := problems(candidate.folder):
-            return found
-        try:
-            common_state(candidate.folder)
-        except UnreadableError as error:
-            return [str(error)]
-        return []
+    def agree(candidate: choice.Candidate) -> list[str]:
+        if not (found := choice.problems(candidate.folder)):
+            choice.common_state(candidate.folder)
+        return found
 
     given = {"load": words[0], "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": True}
-    try:
-        choose(SimpleNamespace(**given), agree)
-    except CheckpointError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    choice.choose(SimpleNamespace(**given), agree)
+
+
+_BEGINNINGS: dict[str, tuple[Callable[[list[str]], None], tuple[type[Exception], ...]]] = {
+    "doctor": (_doctor, (PlanError, ValueError, OSError, ImportError)),
+    "start": (_begin, (PlanError,)),
+    "checkpoint": (_choose_checkpoint, (choice.CheckpointError, choice.UnreadableError)),
+}
+"""By tool: what is called, and how it refuses."""
 
 
 @functools.cache
@@ -258,15 +241,13 @@ def _save_checkpoint(saved: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from megatron_het.checkpoint.choice import TRACKER, write_checksums
-
     folder = saved / "iter_0000004"
     folder.mkdir(parents=True)
     save({"weight": torch.arange(64.0)}, storage_writer=FileSystemWriter(folder), no_dist=True)
     torch.save({"iteration": 4}, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    write_checksums(folder, 0)
-    (saved / TRACKER).write_text("4")
+    choice.write_checksums(folder, 0)
+    (saved / choice.TRACKER).write_text("4")
 
 
 def _parse_here(command: Sequence[str], *, env: Mapping[str, str], **_unused: Any) -> subprocess.CompletedProcess[str]:

@@ -10,19 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fault_trials
-from benchmarks.fault_kinds import KINDS
-from benchmarks.fault_trials import (
-    STEPS,
-    Outcome,
-    Pool,
-    Trial,
-    _disk,
-    can_mount,
-    draw,
-    loss_difference,
-    make_read_only,
-    wrong_samples,
-)
+from benchmarks.fault_kinds import KINDS, make
+from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
 from benchmarks.faults import verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
@@ -59,7 +48,7 @@ def test_pools_have_a_plan_whatever_node_is_lost(pool: Pool):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_a_kind_are_drawn_again_from_the_same_seed(pool: Pool, kind: str):
-    first, again = (KINDS[kind](random.Random("a"), pool) for _ in range(2))
+    first, again = (make(kind, random.Random("a"), pool) for _ in range(2))
     assert first == again and first.kind == kind
     for fault in first.faults:
         assert fault["slot"] < pool.nodes[pool.names.index(fault["node"])]
@@ -76,9 +65,9 @@ def test_a_folder_in_which_files_are_open_becomes_read_only(tmp_path: Path):
     if not can_mount(tmp_path):
         pytest.skip("small disks need the right to mount")
     folder = tmp_path / "job"
-    with _disk(folder, 1 << 20):
+    with fault_trials._disk(folder, 1 << 20):
         with (folder / "log").open("w") as log:
-            make_read_only(folder)
+            fault_trials.make_read_only(folder)
             with pytest.raises(OSError, match="Read-only"):
                 (folder / "state").write_text("x")
             log.write("a line")
@@ -117,9 +106,6 @@ def test_what_a_survival_is(pool: Pool):
     assert "there was a change" in verdict(replace(trial, unchanged=True), changed, 0.0, 0)
     fault = {"name": "kill-1"}
     assert "did not happen" in verdict(replace(trial, faults=(fault,)), outcome, 0.0, 0)
-    hopeless, line = (
-        replace(trial, hopeless=True),
-        "controller: 1 rank was lost, and there is no plan for what is left",
-    )
+    hopeless, line = replace(trial, hopeless=True), "controller: 1 rank was lost, and there is no plan for what is left"
     assert verdict(hopeless, replace(outcome, code=1, error=[line]), 0.0, 0) == ""
     assert "2 clear errors" in verdict(hopeless, replace(outcome, code=1, error=[line, line]), 0.0, 0)

@@ -186,22 +186,17 @@ def test_nothing_else_is_replaced(output, tmp_path: Path) -> None:  # type: igno
     program, plan = tmp_path / "program.txt", tmp_path / "plan.json"
     program.write_text(output("show", "1f1b", "--program-text")[1])
     plan.write_text('{"schedule": {"name": "1f1b"}}')
-    for option, file, words in (
-        ("--json", program, "is read by the same command"),
-        ("--trace", program, "is read by the same command"),
-        ("--json", plan, "a file of another kind"),
-        ("--trace", plan, "a file of another kind"),
-    ):
+    for file, words in ((program, "is read by the same command"), (plan, "a file of another kind")):
         before = file.read_bytes()
-        code, out, err = output("simulate", program, option, file)
-        assert code == 2 and words in err and not out and file.read_bytes() == before
+        for option in ("--json", "--trace"):
+            code, out, err = output("simulate", program, option, file)
+            assert code == 2 and words in err and not out and file.read_bytes() == before
     assert output("simulate", program, "--trace", plan, "--force")[0] == 0
+    check, show, pairs, exchange = (tmp_path / f"{name}.json" for name in ("check", "show", "pairs", "exchange"))
     for own in (
-        ("check", program, "--json", tmp_path / "check.json"),
-        ("show", program, "--json", tmp_path / "show.json"),
-        ("simulate", program, "--json", tmp_path / "show.json", "--trace", plan),
-        ("show", "slimpipe", "--slices", 8, "--exchange-plan", "--json", tmp_path / "exchange.json"),
-        ("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--json", tmp_path / "compare.json"),
+        *(("check", program, "--json", check), ("simulate", program, "--json", show, "--trace", plan)),
+        ("show", "slimpipe", "--slices", 8, "--exchange-plan", "--json", exchange),
+        ("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--json", pairs),
     ):
         assert [output(*own)[0] for _ in range(2)] == [0, 0], own
 
