@@ -16,17 +16,7 @@ from megatron_het.elastic import worth
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
-from megatron_het.elastic.worth import (
-    DEATH,
-    JOIN,
-    LEAVE,
-    Rates,
-    against,
-    change_s,
-    grows_for_s,
-    measured_s,
-    state_bytes,
-)
+from megatron_het.elastic.worth import DEATH, JOIN, LEAVE, Rates, against, change_s, grows_for_s, state_bytes
 from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
 from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import Notes, come, plan
@@ -134,9 +124,9 @@ def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
 
 
 def test_what_an_iteration_takes() -> None:
-    assert measured_s({}, 5, 10.0) is None
-    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
-    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 15, 22.0) == 3.0
+    assert worth.measured_s({}, 5, 10.0) is None
+    assert worth.measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
+    assert worth.measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 15, 22.0) == 3.0
 
 
 @pytest.mark.parametrize(
