@@ -70,7 +70,7 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
     if len(kinds) == 1:
         return
-    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.ideal(item[1]), item[0])):
+    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
         if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
             if ground.is_near:
