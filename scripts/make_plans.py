@@ -1,6 +1,6 @@
 """Makes ``docs/plans.md``: ten clusters, the plan that the planner chooses, why, and an opinion written by hand.
 
-    python scripts/make_plans.py [--only 1,4]
+    python -m scripts.make_plans [--only 1,4]
 
 Clusters, models and opinions are in ``plans.yaml`` beside this file.  ``--only`` renews some clusters and keeps the
 text of the others.
@@ -32,7 +32,7 @@ HEAD = f"""\
 # Ten clusters and their plans
 
 For whoever wants to know what the planner does before using it, and whether a person would do the same.
-`python scripts/make_plans.py` makes this page from `scripts/plans.yaml`, which has the cluster and model files.
+`python -m scripts.make_plans` makes this page from `scripts/plans.yaml`, which has the cluster and model files.
 Figures are predictions without a profile ([costs.md](costs.md)). Nothing here was run. "What an expert would say" is an
 opinion, written by hand beside the figures.
 

@@ -86,7 +86,7 @@ def test_nodes_that_cannot_bring_more_are_not_searched(
     [
         # 36,000 iterations take 10 hours at one per second.
         (("--finish-by", "0.8"), (4, 1, 0)),
-        (("--budget-total", "9"), (4, 1, 0)),
+        (("--budget-total", "7.2"), (4, 1, 0)),
         (("--finish-by", "1.2", "--budget-total", "7"), (3, 0, 0)),
     ],
 )
@@ -119,7 +119,7 @@ def test_interruptions_cost_time(
 @pytest.mark.parametrize(
     ("more", "key", "said"),
     [
-        (("--finish-by", "1"), "--finish-by", "the length of the job is missing"),
+        (("--finish-by", "1"), "--finish-by", "the job's length is missing"),
         (("--objective", "cost"), "--objective", "weighs speed and money itself"),
         (("--train-iters", "36000", "--finish-by", "0.1"), "--finish-by", "no rung keeps to it"),
         (("--train-iters", "36000", "--budget-total", "0.1"), "--budget-total", "no rung keeps to it"),

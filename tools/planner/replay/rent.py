@@ -59,6 +59,11 @@ class Rung:
         """Price of what counts."""
         return self.usd_per_h / HOUR_S / self.tokens_per_s * 1e9
 
+    def hours(self, iterations: int) -> float:
+        """Duration of a job."""
+        assert self.plan.iteration_s is not None  # nothing is rented without a plan
+        return iterations * self.plan.iteration_s / self.goodput / HOUR_S
+
     def more_per_usd(self, before: Rung | None) -> float:
         """Tokens per second more for a USD per hour more."""
         tokens, usd = (0.0, 0.0) if before is None else (before.tokens_per_s, before.usd_per_h)
@@ -72,9 +77,12 @@ class Ladder:
     Args:
         estimator: Of all nodes that can be rented.
         goal: Of the searches.
-        method: See ``plan --search``.
-        costs: Of interruptions, without what grows with the state; with where they are from (``costs_from``).
-        options: With the limit of CPU time.
+        costs: Of interruptions (``costs_from``).
+        options: With ``--search`` and ``--limit-s``.
+
+    Attributes:
+        progress: Its text says what is searched.
+        is_cut: The CPU time was over before the end of the ladder.
     """
 
     def __init__(self, estimator: Estimator, goal: Goal, costs: Any, options: argparse.Namespace) -> None:
@@ -85,7 +93,7 @@ class Ladder:
         # Groups of the same nodes are rented together.
         names = [node.shared_node or f"\n{i}" for i, node in enumerate(nodes)]
         self._units = [[i for i, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
-        self.progress = Progress()
+        self.progress, self.is_cut = Progress(), False
 
     def rungs(self) -> Iterator[Rung]:
         """Yields the rungs, the first one first."""
@@ -143,6 +151,7 @@ class Ladder:
         if pool not in self._found:
             left = left_s(self._options)
             if left <= 0:
+                self.is_cut = True
                 return PoolPlan(pool, None)
             self.progress.text = nodes_in_words(pool, self.estimator.cluster.nodes)
             limit_s = max(1.0, left / SHARE)
@@ -195,7 +204,7 @@ def rent(options: argparse.Namespace) -> int:
     if not rungs:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
     chosen = choose(rungs, options)
-    body = body_of(rungs, chosen, options, estimator)
+    body = body_of(rungs, chosen, options, estimator) | {"interrupted": ladder.is_cut}
     written = []
     if options.out:
         cluster = limited(estimator.cluster, rungs[chosen].pool)
@@ -214,20 +223,13 @@ def rent(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> None:
     """Before long work: prices, places to write, and limits that go together."""
     if goal.objective == "cost":
-        raise PlannerError(
-            "command line",
-            "--objective",
-            "cost",
-            "rent weighs speed and money itself",
-            "Give --budget-total or --finish-by",
-        )
+        hint = "Give --budget-total or --finish-by"
+        raise PlannerError("command line", "--objective", "cost", "rent weighs speed and money itself", hint)
     check_prices(estimator, replace(goal, objective="cost"), options.cluster)
     for name in ("finish_by", "budget_total"):
         if getattr(options, name) is not None and options.train_iters is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise PlannerError(
-                "command line", flag, getattr(options, name), "the length of the job is missing", "Give --train-iters"
-            )
+            flag, hint = f"--{name.replace('_', '-')}", "Give --train-iters"
+            raise PlannerError("command line", flag, getattr(options, name), "the job's length is missing", hint)
     if options.out:
         check_target(options.out, "--out")
     if options.picture:
@@ -240,38 +242,27 @@ def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
     Raises:
         PlannerError: No rung keeps to the limits.
     """
-    hours = [_hours(rung, options) for rung in rungs]
-    usd = [rung.usd_per_h * h if h is not None else rung.usd_per_billion_tokens for rung, h in zip(rungs, hours)]
+    hours = [rung.hours(options.train_iters or 1) for rung in rungs]
+    usd = [rung.usd_per_h * each for rung, each in zip(rungs, hours)]
     fitting = list(range(len(rungs)))
-    for name, limit, values, unit in (
+    for flag, limit, values, unit in (
         ("--finish-by", options.finish_by, hours, "hours"),
         ("--budget-total", options.budget_total, usd, "USD"),
     ):
-        if limit is None:
-            continue
-        near = min(values[i] for i in fitting)
-        fitting = [i for i in fitting if values[i] <= limit]
-        if not fitting:
-            raise PlannerError(
-                "command line", name, limit, "no rung keeps to it", f"The nearest one takes {near:.4g} {unit}"
-            )
-    if options.budget_total is not None and options.finish_by is None:
-        return min(fitting, key=lambda i: hours[i])
-    return min(fitting, key=lambda i: usd[i])
-
-
-def _hours(rung: Rung, options: argparse.Namespace) -> float | None:
-    if options.train_iters is None or rung.plan.iteration_s is None:
-        return None
-    return options.train_iters * rung.plan.iteration_s / rung.goodput / HOUR_S
+        nearest = min(values[i] for i in fitting)
+        if limit is not None and nearest > limit:
+            hint = f"The nearest one takes {nearest:.4g} {unit}"
+            raise PlannerError("command line", flag, limit, "no rung keeps to it", hint)
+        fitting = [i for i in fitting if limit is None or values[i] <= limit]
+    is_budget_alone = options.budget_total is not None and options.finish_by is None
+    return min(fitting, key=lambda i: hours[i] if is_budget_alone else usd[i])
 
 
 def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimator: Estimator) -> dict[str, Any]:
     """Returns what is printed, as JSON values."""
     nodes, rows = estimator.cluster.nodes, []
     for rung, before in zip(rungs, [None, *rungs]):
-        hours = _hours(rung, options)
-        more = rung.more_per_usd(before)
+        hours = rung.hours(options.train_iters) if options.train_iters else None
         rows.append(
             {
                 "nodes": list(rung.pool),
@@ -282,7 +273,7 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
                 "tokens_per_s": rung.tokens_per_s,
                 "usd_per_hour": rung.usd_per_h,
                 "usd_per_billion_tokens": rung.usd_per_billion_tokens,
-                "usd_per_billion_more_tokens": 1e9 / HOUR_S / more,
+                "usd_per_billion_more_tokens": 1e9 / HOUR_S / rung.more_per_usd(before),
                 "hours": hours,
                 "usd": None if hours is None else hours * rung.usd_per_h,
                 "plan": rung.plan.plan,
@@ -310,7 +301,9 @@ def _tables(body: dict[str, Any]) -> list[Any]:
         f"chosen: rung {chosen + 1}, which has all nodes up to there",
         f"a token is cheapest with rung {cheapest + 1}; each rung after that buys speed at the last column's price",
     ]
-    if body["left"]:
+    if body["interrupted"]:
+        lines.append("--limit-s is over: not all further nodes were searched")
+    elif body["left"]:
         lines.append(f"more does not pay: no plan with {body['left']} more was found to be faster")
     plans = [f"{i}: {row['plan']}" for i, row in enumerate(rows, 1)]
     return [ladder, *([job] if rows[0]["hours"] is not None else []), *lines, *plans, NOTATION]

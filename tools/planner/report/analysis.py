@@ -63,9 +63,13 @@ def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
                         yield from _replicated(estimator, seats, tp, count)
 
 
-def best_even_split(estimator: Estimator) -> tuple[Candidate, Estimate] | None:
-    """The fastest plan of stock Megatron that fits, None where none does."""
-    fitting = [(c, e) for c in stock_plans(estimator) if (e := estimator.estimate(c)) and estimator.fits(e)]
+def best_even_split(estimator: Estimator, goal: Goal | None = None) -> tuple[Candidate, Estimate] | None:
+    """The fastest plan of stock Megatron that fits, within the goal's limits; None where there is none."""
+    fitting = [
+        (c, e)
+        for c in stock_plans(estimator)
+        if (e := estimator.estimate(c)) and estimator.fits(e) and not (goal and goal.violation(c, e))
+    ]
     return min(fitting, key=lambda pair: pair[1].iteration_s) if fitting else None
 
 
@@ -322,7 +326,7 @@ def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress
         mine: The plan, which comes first.
         progress: Its limit is that of each search; its text says which one runs.
     """
-    even = best_even_split(estimator)
+    even = best_even_split(estimator, goal)
     rows = [row_of(estimator, "this plan", mine, mine)]
     rows.append(row_of(estimator, "best even split", simulated(estimator, *even) if even else None, mine))
     for gpu, narrow in narrowed(estimator):

@@ -310,8 +310,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + (", offload" if body["offload"] else "")
         + "".join(f", {name}" for name in body["extras"]),
         f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
-        f"+-{100 * body['uncertainty']:.0f} %: within that are predictions of four fifths of {seen['runs']} measured "
-        f"{seen['of']}",
+        f"+-{100 * body['uncertainty']:.0f} %: four fifths of {seen['runs']} measured {seen['of']} were predicted as "
+        "closely",
         f"{body['model_tflops']:.4g} model TFLOP/s"
         + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
         *price_lines(body),

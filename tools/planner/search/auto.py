@@ -181,7 +181,11 @@ def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
 def _add(estimator: Estimator, goal: Goal, outcome: Outcome, theirs: Outcome) -> None:
     """The plans of another search, and what it has counted."""
     known = {found.candidate for found in outcome.found}
-    outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
+    outcome.found += [
+        found
+        for found in theirs.found
+        if found.candidate not in known and found.runnable and found.candidate.schedule in goal.schedules
+    ]
     outcome.found = confirm(estimator, goal, outcome.found)
     outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
     outcome.simulations += theirs.simulations
