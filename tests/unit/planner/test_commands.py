@@ -80,6 +80,7 @@ def test_explain_and_compare(files, capsys):
         (["--max-usd-per-iteration", "1e-9"], "--max-usd-per-iteration"),
         (["--min-iterations-per-s", "1e9"], "--min-iterations-per-s"),
         (["--schedules", "waltz"], "--schedules"),
+        (["--schedules", "ministage"], "--schedules"),  # without a distributed optimizer
         (["--memory-margin", "2"], "--memory-margin"),
         (["--profile", "nowhere.json"], "(file)"),
         (["--memory-margin", "0.02"], "num_layers"),

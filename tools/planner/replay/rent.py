@@ -174,7 +174,10 @@ class Ladder:
         )
 
     def _goodput(self, pool: Pool, costs: Costs, iteration_s: float) -> float:
-        """Each interruption costs two changes and half an iteration, and the node's part until another one is there."""
+        """Computes the share of the time that counts.
+
+        An interruption costs two changes, half an iteration, and the node's part until another one is there.
+        """
         lost_s = costs.death_s + costs.join_s + iteration_s / 2 + costs.start_s / max(1, sum(pool))
         often = sum(n * node.interruptions_per_day for n, node in zip(pool, self.estimator.cluster.nodes)) / DAY_S
         return 1 / (1 + often * lost_s)
@@ -221,7 +224,7 @@ def rent(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> None:
-    """Before long work: prices, places to write, and limits that go together."""
+    """Check prices, places to write, and limits that go together, before long work."""
     if goal.objective == "cost":
         hint = "Give --budget-total or --finish-by"
         raise PlannerError("command line", "--objective", "cost", "rent weighs speed and money itself", hint)

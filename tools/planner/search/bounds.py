@@ -49,7 +49,7 @@ class _Works(NamedTuple):
     head_s: float
 
     def layers_per_s(self, head: float) -> float:
-        """What a GPU does at most, where a head counts so many layers."""
+        """Returns what a GPU does at most, where a head counts so many layers."""
         return max(1 / self.layer_s, head / self.head_s if self.head_s else 0.0)
 
 
@@ -73,11 +73,11 @@ class Bounds:
         self._plans = [] if model.kinds else [self._works(*point) for point in product(sizes, model.recompute)]
 
     def value(self, limits: Limits) -> float:
-        """No plan on these GPUs takes less, in the goal's terms: seconds or USD; 0 where nothing is known."""
+        """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 where nothing is known."""
         return self.seconds(limits) if self.goal.objective != "cost" else self._usd(limits)
 
     def seconds(self, limits: Limits) -> float:
-        """No iteration on these GPUs is shorter."""
+        """Returns a time that no iteration on these GPUs can beat."""
 
         def least_s(layers: float, rates: list[float]) -> float:
             left, rate = sum(limits) if self.goal.max_gpus is None else self.goal.max_gpus, 0.0

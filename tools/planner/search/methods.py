@@ -199,7 +199,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         return
     is_long = estimator.model.seq_length >= LONG
     starts = _starts(outcome, goal)
-    if not starts and outcome.nearest is not None:
+    if not starts and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
         first = _fitting(estimator, goal, outcome.nearest[0])
         starts = [] if first is None else [first]
         outcome.found += starts
