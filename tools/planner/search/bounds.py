@@ -73,7 +73,7 @@ class Bounds:
         self._plans = [] if model.kinds else [self._works(*point) for point in product(sizes, model.recompute)]
 
     def value(self, limits: Limits) -> float:
-        """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 where nothing is known."""
+        """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 if unknown."""
         return self.seconds(limits) if self.goal.objective != "cost" else self._usd(limits)
 
     def seconds(self, limits: Limits) -> float:
