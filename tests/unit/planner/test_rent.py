@@ -63,11 +63,11 @@ def test_what_brings_most_for_its_price_comes_first(
     tokens = [rung["tokens_per_s"] for rung in body["rungs"]]
     assert tokens == pytest.approx([n * MIDDLE["seq_length"] * MIDDLE["global_batch_size"] for n in (6, 9, 12, 14, 16)])
     more = [rung["usd_per_billion_more_tokens"] for rung in body["rungs"]]
-    assert more == sorted(more) and body["chosen"] in (0, 1, 2) and body["left"] == "1 x 2 T4"
+    assert more == sorted(more) and body["chosen"] in (0, 1, 2) and body["left"] == "1 node of 2 T4"
     assert len(searched) == len(set(searched))
     assert main(_words(tmp_path)) == 0
     text = capsys.readouterr().out
-    assert "no plan with 1 x 2 T4 more was found to be faster" in text and "1: plan of (2, 0, 0)" in text
+    assert "no plan with 1 node of 2 T4 more was found to be faster" in text and "1: plan of (2, 0, 0)" in text
 
 
 def test_nodes_that_cannot_bring_more_are_not_searched(

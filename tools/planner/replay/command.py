@@ -324,7 +324,7 @@ def nodes_in_words(counts: Sequence[int], nodes: Sequence[NodeGroup]) -> str:
     """A pool in words."""
     zones = len({node.zone for node in nodes}) > 1
     return ", ".join(
-        f"{n} x {node.gpus_per_node} {node.gpu}" + (f" ({node.zone})" if zones else "")
+        f"{n} node{'s' * (n > 1)} of {node.gpus_per_node} {node.gpu}" + (f" ({node.zone})" if zones else "")
         for n, node in zip(counts, nodes, strict=True)
         if n
     ) or "none"  # fmt: skip

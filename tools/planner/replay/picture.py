@@ -70,7 +70,7 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> N
         axes.plot(usd, values, "o-", color=_COLOURS["elastic"])
         axes.plot(usd[chosen], values[chosen], "o", color=_COLOURS["restart"], markersize=10)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(values))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
     for i, rung in enumerate(rungs):

@@ -85,7 +85,13 @@ class Ladder:
         is_cut: The CPU time was over before the end of the ladder.
     """
 
-    def __init__(self, estimator: Estimator, goal: Goal, costs: Any, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        estimator: Estimator,
+        goal: Goal,
+        costs: tuple[Costs, dict[str, str], dict[str, float]],
+        options: argparse.Namespace,
+    ) -> None:
         self.estimator, self._goal, self._costs, self._options = estimator, goal, costs, options
         self._bounds = Bounds(estimator, goal)
         self._found: dict[Pool, PoolPlan] = {}
@@ -163,7 +169,8 @@ class Ladder:
         plan = self._found.get(pool, PoolPlan(pool, None))
         gpus = [min(n * node.gpus_per_node, node.quota) for n, node in zip(pool, cluster.nodes)]
         usd = HOUR_S * sum(n * price for n, price in zip(gpus, self.estimator.price))
-        share = self._goodput(pool, with_growth(*self._costs, plan), iteration_s)
+        costs, sources, each_byte_s = self._costs
+        share = self._goodput(pool, with_growth(costs, sources, each_byte_s, plan), iteration_s)
         return Rung(
             pool=pool,
             added=tuple(n - (before.pool[i] if before else 0) for i, n in enumerate(pool)),
@@ -289,9 +296,8 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
 def _tables(body: dict[str, Any]) -> list[Any]:
     """Returns what people read."""
     rows, chosen = body["rungs"], body["chosen"]
-    ladder = table(
-        "What to rent", "rung: nodes more", "GPUs", "tokens/s", "USD per hour", "per 10⁹ tokens", "of those more"
-    )
+    prices = ("USD per hour", "USD per 10⁹ tokens", "USD per 10⁹ more")
+    ladder = table("What to rent", "rung: nodes more", "GPUs", "tokens/s", *prices)
     job = table("The job", "rung", "hours", "USD", "time that counts")
     for i, row in enumerate(rows, 1):
         usd = (row["usd_per_hour"], row["usd_per_billion_tokens"], row["usd_per_billion_more_tokens"])
