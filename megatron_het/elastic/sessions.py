@@ -19,7 +19,7 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
-from megatron_het.megatron_patches import failed_writes
+from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.runtime.training import flush_logs
 from megatron_het.safe_io import write_json
 
@@ -121,7 +121,7 @@ def _told(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
-    return failed_writes.noted() or text
+    return torch_checkpoints.failed_write() or text
 
 
 def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
