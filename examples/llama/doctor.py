@@ -58,7 +58,7 @@ def plan_for(devices: Sequence[CpuDevice]) -> Plan:
 
 def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     """The flags of a training with the plan, as they would be in args.sh."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]

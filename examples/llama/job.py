@@ -62,7 +62,7 @@ def machine_arguments(is_cuda: bool) -> list[str]:
     """
     if not is_cuda:
         return list(CPU_ARGUMENTS)
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     return [word for flag in platform_flags(is_cuda=True) for word in flag.words]
 

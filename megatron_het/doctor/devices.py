@@ -20,8 +20,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, duration
-from megatron_het.doctor.expectations import LayerExpectation, LayerModel
+from megatron_het.doctor.check import (
+    Answers,
+    Check,
+    Finding,
+    LayerExpectation,
+    LayerModel,
+    Names,
+    Seat,
+    amount,
+    duration,
+)
 from megatron_het.planner_package import planner
 
 # What nvidia-smi says about one GPU; nothing where it is not there or does not answer.

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, duration, rate
-from megatron_het.doctor.expectations import Expectations
+from megatron_het.doctor.check import Answers, Check, Expectations, Finding, Names, Seat, duration, rate
 from megatron_het.lowering.programs import build, choose_transport
 from megatron_het.lowering.ranks import boundary_map, edges
 from megatron_het.plan import Placement, Plan

@@ -22,9 +22,8 @@ from megatron_het.dry_run import device_streams as fake_cuda
 from megatron_het.dry_run import kernels
 from megatron_het.dry_run.alone import join_alone, samples_provider, without_values
 from megatron_het.dry_run.device_streams import device_streams
-from megatron_het.dry_run.experts import balance_experts, check_experts
-from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
-from megatron_het.dry_run.tracker import Tracker
+from megatron_het.dry_run.kernels import balance_experts, check_experts
+from megatron_het.dry_run.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Tracker
 from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.registry import packing_argument

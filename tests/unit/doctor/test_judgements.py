@@ -8,17 +8,19 @@ import pytest
 
 from megatron_het.doctor import devices as checked_devices
 from megatron_het.doctor import software as checked_software
-from megatron_het.doctor.check import Names, Seat, Status
-from megatron_het.doctor.devices import Devices, operating_point, parse, reasons_in
-from megatron_het.doctor.expectations import (
+from megatron_het.doctor.check import (
     Expectations,
     LayerExpectation,
     LayerModel,
     LinkExpectation,
+    Names,
+    Seat,
+    Status,
     from_json,
     load_expectations,
     save_expectations,
 )
+from megatron_het.doctor.devices import Devices, operating_point, parse, reasons_in
 from megatron_het.doctor.flags import Flags
 from megatron_het.doctor.links import Links, pairs_of, rounds_of
 from megatron_het.doctor.software import Disk, Software, _has_kernels

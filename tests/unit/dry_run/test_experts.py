@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_het.dry_run.experts import check_experts, equal_shares
+from megatron_het.dry_run.kernels import check_experts, equal_shares
 from megatron_het.dry_run.run import _check_documents
 from megatron_het.dry_run.tracker import Tracker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_het.dry_run.ledger import ACTIVATIONS, OTHER, PARAMETERS, TEMPORARIES, Ledger, Moment
+from megatron_het.dry_run.tracker import ACTIVATIONS, OTHER, PARAMETERS, TEMPORARIES, Ledger, Moment
 
 
 def hold(ledger: Ledger, size_bytes: int) -> int:

@@ -10,8 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_het.device.memory import uncounted
-from megatron_het.dry_run.ledger import PARAMETERS, Peak
-from megatron_het.dry_run.tracker import Tracker
+from megatron_het.dry_run.tracker import PARAMETERS, Peak, Tracker
 
 KIB = 1024
 

@@ -15,9 +15,8 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import controller as controllers
 from megatron_het.elastic import members
 from megatron_het.elastic.agent import Agent, Node
-from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.store import StoreError, TokenError

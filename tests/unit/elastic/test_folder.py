@@ -20,9 +20,8 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import recalled, sessions
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import Agent, Log, Node
-from megatron_het.elastic.board import ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation, ServedBoard
 from megatron_het.elastic.members import ReplacedError, Saves
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.recalled import FolderLock, StateFile
@@ -201,7 +200,7 @@ def test_a_training_without_its_last_checkpoint_does_not_end_well(tmp_path: Path
 
 STAMPS = {
     "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
-    "elastic/boundary.py": 3,  # when a change reached which phase, for people
+    "elastic/sessions.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
     "gpt_training.py": 2,  # Megatron's own
     "dry_run/run.py": 1,

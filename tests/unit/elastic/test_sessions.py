@@ -21,19 +21,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import RotaryEmbedding
 
-from megatron_het.elastic import boundary as boundaries
 from megatron_het.elastic import copies as copying
 from megatron_het.elastic import sessions
+from megatron_het.elastic import sessions as boundaries
 from megatron_het.elastic import worker as warm
 from megatron_het.elastic import worker as workers
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import end_all
-from megatron_het.elastic.boundary import ElasticBoundary
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
 from megatron_het.elastic.searched import limited
-from megatron_het.elastic.sessions import Outcome
+from megatron_het.elastic.sessions import ElasticBoundary, Outcome
 from megatron_het.elastic.worker import Setting, Worker
 from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, Plan, save_plan

@@ -26,10 +26,9 @@ import torch.distributed as dist
 import megatron_het.elastic
 from megatron_het import store
 from megatron_het.elastic import members as failures
-from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.copies import SHARE, Cost, Pace
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.links import Links, Severing
 from megatron_het.elastic.members import Progress
 from megatron_het.elastic.pool import GivenPlans
