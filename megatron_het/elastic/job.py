@@ -72,7 +72,8 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
-        return vars(self) | {"plan": self.plan.to_json()}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return values | {"plan": self.plan.to_json()}
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Generation:
