@@ -50,18 +50,8 @@ class DataFiles:
     @property
     def arguments(self) -> list[str]:
         """The Megatron flags that read this data set."""
-        return [
-            "--tokenizer-type",
-            "NullTokenizer",
-            "--vocab-size",
-            str(VOCAB_SIZE),
-            "--make-vocab-size-divisible-by",
-            "32",
-            "--train-data-path",
-            self.train_prefix,
-            "--valid-data-path",
-            self.validation_prefix,
-        ]
+        words = f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 32".split()
+        return [*words, "--train-data-path", self.train_prefix, "--valid-data-path", self.validation_prefix]
 
 
 def source_files(library: Path | None = None) -> list[Path]:

@@ -62,17 +62,8 @@ def flags_for(plan: Plan, is_broken: bool) -> list[str]:
 
     machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]
-    words += [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "250",
-        "--mock-data",
-        "--train-iters",
-        "10",
-        "--lr",
-        "1e-3",
-    ]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "250"]
+    words += ["--mock-data", "--train-iters", "10", "--lr", "1e-3"]
     return [word for word in words if not (is_broken and word == MISSING_FLAG)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.safe_io import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, read_json
 from megatron_het.store import Documents
 
 # Figures that cluster file and profile promise for the ranks of a plan: the measure of the doctor.
@@ -84,11 +84,6 @@ class Expectations:
         body = asdict(self)
         lists = {name: list(body[name]) for name in ("links", "layers")}
         return {"format": FORMAT, "version": VERSION, **body, **lists}
-
-
-def save_expectations(expectations: Expectations, path: str | os.PathLike[str]) -> None:
-    """Write the file; see ``safe_io.write_json`` for the errors."""
-    write_json(path, expectations.to_json())
 
 
 def load_expectations(path: str | os.PathLike[str]) -> Expectations:
@@ -244,6 +239,24 @@ class Seat:
         """The kind of device that the plan gives this rank."""
         return kind_of(Placement(self.plan), self.rank)
 
+    def platform(self) -> Any:
+        """The platform of this rank's process, which computes on the rank's device from here on."""
+        import torch
+
+        from megatron_het.device import activate
+
+        platform = activate()
+        if platform.is_cuda:
+            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
+        return platform
+
+
+def dtype_of(plan: Plan) -> Any:
+    """torch's data type of the training's activations."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.training.precision, torch.float32)
+
 
 def kind_of(placement: Placement, rank: int) -> str:
     """The plan's name of a rank's device; empty when the plan names none."""
@@ -324,6 +337,15 @@ def _ranks(ranks: list[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def ranks_by(said: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
+    """Ranks by each text that they say, in the order of the texts."""
+    found: dict[str, list[int]] = {}
+    for rank, texts in said.items():
+        for text in texts:
+            found.setdefault(text, []).append(rank)
+    return found
 
 
 def grouped(answers: Mapping[int, Any]) -> dict[Any, list[int]]:

@@ -44,13 +44,7 @@ class Links(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """This rank's pairs, measured by the lower rank of each."""
-        import torch
-
-        from megatron_het.device import activate
-
-        platform = activate()
-        if platform.is_cuda:
-            torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
+        platform = seat.platform()
         transport = chosen_transport(seat, platform).transport
         rounds = rounds_of(pairs_of(seat.plan), seat.hosts)
         gate = _Gate(seat.store, len(seat.hosts), time.monotonic() + _BUDGET_S)

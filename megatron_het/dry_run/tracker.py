@@ -190,39 +190,23 @@ def _computes() -> bool:
 
 
 _POINT_TO_POINT = {"send": "sent", "recv_": "received"}
-# The larger side of a collective, by the position of its argument; it is what all members hold in the end or bring.
-_PAYLOAD = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "broadcast_": 0,
-    "reduce_": 0,
-    "allgather_": 0,
-    "_allgather_base_": 0,
-    "allgather_into_tensor_coalesced_": 0,
-    "reduce_scatter_": 1,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "gather_": 0,
-    "scatter_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
+_COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "gather_": ("gather", 0),
+    "scatter_": ("scatter", 1),
+    "alltoall_": ("all-to-all", 1),
+    "alltoall_base_": ("all-to-all", 1),
 }
-_NAMES = {
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-}
+"""Name, and position of the argument that is the larger side: what all members hold in the end or bring."""
 
 
 @dataclass(slots=True)
@@ -261,10 +245,10 @@ class Traffic:
             members = dist.get_process_group_ranks(group)
             peer = members[int(args[2])]
             self._add(_POINT_TO_POINT[name], (peer,), _size_bytes(args[0]))
-        elif name in _PAYLOAD:
-            members = dist.get_process_group_ranks(_group(func, args))
+        elif name in _COLLECTIVES:
+            members, (what, position) = dist.get_process_group_ranks(_group(func, args)), _COLLECTIVES[name]
             if len(members) > 1:
-                self._add(_NAMES[name], tuple(members), _size_bytes(args[_PAYLOAD[name]]))
+                self._add(what, tuple(members), _size_bytes(args[position]))
 
     def _add(self, what: str, ranks: tuple[int, ...], size_bytes: int) -> None:
         count = self._counts[what, ranks]
