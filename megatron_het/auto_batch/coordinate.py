@@ -21,7 +21,6 @@ from typing import Any
 
 from megatron_het.auto_batch.allocation import (
     ZERO_STAGES,
-    Allocation,
     Curve,
     allocate,
     allocated,
@@ -341,45 +340,22 @@ class _Maker:
             allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
             plan = allocated(self._base, zero, allocation, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
-            self._write(
-                key,
-                devices,
-                zero,
-                curves=rows,
-                allocation=allocation,
-                tried=tried,
-                plan=plan,
-                elapsed_s=time.monotonic() - started_s,
-            )
+            found = {
+                "format": MEASURED_FORMAT,
+                "key": key,
+                "zero": zero,
+                "devices": devices,
+                "curves": rows,
+                "passes": allocation.passes,
+                "predicted_compute_s": allocation.predicted_s,
+                "predicted_iteration_s": allocation.iteration_s,
+                "did_not_fit": tried,
+                "measured_in_s": round(time.monotonic() - started_s, 1),
+            }
+            save_plan(plan, self._plan_file)
+            write_json(self._folder / "measured.json", found)  # last: who finds it finds the plan
             result = {"plan": plan.to_json(), "summary": summary}
         return self._exchange.decided("result", result)
-
-    def _write(
-        self,
-        key: str,
-        devices: list[Any],
-        zero: int,
-        curves: list[Any],
-        allocation: Allocation,
-        tried: list[dict[str, Any]],
-        plan: Plan,
-        elapsed_s: float,
-    ) -> None:
-        """Curves and decision, the plan last: who finds one finds the other."""
-        found = {
-            "format": MEASURED_FORMAT,
-            "key": key,
-            "zero": zero,
-            "devices": devices,
-            "curves": curves,
-            "passes": allocation.passes,
-            "predicted_compute_s": allocation.predicted_s,
-            "predicted_iteration_s": allocation.iteration_s,
-            "did_not_fit": tried,
-            "measured_in_s": round(elapsed_s, 1),
-        }
-        save_plan(plan, self._plan_file)
-        write_json(self._folder / "measured.json", found)
 
     def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
         """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""
