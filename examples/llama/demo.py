@@ -340,12 +340,10 @@ class Demo:
         page.write(words, result, traces, self.out / "report.html")
         written = [self.out / "report.json", self.out / "report.html"]
         try:
-            from examples.llama import pictures
-
-            pictures.loss_picture(result, self.out / "loss.png")
+            page.loss_picture(result, self.out / "loss.png")
             written.append(self.out / "loss.png")
             names, predicted = [r["device"] for r in result["per_rank"]], trial.file.with_suffix(".trace.json")
-            if pictures.timeline_picture(names, predicted, traces, self.out / "timeline.png"):
+            if page.timeline_picture(names, predicted, traces, self.out / "timeline.png"):
                 written.append(self.out / "timeline.png")
         except ImportError:
             self.screen.line("no pictures: matplotlib is not installed (pip install 'megatron-het[planner]')")
