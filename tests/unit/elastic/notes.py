@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -69,6 +70,16 @@ class Notes:
 def about(number: int, **more: Any) -> dict[str, Any]:
     """What a worker says of itself."""
     return {"process": number, "node": f"n{number}", "device": "", "signature": "s"} | more
+
+
+def runs(process: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def until(condition: Callable[[], Any]) -> None:

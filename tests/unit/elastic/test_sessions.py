@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings import RotaryEmbedding
 
+from megatron_het.device import activate
 from megatron_het.elastic import copies as copying
 from megatron_het.elastic import sessions
 from megatron_het.elastic import worker as workers
@@ -38,7 +38,7 @@ from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from tests.unit.elastic.notes import Notes, plan
+from tests.unit.elastic.notes import Notes, plan, runs
 from tests.unit.store.memory import MemoryStore
 
 
@@ -124,6 +124,9 @@ def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypat
 
 def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each held a process group, with its threads and connections, for as many sessions as the cache has places."""
+    activate()  # Megatron binds on import what the platform replaces
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+
     monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *_: torch.zeros(16, 1, 1, 8))  # by itself it asks for CUDA
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -329,15 +332,6 @@ def test_what_a_worker_has_started_ends_with_it(is_killed: bool):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     end_all(worker)  # nothing is there any more
-
-
-def runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 # Which processes become which ranks, and what a command line that cannot work says.
