@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.safe_io import read_json, read_yaml, write_text
@@ -115,7 +115,7 @@ class NoPlanError(RuntimeError):
     """There is no plan for the processes that are left."""
 
 
-class Planner(Protocol):
+class Planner:
     """Makes plans.  Whoever learns nothing and makes nothing ahead says what its plans are, and which one is better."""
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
@@ -124,12 +124,15 @@ class Planner(Protocol):
         Raises:
             NoPlanError: There is none.
         """
+        raise NotImplementedError
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
         """Whether a change from the present plan to another one pays."""
+        raise NotImplementedError
 
     def reject(self, plan: Plan, why: str) -> None:
         """Never give a plan again."""
+        raise NotImplementedError
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
         """Make plans ahead for pools that may come, the most likely ones first; returns at once."""

@@ -30,7 +30,7 @@ class Stream(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
 
 
-STREAM_IDS = {stream: number for number, stream in enumerate(Stream)}
+STREAM_IDS: dict[str, int] = {stream: number for number, stream in enumerate(Stream)}
 """Rows of streams in traces."""
 
 
