@@ -35,7 +35,7 @@ from examples.llama.devices import (
     measured_link,
     paced_devices,
 )
-from examples.llama.screen import Screen
+from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, load_plan, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from tools.planner import __main__ as planner

@@ -26,7 +26,7 @@ from typing import Any
 from examples.llama import job as jobs
 from examples.llama.data import prepare_apart
 from examples.llama.devices import available_cores
-from examples.llama.screen import Screen
+from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
