@@ -19,16 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.auto_batch.allocation import (
-    ZERO_STAGES,
-    Curve,
-    allocate,
-    allocated,
-    base_plan,
-    extra_words,
-    first_stage,
-    with_zero,
-)
+from megatron_het.auto_batch.allocation import ZERO_STAGES, Curve, allocate, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
 from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
@@ -285,7 +276,7 @@ class _Maker:
         exchange: Exchange,
         least_zero: int,
     ) -> None:
-        self._first_zero = max(least_zero, first_stage(base))
+        self._first_zero = max(least_zero, int(base.training.distributed_optimizer))
         self._base, self._words, self._folder = base, words, folder
         self._rank, self._world_size, self._exchange = rank, world_size, exchange
         self._limit = memory_limit()
@@ -338,7 +329,7 @@ class _Maker:
         if self._rank == 0:
             communication_s = max(row["communication_s"] for row in rows)
             allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
-            plan = allocated(self._base, zero, allocation, names)
+            plan = with_zero(self._base, zero, allocation.passes, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
             found = {
                 "format": MEASURED_FORMAT,
