@@ -411,6 +411,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 """
 _START = """
 import importlib, sys
+from types import SimpleNamespace
 folder = sys.argv[1]
 import megatron_het.pretrain_gpt, megatron_het.runtime.training, megatron_het.megatron_patches.plan_hooks
 from megatron_het.features import features_of
@@ -421,7 +422,7 @@ plan = load_plan(folder + "/plan.json")
 check_plan_alone(plan)
 build(plan)
 for feature, _ in features_of(plan):
-    if feature.runtime:
+    if feature.runtime and feature.runs_with(SimpleNamespace()):
         importlib.import_module(feature.runtime)
 """
 """What a rank of a plan loads before its first iteration: what entry, launch and session import on their way."""
