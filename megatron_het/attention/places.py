@@ -275,6 +275,8 @@ class Sharing(Protocol):
     size: int
     rank: int
 
+    def __hash__(self) -> int: ...
+
     @property
     def others(self) -> Sequence[int]:
         """The other ranks, in the order of their rows."""

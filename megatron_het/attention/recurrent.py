@@ -2,8 +2,12 @@
 
 A Mamba mixer or a gated delta net knows the tokens before a slice by two tensors: the last inputs of its convolution,
 and the state of its recurrence.  A forward pass takes both from the slice before and leaves its own; a backward pass,
-which comes to the slices in reverse, hands on the gradient of what the forward took.  Everything else of the layers is
+which comes to the slices in reverse, hands on the gradient of what the forward took.  With packed documents a slice
+is computed document by document, and every document begins without a state.  Everything else of the layers is
 Megatron's, kernels too.
+
+Context-parallel ranks have blocks from both ends of a slice, and a state goes through it in order.  So they send each
+other tokens: each gets all of them for some of the heads, and gives its results back.
 """
 
 from __future__ import annotations
@@ -296,20 +300,21 @@ class SlicePass:
         held = inputs.shape[1] - mixed.shape[1]
         outs, states = [], []
         for sequences, documents in Reach(self._starts).documents(self._span, mixed.shape[0]):
-            pieces, state = [], before if before is None else before[sequences]
+            pieces = []
             for (lo, hi), begin in documents:
                 first, end, seen = lo - self._span[0], hi - self._span[0], min(history, lo - begin)
                 own = inputs[sequences, held + first - seen : held + end]
                 own = own if seen == history else F.pad(own, (0, 0, history - seen, 0))
                 rest = (tensor[sequences, first:end] for tensor in others)
-                out, state = kernel(own, *rest, state=state if lo > begin else None)
+                state = before[sequences] if before is not None and lo > begin else None
+                out, last = kernel(own, *rest, state=state)
                 pieces.append(out)
             outs.append(torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0])
-            states.append(state)
-        whole, last = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (outs, states))
+            states.append(last)
+        whole, after = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (outs, states))
         left = inputs[:, max(inputs.shape[1] - history, 0) :]
         left = F.pad(left, (0, 0, history - left.shape[1], 0))
-        found: Tensor = _Leave.apply(whole, left, last, self._cache, self._key)
+        found: Tensor = _Leave.apply(whole, left, after, self._cache, self._key)
         return found
 
 

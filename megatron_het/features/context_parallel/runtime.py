@@ -238,8 +238,10 @@ class ContextParallelFeature(RuntimeFeature):
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
-        for module in (*slice_attentions(models), *state_caches(models)):
+        for module in slice_attentions(models):
             module.sharing = self._sharing
+        for cache in state_caches(models):
+            cache.sharing = self._sharing
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
