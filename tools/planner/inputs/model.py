@@ -25,7 +25,7 @@ from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
-from .documents import Lengths, lengths_problem, read_lengths, share_left
+from .documents import Lengths, lengths_problem, read_lengths, share_left, share_sent
 from .files import read_yaml
 from .model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, check_sizes, flag_words
 from .names import text_problem
@@ -394,6 +394,17 @@ class Model(BaseModel):
         if self.document_lengths is None:
             return 1.0
         return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
+
+    def share_sent(self, cp: int, slices: int) -> float:
+        """Share of its queries that a context-parallel rank sends to another one, averaged over layers."""
+        if self.document_lengths is None and self.attention_window is None:
+            return 1.0
+        windowed = 0.0 if self.attention_window is None else self.windowed_layers
+        return sum(
+            part * share_sent(self.document_lengths, self.seq_length, cp, slices, window)
+            for part, window in ((windowed, self.attention_window), (1 - windowed, None))
+            if part
+        )
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""
