@@ -133,22 +133,22 @@ PRESENT: dict[str, Target] = {
     "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES) | {"parameter window": 14, "multi-token prediction": 27},
     "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
     | {"parameter window": 6, "slices": 6, "context parallelism": 5, "multi-token prediction": 25},
-    "product_files": 336,
+    "product_files": 325,
     "product_lines": 79_900,
     "all_lines": 146_100,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_800,
-        "examples": 2_400,
+        "examples": 2_300,
         "megatron_het": 800,
         "megatron_het/arguments": 1_100,
         "megatron_het/attention": 3_600,
-        "megatron_het/auto_batch": 1_600,
+        "megatron_het/auto_batch": 1_500,
         "megatron_het/checkpoint": 1_500,
         "megatron_het/device": 1_300,
         "megatron_het/doctor": 2_900,
         "megatron_het/dry_run": 2_500,
-        "megatron_het/elastic": 5_900,
+        "megatron_het/elastic": 5_800,
         "megatron_het/features": 13_500,
         "megatron_het/lowering": 1_000,
         "megatron_het/megatron_patches": 1_500,
@@ -160,7 +160,7 @@ PRESENT: dict[str, Target] = {
         "tests": 41_700,
         "tools/planner": 26_900,
     },
-    "loaded_modules": {"het-plan plan": 151, "1F1B": 140},
+    "loaded_modules": {"het-plan plan": 142, "1F1B": 123},
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
 

@@ -1,4 +1,4 @@
-"""What the controller and the workers of a job share: the generation, the board, and one signature of all nodes.
+"""Generation, board and signature: what the controller and the workers of a job share.
 
 The board is JSON documents in the controller's store.  Who does not know the job's token gets no connection
 (:mod:`megatron_het.store`), so that whatever is there was written by a member of the job.
