@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tools.planner.__main__ import parser_of
-from tools.planner.report.analysis import alternatives, best_even_split, binding, narrowed, row_of, simulated
+from tools.planner.report.analysis import alternatives, best_even_split, binding, row_of, simulated
 from tools.planner.report.tables import NOTATION, bound_lines, describe, summary
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
@@ -82,10 +82,16 @@ def section(number: int, case: dict[str, Any]) -> str:
     figures += [f"MFU {100 * body['model_flops_utilisation']:.0f} %", f"+-{100 * body['uncertainty']:.0f} %"]
     even = best_even_split(estimator)
     others = [row_of(estimator, "the best plan of stock Megatron", simulated(estimator, *even), best)] if even else []
-    for gpu, narrow in narrowed(estimator):
-        others.append(row_of(narrow, f"{gpu} only", search("auto", narrow, goal, robust=False).best, best))
+    kinds = [node.gpu for node in estimator.cluster.nodes]
+    for kind in dict.fromkeys(kinds):
+        alone = [f for f in outcome.found if {kinds[pool] for pool in f.candidate.gpus()} == {kind}]
+        if alone and {kinds[pool] for pool in best.candidate.gpus()} != {kind}:
+            others.append(row_of(estimator, f"{kind} only", min(alone, key=lambda f: f.iteration_s), best))
     others += alternatives(estimator, outcome, best, OTHERS)
-    why = [*binding(estimator, goal, best), *bound_lines(outcome, goal), *map(_other, others)]
+    bounds = bound_lines(outcome, goal)
+    off = "; ".join(text for text in bounds if text.startswith("if ") and " or " not in text)
+    why = [*binding(estimator, goal, best), *(text for text in bounds if not text.startswith("if "))]
+    why += [*([off] if off else []), *map(_other, others)]
     view = case.get("view", "").strip()
     if view and case.get("view_of") != plan:
         view += f"\n\n(Written about an earlier plan: `{case.get('view_of')}`.)"

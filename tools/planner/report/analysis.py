@@ -250,7 +250,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
         if count:
             out.append(
                 f"{count} of {nodes[pool].quota} {nodes[pool].gpu} ({nodes[pool].zone}) stay unused: "
-                "using them would not make the iteration shorter or cheaper"
+                "no plan with them was found that is clearly better"
             )
     for key, limit, value in (
         ("max_usd_per_iteration", goal.max_usd_per_iteration, best.usd_per_iteration),
