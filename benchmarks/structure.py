@@ -134,15 +134,15 @@ PRESENT: dict[str, Target] = {
     "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
     | {"parameter window": 6, "slices": 6, "context parallelism": 5, "multi-token prediction": 25},
     "product_files": 336,
-    "product_lines": 79_900,
-    "all_lines": 146_100,
+    "product_lines": 80_300,
+    "all_lines": 146_800,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_800,
         "examples": 2_400,
         "megatron_het": 800,
         "megatron_het/arguments": 1_100,
-        "megatron_het/attention": 3_600,
+        "megatron_het/attention": 3_900,
         "megatron_het/auto_batch": 1_600,
         "megatron_het/checkpoint": 1_500,
         "megatron_het/device": 1_300,
@@ -157,7 +157,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_600,
         "megatron_het/safe_io": 800,
         "megatron_het/watch": 1_200,
-        "tests": 41_700,
+        "tests": 42_100,
         "tools/planner": 26_900,
     },
     "loaded_modules": {"het-plan plan": 151, "1F1B": 140},
