@@ -84,11 +84,19 @@ class LimitedPlace:
         cache, microbatch, index = context.cache, context.microbatch, context.index
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
         spans, held, first, blocks, whole = _spans(begins, tokens, context.parallel)
-        unread = held_before(blocks, context.reach.unread(*whole))
-        if context.parallel is None:
-            return cls(context, spans, held, first, unread)
-        travels, received = _travels(context.reach, tuple(begins), tokens, context.parallel)
-        return cls(context, spans, held, first, unread, travels, received)
+        travels: Travels | None = None
+        received: tuple[Span, ...] = ()
+        if context.parallel is not None:
+            travels, received = _travels(context.reach, tuple(begins), tokens, context.parallel)
+        return cls(
+            context=context,
+            spans=spans,
+            held=held,
+            first=first,
+            unread=held_before(blocks, context.reach.unread(*whole)),
+            travels=travels,
+            received=received,
+        )
 
     def travelling(self) -> LimitedPlace:
         """See :class:`Place`."""
