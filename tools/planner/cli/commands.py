@@ -27,8 +27,6 @@ from ..inputs.cluster import Cluster
 from ..inputs.files import check_target
 from ..inputs.model import Model
 from ..inputs.packing import seat_replicas
-from ..page.collect import collect, gains_of, rows_of
-from ..page.html import ENDINGS, check_page, notes_of, page_of_search, write_page, written
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
     GIB,
@@ -406,6 +404,8 @@ def emit(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
+    from ..page.html import check_page, page_of_search, written
+
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
@@ -432,6 +432,8 @@ def explain(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """The plan against an even split, single GPU types and single schedules."""
+    from ..page.html import check_page, page_of_search, written
+
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
@@ -451,6 +453,9 @@ def compare(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
+    from ..page.collect import collect, gains_of, rows_of
+    from ..page.html import ENDINGS, notes_of, write_page
+
     check_target(options.html, "--html", ENDINGS)
     goal = goal_from(options)
     estimator, made = load(options)

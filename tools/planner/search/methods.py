@@ -189,6 +189,8 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 SIZES = (2, 4, 8, 16)
 CLEAR = 0.03
 """A change that is better by this share is taken without trying the others."""
+HOPELESS = 1.1
+"""A change that looks worse by this factor is not simulated."""
 EXCHANGING = 4
 """To simulate an exchange takes so many times as long."""
 
@@ -263,13 +265,14 @@ def _work(estimator: Estimator, candidate: Candidate) -> int:
 def _promising(
     estimator: Estimator, goal: Goal, current: Found, tried: set[Candidate]
 ) -> list[tuple[Candidate, Estimate]]:
-    """Changes that fit into memory, in the order of their closed forms."""
+    """Changes that fit into memory and do not look much worse, in the order of their closed forms."""
     out: list[tuple[float, int, Candidate, Estimate]] = []
+    most = HOPELESS * goal.value(current.estimate)
     for candidate in changes(estimator, goal, current.candidate):
         if candidate in tried:
             continue
         estimate = _usable(estimator, goal, candidate)
-        if estimate is not None:
+        if estimate is not None and goal.value(estimate) < most:
             out.append((goal.value(estimate), len(out), candidate, estimate))
     return [(candidate, estimate) for _, _, candidate, estimate in sorted(out, key=lambda item: item[:2])]
 
