@@ -29,6 +29,8 @@ from megatron_het.plan import Plan, Replica, Stage
 
 _BATCH, _EACH, _COPY_EVERY, _LOG_BYTES, _PART = 3, 100, "4", 2**16, 500
 """Sequences of an iteration; iterations for each change, and between copies; of a worker's log; waited for at once."""
+_WHERE = ("iteration", "seconds", "away")
+"""Keys of a sample that are no figures."""
 
 
 def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
@@ -56,14 +58,18 @@ def alone(_replicas: int) -> Plan:
 
 
 def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By which share each figure is larger in the last quarter of the samples than in the second one."""
+    """By which share each figure is larger in the last quarter of the samples of the whole pool than in the second one.
+
+    With a node away there are fewer connections and threads.
+    """
+    samples = [sample for sample in samples if not sample["away"]]
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
 
     def median(part: Sequence[Mapping[str, float]], key: str) -> float:
         return statistics.median(sample[key] for sample in part)
 
-    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0]}
+    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0] if key not in _WHERE}
 
 
 def long_run(
@@ -87,9 +93,9 @@ def long_run(
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
 
         def document(at: int) -> dict[str, Any]:
-            samples.append({"iteration": at, "seconds": time.monotonic() - began_s} | used(steady, job.folder / "job"))
-            kept = [{k: v for k, v in s.items() if k not in ("iteration", "seconds")} for s in samples]
-            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(kept), "samples": samples}
+            where = {"iteration": at, "seconds": time.monotonic() - began_s, "away": float(bool(away))}
+            samples.append(where | used(steady, job.folder / "job"))
+            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(samples), "samples": samples}
 
         for number in range(1, changes + 1):
             at = number * iterations // (changes + 1)

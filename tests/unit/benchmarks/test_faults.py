@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import fault_trials
+from benchmarks import fault_processes, fault_trials
 from benchmarks.fault_kinds import KINDS, make
 from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
 from benchmarks.faults import verdict
@@ -73,6 +75,24 @@ def test_a_folder_in_which_files_are_open_becomes_read_only(tmp_path: Path):
             log.write("a line")
         assert (folder / "log").read_text() == "a line"
     assert not any(folder.iterdir())
+
+
+def test_a_forked_worker_holds_no_connection_of_its_agent(tmp_path: Path):
+    """The controller kept a connection that its agent had given up for as long as the worker lived."""
+    ours, theirs = socket.socketpair()
+
+    def run() -> int:
+        fault_processes.let_go_of_connections()
+        signal.pause()
+        return 0
+
+    forked = fault_processes.Forked(run, tmp_path / "log.txt", {})
+    theirs.close()
+    ours.settimeout(10.0)
+    try:
+        assert ours.recv(1) == b""
+    finally:
+        forked.kill()
 
 
 def test_samples_are_counted():
