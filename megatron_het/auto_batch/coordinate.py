@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
-import select
 import subprocess
 import sys
 import time
@@ -19,17 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.auto_batch.allocation import (
-    ZERO_STAGES,
-    Allocation,
-    Curve,
-    allocate,
-    allocated,
-    base_plan,
-    extra_words,
-    first_stage,
-    with_zero,
-)
+from megatron_het.auto_batch.allocation import ZERO_STAGES, Curve, allocate, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
 from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
@@ -66,34 +56,29 @@ class MeasuringProcess:
         self._log = folder / f"{name}.log"
         request_file = folder / f"{name}.json"
         request_file.write_text(json.dumps(request), encoding="utf-8")
-        commands, self._sink = os.pipe()
-        self._source, answers = os.pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") or k in IDENTITY}
-        with self._log.open("wb") as log:
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(request_file), str(commands), str(answers)],
+                [sys.executable, "-m", _MODULE, str(request_file), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(commands, answers),
+                pass_fds=(theirs.fileno(),),
                 env=environment,
             )
-        os.close(commands)
-        os.close(answers)
-        self._pending = b""
 
     def __enter__(self) -> MeasuringProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End the process, whatever it does."""
-        os.close(self._sink)  # which it takes for the end
+        self._connection.close()  # which it takes for the end
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._source)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and wait for the answer."""
@@ -107,8 +92,8 @@ class MeasuringProcess:
             MeasuringError: The process has ended.
         """
         try:
-            os.write(self._sink, json.dumps(command).encode() + b"\n")
-        except BrokenPipeError:
+            self._connection.send_bytes(json.dumps(command).encode())
+        except OSError:
             raise self._ended() from None
 
     def answer(self) -> dict[str, Any]:
@@ -118,18 +103,14 @@ class MeasuringProcess:
             MeasuringError: None came in time, or the process has ended.
         """
         end_s = time.monotonic() + self._timeout_s
-        while b"\n" not in self._pending:
+        while not self._connection.poll(_POLL_S):
             if time.monotonic() > end_s:
                 raise MeasuringError(f"no answer after {self._timeout_s:.0f} s\n{self._tail()}")
             self._watch()
-            if not select.select([self._source], [], [], _POLL_S)[0]:
-                continue
-            data = os.read(self._source, 1 << 16)
-            if not data:
-                raise self._ended()
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended() from None
 
     def _ended(self) -> MeasuringError:
         try:
@@ -286,7 +267,7 @@ class _Maker:
         exchange: Exchange,
         least_zero: int,
     ) -> None:
-        self._first_zero = max(least_zero, first_stage(base))
+        self._first_zero = max(least_zero, int(base.training.distributed_optimizer))
         self._base, self._words, self._folder = base, words, folder
         self._rank, self._world_size, self._exchange = rank, world_size, exchange
         self._limit = memory_limit()
@@ -339,47 +320,24 @@ class _Maker:
         if self._rank == 0:
             communication_s = max(row["communication_s"] for row in rows)
             allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
-            plan = allocated(self._base, zero, allocation, names)
+            plan = with_zero(self._base, zero, allocation.passes, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
-            self._write(
-                key,
-                devices,
-                zero,
-                curves=rows,
-                allocation=allocation,
-                tried=tried,
-                plan=plan,
-                elapsed_s=time.monotonic() - started_s,
-            )
+            found = {
+                "format": MEASURED_FORMAT,
+                "key": key,
+                "zero": zero,
+                "devices": devices,
+                "curves": rows,
+                "passes": allocation.passes,
+                "predicted_compute_s": allocation.predicted_s,
+                "predicted_iteration_s": allocation.iteration_s,
+                "did_not_fit": tried,
+                "measured_in_s": round(time.monotonic() - started_s, 1),
+            }
+            save_plan(plan, self._plan_file)
+            write_json(self._folder / "measured.json", found)  # last: who finds it finds the plan
             result = {"plan": plan.to_json(), "summary": summary}
         return self._exchange.decided("result", result)
-
-    def _write(
-        self,
-        key: str,
-        devices: list[Any],
-        zero: int,
-        curves: list[Any],
-        allocation: Allocation,
-        tried: list[dict[str, Any]],
-        plan: Plan,
-        elapsed_s: float,
-    ) -> None:
-        """Curves and decision, the plan last: who finds one finds the other."""
-        found = {
-            "format": MEASURED_FORMAT,
-            "key": key,
-            "zero": zero,
-            "devices": devices,
-            "curves": curves,
-            "passes": allocation.passes,
-            "predicted_compute_s": allocation.predicted_s,
-            "predicted_iteration_s": allocation.iteration_s,
-            "did_not_fit": tried,
-            "measured_in_s": round(elapsed_s, 1),
-        }
-        save_plan(plan, self._plan_file)
-        write_json(self._folder / "measured.json", found)
 
     def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
         """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""

@@ -1,9 +1,9 @@
-"""Measures one device: ``python -m megatron_het.auto_batch.measure REQUEST FD_IN FD_OUT`` in a process of its own.
+"""Measures one device: ``python -m megatron_het.auto_batch.measure REQUEST FD`` in a process of its own.
 
 The process runs the real training of one rank under the plan of a ZeRO stage: real layers, real optimizer state,
 real shards.  The other ranks are not there; collectives with them take no time and leave finite values, so that
-what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands come as lines of
-JSON, answers leave as lines of JSON.  Running out of memory is an answer.
+what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands and
+answers are JSON, over one connection.  Running out of memory is an answer.
 """
 
 from __future__ import annotations
@@ -12,56 +12,21 @@ import contextlib
 import gc
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_het.device import Platform
-from megatron_het.dry_run.alone import join_alone, samples_provider
+from megatron_het.dry_run.alone import join_alone, parse_alone, train_alone
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.session import HetSession
-
-# One rank's training without the others: parse, join groups of absent ranks, start ``pretrain``.
-
-
-def parse() -> Any:
-    """Megatron's arguments, for a run that reads and writes nothing."""
-    from megatron.training.arguments import parse_and_validate_args
-
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
-    args.wandb_project = ""
-    args.do_train = True  # Megatron reads it from a broadcast
-    return args
-
-
-def train(args: Any) -> None:
-    """``pretrain`` on samples of the right shapes."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    from megatron_het import gpt_training
-    from megatron_het.families import family_of
-
-    now_s = time.time()
-    set_startup_timestamps(program_start=now_s, main_entry=now_s)
-    pretrain(
-        pretrain_cfg_container_from_args(args, family_of(args).model_config(args)),
-        samples_provider(args),
-        ModelType.encoder_or_decoder,
-        gpt_training.forward_step,
-        store=None,
-        get_embedding_ranks=gpt_training.embedding_ranks,
-    )
-
 
 # A measured pass is no training step: nothing is saved, logged, repeated or loaded.
 _LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000000", "--rerun-mode", "disabled")
@@ -76,30 +41,26 @@ class Commands:
     """Holds what the parent process asks, and the answers.
 
     Args:
-        source, sink: File descriptors.
+        connection: To the parent.
     """
 
-    def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
-        self._pending = b""
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def next(self) -> dict[str, Any]:
         """The next command; an end of the parent ends measuring."""
-        while b"\n" not in self._pending:
-            data = os.read(self._source, 1 << 16)
-            if not data:
-                raise _Done
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise _Done from None
 
     def is_waiting(self) -> bool:
         """Whether another command has come."""
-        return b"\n" in self._pending or bool(select.select([self._source], [], [], 0)[0])
+        return self._connection.poll()
 
     def answer(self, **values: Any) -> None:
         """Send an answer."""
-        os.write(self._sink, json.dumps(values).encode() + b"\n")
+        self._connection.send_bytes(json.dumps(values).encode())
 
 
 class MeasuringSession(HetSession):
@@ -231,9 +192,9 @@ def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure until the parent says that it is enough."""
-    request_file, source, sink = sys.argv[1:] if argv is None else argv
+    request_file, descriptor = sys.argv[1:] if argv is None else argv
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    commands = Commands(int(source), int(sink))
+    commands = Commands(Connection(int(descriptor)))
     with contextlib.ExitStack() as memory:
         try:
             _run(request, commands, memory)
@@ -261,14 +222,14 @@ def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitSta
         return sessions[-1]
 
     hooks.install(make_session=make_session)
-    args = parse()
+    args = parse_alone()
     if device.is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if request["store"]:
         sessions[0].know_links(measure_links(request, args.distributed_backend, device.device))
     join_alone(rank, world_size, args.distributed_backend)
     memory.enter_context(limited_memory(device, request["limit_bytes"]))
-    train(args)
+    train_alone(args)
 
 
 if __name__ == "__main__":

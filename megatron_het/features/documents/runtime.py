@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.documents.spec import CONVERSATIONS, PACKING, asked_by
+from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
 from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.data import Reports
@@ -228,8 +228,6 @@ def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    if not asked_by(context.args):
-        return RuntimeFeature()
     whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context)
     assert isinstance(context.batches, SlicedSequences)
     where = context.placement.locate(context.rank)

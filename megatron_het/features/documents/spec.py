@@ -77,6 +77,10 @@ class Documents(Feature):
         """Returns the argument that asks for documents; "" if none does."""
         return asked_by(args)
 
+    def runs_with(self, args: Any) -> bool:
+        """Whether attention ends where documents do; see :class:`Feature`."""
+        return bool(asked_by(args))
+
     def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:
         """No masks: they grow as the square of the length."""
         if asked_by(args):

@@ -22,11 +22,9 @@ from megatron_het.auto_batch import coordinate as processes
 from megatron_het.auto_batch import cp_shares
 from megatron_het.auto_batch import exchange as exchanges
 from megatron_het.auto_batch.allocation import (
-    Allocation,
     Curve,
     accumulated,
     allocate,
-    allocated,
     base_plan,
     extra_words,
     synchronised,
@@ -133,7 +131,7 @@ UNTIED = [*WORDS, "--untie-embeddings-and-output-weights", "--global-batch-size"
 def test_every_zero_stage_has_a_plan_that_runs(zero: int) -> None:
     base, words = base_plan(UNTIED, 2)
     assert words[-1] == "--calculate-per-token-loss" and "--global-batch-size" not in words and "7" not in words
-    plan = allocated(base, zero, Allocation(((3, 2), (2,)), (1.0, 1.0), 1.0), ["a", "b"])
+    plan = with_zero(base, zero, ((3, 2), (2,)), ["a", "b"])
     check_plan(plan)
     check_plan_alone(plan)
     build(plan)
@@ -262,7 +260,7 @@ def test_a_rank_that_failed_ends_the_others(two: list[Exchange]) -> None:
 
 def fake(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     """In place of the measuring process."""
-    (folder / "fake_measure.py").write_text("import os, sys, time\nsource, sink = map(int, sys.argv[2:])\n" + code)
+    (folder / "fake_measure.py").write_text("import os, sys, time\n" + code)
     monkeypatch.setattr(processes, "_MODULE", "fake_measure")
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
@@ -283,7 +281,7 @@ def test_a_measuring_process_that_dies_or_hangs_is_an_error_with_its_log(
 
 
 def test_waiting_ends_when_another_rank_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake(monkeypatch, tmp_path, "os.read(source, 1)")
+    fake(monkeypatch, tmp_path, "os.read(int(sys.argv[2]), 1)")
 
     def watch() -> None:
         raise ExchangeError("rank 1: no memory")

@@ -27,8 +27,6 @@ from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
 from .documents import Lengths, lengths_problem, read_lengths, share_left, share_sent
 from .files import read_yaml
-from .model_arguments import checkpoint_arguments, from_arguments
-from .model_configs import from_config, is_config
 from .model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, check_sizes, flag_words
 from .names import text_problem
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
@@ -512,13 +510,17 @@ def load_model(
     if Path(path).is_dir() and (Path(path) / "config.json").is_file():
         file = str(Path(path) / "config.json")
     if Path(file).is_dir() or Path(file).suffix == ".pt":
+        from .model_arguments import checkpoint_arguments, from_arguments
+
         arguments, file = checkpoint_arguments(file)
         document: Any = from_arguments(arguments, file)
     else:
         document = read_yaml(file, constants_as_text=True)  # Nemotron's have an upper bound that is Infinity
-        if not is_config(document):
+        if not (isinstance(document, dict) and document.keys() & {"model_type", "architectures"}):
             document = read_yaml(file)
-        else:
+        else:  # of Hugging Face
+            from .model_configs import from_config
+
             document = from_config(document, file, seq_length)
             for key, given in (("seq_length", seq_length), ("global_batch_size", global_batch_size)):
                 if given is None:
