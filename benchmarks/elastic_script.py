@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def work() -> None:
@@ -25,19 +26,10 @@ def work() -> None:
     folder = Path(os.environ["HET_JOB"]).parent / f"worker-{own['process']}"
     folder.mkdir(exist_ok=True)
     _wait_for(Path(os.environ["HET_JOB"]).parent / own["after"] if own["after"] else None)
-    setting = Setting(
-        "127.0.0.1",
-        job["port"],
-        job["token"],
-        own["process"],
-        own["node"],
-        own.get("device", ""),
-        str(folder),
-        1,
-        job["timeout_s"],
-        "same",
-        identity=str(own["process"]),
-    )
+    number = own["process"]
+    shared: dict[str, Any] = {"host": "127.0.0.1", "copy_every": 1, "signature": "same", "folder": str(folder)}
+    shared |= {key: job[key] for key in ("port", "token", "timeout_s")}
+    setting = Setting(**shared, process=number, node=own["node"], device=own.get("device", ""), identity=str(number))
     code = Worker(setting, sys.argv[1:], gpt_training.main).run()
     sys.stdout.flush()
     os._exit(code)

@@ -120,14 +120,7 @@ def long_run(
 
 
 def compared(folder: Path, data: Sequence[str], iterations: int, done: int) -> dict[str, Any]:
-    """Train undisturbed as far as the job has come; returns how its losses differ.
-
-    Args:
-        folder: Of the long run.
-        data: Flags of its data.
-        iterations: Of the training.
-        done: Of the job.
-    """
+    """Train undisturbed as far as the job has come, ``done`` of ``iterations``; returns how its losses differ."""
     losses = losses_of(folder / "long" / "report")
     with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data) as job:
         for part in (*range(_PART, done, _PART), done - 1):
