@@ -90,7 +90,7 @@ def section(number: int, case: dict[str, Any]) -> str:
             others.append(row_of(estimator, f"{kind} only", min(alone, key=lambda f: f.iteration_s), best))
     others += alternatives(estimator, outcome, best, OTHERS)
     bounds = bound_lines(outcome, goal)
-    off = "; ".join(text for text in bounds if text.startswith("if ") and " or " not in text)
+    off = "; ".join(text for text in bounds if text.startswith("if ") and "less than" not in text)
     why = [*binding(estimator, goal, best), *(text for text in bounds if not text.startswith("if "))]
     why += [*([off] if off else []), *map(_other, others)]
     view = case.get("view", "").strip()
