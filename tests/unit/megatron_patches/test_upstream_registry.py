@@ -102,7 +102,7 @@ def test_hash_is_of_upstream_even_while_installed(upstream, monkeypatch):
     patch = _patch()
     _use(monkeypatch, patch)
     registry.install("louder")
-    assert registry.changed_sources(patch) == {}
+    assert registry.moved(patch.sources) == {}
 
 
 def test_changed_source_is_refused_and_nothing_is_installed(upstream, monkeypatch):
