@@ -7,13 +7,12 @@ from dataclasses import replace
 from math import inf
 
 from ..costs.estimate import Estimator
-from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.outcome import Outcome, Progress
 from ..search.pools import Limits, nodes_left_out, pools_left_out
 from ..search.thorough import MOST_LEFT_OUT, Ground, thorough
 from .limit import collector_paused
-from .outcome import Goal
+from .outcome import NORMAL, Effort, Goal
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
