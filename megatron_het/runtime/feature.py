@@ -2,7 +2,7 @@
 
 The session opens the features of a plan once, in the order of their list, and closes them in the reverse order.
 Session and executor call the methods of :class:`RuntimeFeature` on all of them and know none by name.  The
-runtime half of a feature is a module ``feature.py`` in the feature's folder with a function
+runtime half of a feature is a module ``runtime.py`` in the feature's folder with a function
 ``open_feature(context) -> RuntimeFeature``; ``Feature.runtime`` of the other half names it.
 """
 
@@ -322,7 +322,7 @@ def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
     """Open the runtime halves of the plan's features, in the order of ``FEATURES``.  Collective."""
     found: list[RuntimeFeature] = []
     for spec, options in features_of(context.plan):
-        if spec.runtime:
+        if spec.runtime and spec.runs_with(context.args):
             context.options = options
             feature: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
             feature.name = spec.name

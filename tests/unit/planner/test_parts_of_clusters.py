@@ -170,21 +170,6 @@ def test_no_plan_is_below_the_bound(schedules):
             assert best.value(goal) >= Bounds(estimator, goal).value(all_gpus(estimator))
 
 
-def test_the_bound_knows_the_least_bubble():
-    """No GPU holds all layers: 1F1B cannot be nearer to the ideal than the least bubble allows."""
-    _, model = fast_and_slow()
-    model = model.model_copy(update={"num_layers": 64, "global_batch_size": 8, "micro_batch_sizes": (1,)})
-    estimator = estimator_of(Cluster(nodes=(NodeGroup(gpu="A100-80", count=8, gpus_per_node=1),)), model)
-    plain, all_of_them = (Bounds(estimator, Goal(schedules=s)) for s in (("1f1b",), tuple(SCHEDULES)))
-    alone = estimator.estimate(Candidate((Stage(64, (Group(0, 1, 1),)),), 1, "full", zero_stage=1))
-    assert alone is not None and not estimator.fits(alone)
-    assert plain.seconds((8,)) > 1.05 * all_of_them.seconds((8,))
-    candidate = Candidate(tuple(Stage(8, (Group(0, 1, 1),)) for _ in range(8)), 1, zero_stage=1)
-    estimate = estimator.estimate(candidate)
-    assert estimate is not None
-    assert estimate.iteration_s >= plain.seconds((8,))
-
-
 def test_a_power_of_two_of_one_pool():
     cluster, model = fast_and_slow()
     estimator = estimator_of(cluster, model)

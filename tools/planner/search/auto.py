@@ -71,7 +71,7 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
     if len(kinds) == 1:
         return
-    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.ideal(item[1]), item[0])):
+    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
         if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
             if ground.is_near:
@@ -198,7 +198,11 @@ def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
 def _add(estimator: Estimator, goal: Goal, outcome: Outcome, theirs: Outcome) -> None:
     """The plans of another search, and what it has counted."""
     known = {found.candidate for found in outcome.found}
-    outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
+    outcome.found += [
+        found
+        for found in theirs.found
+        if found.candidate not in known and found.runnable and found.candidate.schedule in goal.schedules
+    ]
     outcome.found = confirm(estimator, goal, outcome.found)
     outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
     outcome.simulations += theirs.simulations

@@ -201,7 +201,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         return
     is_long = estimator.model.seq_length >= LONG
     starts = _starts(outcome, goal)
-    if not starts and outcome.nearest is not None:
+    if not starts and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
         first = _fitting(estimator, goal, outcome.nearest[0])
         starts = [] if first is None else [first]
         outcome.found += starts
@@ -430,10 +430,10 @@ def search(
         robust: Of plans that are about as fast, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
-    outcome, bound = Outcome(method), 0.0
+    outcome, bounds, bound = Outcome(method), None, 0.0
     try:
-        # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
-        bound = Bounds(estimator, goal).value(all_gpus(estimator))
+        bounds = Bounds(estimator, goal)
+        bound = bounds.value(all_gpus(estimator))  # before the search, so that its time counts
         outcome = _search(method, estimator, goal, progress)
         if method == "auto":
             choose(estimator, goal, progress, outcome)
@@ -448,6 +448,9 @@ def search(
     if method == "auto":
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
+    if bounds is not None and outcome.best is not None:
+        used = outcome.best.candidate.gpus()
+        outcome.bound_in_use = bounds.value(tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes))))
     return outcome
 
 
