@@ -1,15 +1,19 @@
-"""Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
+"""Prices beside the schedule's: unequal passes, a split vocabulary, the context exchange, activations in main memory.
 
-Candidates say it in ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the schedule.
+Candidates say it in ``sizes``, ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the
+schedule, and sizes of microbatches of the training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
+from megatron_het.plan import Plan
 from megatron_het.plan.placement import PARAMETER, vocabulary_shares
 from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
 
@@ -19,19 +23,9 @@ from .estimates import Unit
 from .layer import pool_size
 
 if TYPE_CHECKING:
-    from megatron_het.plan import Plan
-
     from .operating import OperatingPoints
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
-
-from megatron_het.plan import Plan
-
-from .runtime import Runtime
 
 # Microbatches of different sizes without a pipeline (Poplar, section 3): what the passes of each replica take.
-
 
 _TIMES = ("layer_f", "layer_b", "embedding_f", "embedding_b", "head_f", "head_b", "attention_f", "attention_b")
 _KEPT = ("layer_bytes", "embedding_bytes", "head_bytes")
@@ -40,23 +34,14 @@ Passes = tuple[int, ...]
 """Sequences of each pass of one replica."""
 
 
-class Figures(Protocol):
-    """Holds what is asked of ``operating.OperatingPoints``, which asks here for what passes of different sizes take."""
-
-    runtime: Runtime
-
-    def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
-        """Figures of a group's replicas at the candidate's operating point; None where there are none."""
-
-
-def unit_of_group(estimator: Figures, candidate: Candidate, group: Group) -> Unit | None:
+def unit_of_group(estimator: OperatingPoints, candidate: Candidate, group: Group) -> Unit | None:
     """The mean pass of the slowest replica of a group, with the memory of its largest pass; None without figures."""
     i = _place(candidate, group)
     found = _slowest(estimator, candidate, i)
     return None if found is None else found[1]
 
 
-def passes_of(estimator: Figures, candidate: Candidate) -> list[int]:
+def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
     """Returns the number of passes of the slowest replica of each group; there are figures for all of them."""
     slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
     return [0 if found is None else len(found[0]) for found in slowest]
@@ -68,7 +53,7 @@ def _place(candidate: Candidate, group: Group) -> int:
     return kinds.index((group.pool, group.tp, candidate.cut_of(group)))
 
 
-def pass_s(estimator: Figures, candidate: Candidate, group: Group, size: int) -> float:
+def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:
     """Seconds of one pass of ``size`` sequences on a replica of a group that has figures for it."""
     unit = _of_size(estimator, candidate, group, size)
     assert unit is not None
@@ -82,7 +67,7 @@ def mean_size(candidate: Candidate, group: Group) -> float:
     return sum(passes) / len(passes)
 
 
-def _slowest(estimator: Figures, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
+def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
     """The passes of the replica of group ``i`` that computes longest, and their mean."""
     group, layers = candidate.stages[0].groups[i], candidate.stages[0].layers
     different = dict.fromkeys(candidate.sizes[i])
@@ -98,7 +83,7 @@ def _slowest(estimator: Figures, candidate: Candidate, i: int) -> tuple[Passes, 
     return None if best is None else best[1:]
 
 
-def _mean(estimator: Figures, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
+def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
     """The mean of passes, with the memory of one of ``largest`` sequences."""
     found = {n: _of_size(estimator, candidate, group, n) for n in {*own, largest}}
     if any(unit is None for unit in found.values()):
@@ -107,12 +92,12 @@ def _mean(estimator: Figures, candidate: Candidate, group: Group, own: Passes, l
     return replace(found[largest], **times)  # type: ignore[type-var]
 
 
-def _of_size(estimator: Figures, candidate: Candidate, group: Group, size: int) -> Unit | None:
+def _of_size(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
     plain = candidate.with_(micro_batch_size=size, sizes=())
     return estimator.unit_of(plain, group)
 
 
-def unit_of_device(estimator: Figures, candidate: Candidate, group: Group, own: Passes) -> Unit:
+def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes) -> Unit:
     """Returns what a replica takes of a microbatch of the plan's largest size, if it ran one.
 
     The simulator gives a smaller microbatch its share of the largest one's time and memory.  Small passes take more

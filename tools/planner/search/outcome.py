@@ -1,4 +1,4 @@
-"""Outcome of a search, and how the search reports progress and is interrupted."""
+"""Effort, goal and progress of a search, and its outcome."""
 
 from __future__ import annotations
 
