@@ -389,11 +389,6 @@ def state_parts(stage: Stage) -> tuple[float, ...]:
     return tuple(r.state_share / totals[r.cut] if totals[r.cut] else 0.0 for r in stage.replicas)
 
 
-def has_shares(plan: Plan) -> bool:
-    """Whether any stage of the plan is divided unequally."""
-    return any(state_shares(stage) is not None for stage in plan.stages)
-
-
 def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
     """Shares of the ranks in this rank's data-parallel group, in the group's order.
 

@@ -30,6 +30,10 @@ class Stream(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
 
 
+STREAM_IDS = {stream.value: number for number, stream in enumerate(Stream)}
+"""Threads of a device in traces."""
+
+
 class Role(Enum):
     """Holds what a kind of operation is among the others; passes place operations by it."""
 

@@ -14,10 +14,9 @@ from megatron_het.plan import Placement, Plan
 from megatron_het.safe_io import write_text
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Program
-from megatron_het.schedule.kinds import Stream
+from megatron_het.schedule.kinds import STREAM_IDS, Stream
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
-from megatron_het.schedule.view.visualize import STREAM_IDS
 from megatron_het.watch.drift import Finding
 from megatron_het.watch.monitor import PLACES, Board, Hello, Monitor, Sample, Settings
 

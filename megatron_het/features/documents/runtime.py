@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_het.features.documents.spec import CONVERSATIONS, PACKING, asked_by
-from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.data import Reports
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
+
+if TYPE_CHECKING:
+    from megatron_het.features.slices.runtime import SlicedSequences
 
 # Where the documents of an iteration begin.
 #
@@ -227,6 +229,8 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     if not asked_by(context.args):
         return RuntimeFeature()
+    from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
+
     whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context)
     assert isinstance(context.batches, SlicedSequences)
     where = context.placement.locate(context.rank)

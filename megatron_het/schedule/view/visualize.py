@@ -22,7 +22,7 @@ from megatron_het.lowering.programs import assemble
 from megatron_het.plan import ScheduleSpec
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Program, Shape, placement_of
-from megatron_het.schedule.kinds import RULES, Role
+from megatron_het.schedule.kinds import RULES, STREAM_IDS, Role
 from megatron_het.schedule.simulate import simulate
 
 # All schedules side by side, on one model and one number of devices.
@@ -217,7 +217,6 @@ def communication_volume(result: Result) -> float:
 # other: give the two different ``process`` names and merge their ``traceEvents``.
 
 
-STREAM_IDS = {"compute": 0, "send": 1, "receive": 2, "collective": 3, "host_to_device": 4, "device_to_host": 5}
 _SORT = "process_sort_index"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, save_plan, topology_hash
-from megatron_het.plan.placement import ALIGNMENT, cuts, has_shares, rank_shares, state_shares
+from megatron_het.plan.placement import ALIGNMENT, cuts, rank_shares, state_shares
 from megatron_het.plan.validate import check_plan
 
 
@@ -37,14 +37,13 @@ def plan_with(*shares: float | None, tp: int = 1, cp: int = 1) -> Plan:
 def test_shares_are_relative_to_the_stage() -> None:
     plan = plan_with(3, 1, 0)
     assert state_shares(plan.stages[0]) == (0.75, 0.25, 0.0)
-    assert has_shares(plan)
     assert state_shares(plan_with(None, 3).stages[0]) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize("shares", [(None, None), (1, None), (2, 2), (7,)])
 def test_equal_shares_are_no_shares(shares: tuple[float | None, ...]) -> None:
     plan = plan_with(*shares)
-    assert state_shares(plan.stages[0]) is None and not has_shares(plan)
+    assert state_shares(plan.stages[0]) is None
     assert rank_shares(Placement(plan), 0) is None
 
 
