@@ -16,7 +16,6 @@ from tests.golden.corpus import (
     read,
 )
 
-
 PARTS = 5
 """Of the plans, which take longest; each has plans of every schedule."""
 
