@@ -35,8 +35,8 @@ from typing import Any
 from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.doctor.participant import Heart
-from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.job import Board, ServedBoard
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import Store, StoreError, server, wire

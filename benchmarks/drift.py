@@ -186,7 +186,7 @@ def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, A
 
 def training_flags(iterations: int) -> tuple[str, ...]:
     """Of the paced model, without a plan."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     m = MODEL
     flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size} --ffn-hidden-size {m.ffn_hidden_size}

@@ -20,10 +20,9 @@ def run() -> None:
     import sys
 
     from megatron_het import gpt_training
-    from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
     from megatron_het.elastic.copies import Copies
-    from megatron_het.elastic.generation import Generation
-    from megatron_het.elastic.sessions import run_session
+    from megatron_het.elastic.job import Generation
+    from megatron_het.elastic.sessions import ElasticBoundary, Kept, open_links, run_session
     from megatron_het.elastic.state import give
     from megatron_het.plan import load_plan
     from megatron_het.store.job import job_store

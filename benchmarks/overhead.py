@@ -50,7 +50,7 @@ def iteration_s(log: str) -> float:
 
 def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
     """Run the pairs and return the result."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     save_plan(two_stage_plan(), scratch / "plan.json")
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]

@@ -6,11 +6,13 @@ queries a norm of their own in those of Transformer Engine, which these models d
 
 Megatron's own attention computes it, once it is told that values are of another width than keys.  Under tensor
 parallelism Megatron's local layers forget to sum the gradient of the keys' rotary part over the ranks, whose heads all
-use it; here it is summed.  Plans ask for these layers by themselves; the flag is for stock Megatron.
+use it; here it is summed.  Without sequence parallelism Megatron sums the gradient of the queries' norm, which every
+rank has whole; here each has its part.  Plans ask for these layers by themselves; the flag is for stock Megatron.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +52,14 @@ class LatentCoreAttention(DotProductAttention):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention over column-parallel down projections."""
 
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        ranks = self.tp_group.size()
+        # Megatron finds this norm by its name, and adds up what TP ranks have as for the norm of every head.
+        if self.config.qk_layernorm and ranks > 1 and not self.config.sequence_parallel:
+            self.q_layernorm.register_forward_pre_hook(functools.partial(_whole_before, ranks))
+            self.q_layernorm.register_forward_hook(functools.partial(_part_after, ranks))
+
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         """Norms and projections; queries that are not compressed have no norm."""
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
@@ -77,6 +87,28 @@ class LatentAttention(MLASelfAttention):
         compressed, shared = torch.split(keys, [whole - rotary, rotary], dim=-1)
         shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)
         return queries, torch.cat([compressed, shared], dim=-1)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Passes a tensor on, and its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _whole_before(ranks: int, _norm: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return _ScaledGradient.apply(args[0], float(ranks)), *args[1:]
+
+
+def _part_after(ranks: int, _norm: torch.nn.Module, _args: object, out: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _ScaledGradient.apply(out, 1 / ranks)
+    return found
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

@@ -126,7 +126,7 @@ def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str,
         device: What ranks compute on.
         has_te: Whether layers are those of Transformer Engine.
     """
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     if device == "cpu":
         flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]

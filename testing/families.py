@@ -184,6 +184,7 @@ RECURRENT_FAMILIES: dict[str, tuple[str, ...]] = {
         *words("--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 8"),
     ),
 }
+RECURRENT_FAMILIES["hybrid-mamba-experts"] = (*RECURRENT_FAMILIES["hybrid-mamba"], *_HYBRID_EXPERTS)
 HYBRID_FAMILIES |= RECURRENT_FAMILIES
 _REPEATED = {
     "hybrid": ("*-", ""),
@@ -194,6 +195,7 @@ _REPEATED = {
     "hybrid-later": ("*-", "/*-"),
     "hybrid-delta": ("G-*-", ""),
     "hybrid-mamba": ("M-*-", ""),
+    "hybrid-mamba-experts": ("ME*E", ""),
 }
 """The layers that a pattern repeats, and those for multi-token prediction."""
 

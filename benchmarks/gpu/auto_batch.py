@@ -43,7 +43,7 @@ SMALL = Size(64, 4, 64, 255, 24, 9_000_000)
 
 def flags(size: Size, is_cuda: bool) -> list[str]:
     """Returns Megatron's flags without a plan and without the size of microbatches."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     text = f"""
         --num-layers 4 --hidden-size {size.hidden} --num-attention-heads {size.heads} --seq-length {size.tokens}

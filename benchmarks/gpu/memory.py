@@ -76,7 +76,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.dry_run", "--rank", "0", "--out", str(out)]
     words = flags_of(plan, model, folder)
     if not is_cuda:
-        from megatron_het.device.flags import platform_flags
+        from megatron_het.device import platform_flags
 
         words += [w for flag in platform_flags(is_cuda=False) for w in flag.words]
     command += ["--kernels", "gpu" if is_cuda else "cpu"]
@@ -90,7 +90,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
 
 def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
     """Bytes by kind that the run report measured."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     words = flags_of(plan, model, folder)
     words += [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]

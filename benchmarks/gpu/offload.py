@@ -71,7 +71,7 @@ def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
 
 def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[str]:
     """Megatron's flags for a plan on this machine."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     flags = f"""
         --num-layers {plan.model.num_layers} --hidden-size {size.hidden} --ffn-hidden-size {size.ffn}

@@ -118,7 +118,7 @@ def plan_of(training: Training, width: Width, device: str, precision: str) -> Pl
 
 def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
     """Megatron's flags of a training."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     words = f"""
         --num-layers {training.layers} --hidden-size {width.hidden} --ffn-hidden-size {width.ffn}

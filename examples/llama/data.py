@@ -15,12 +15,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.llama.job import JobError
 from megatron_het.safe_io import ends_with_its_reader
+from tools.planner.profile.command import default_environment
 
 VOCAB_SIZE = 257
 END_OF_DOCUMENT = 256
@@ -50,18 +53,22 @@ class DataFiles:
     @property
     def arguments(self) -> list[str]:
         """The Megatron flags that read this data set."""
-        return [
-            "--tokenizer-type",
-            "NullTokenizer",
-            "--vocab-size",
-            str(VOCAB_SIZE),
-            "--make-vocab-size-divisible-by",
-            "32",
-            "--train-data-path",
-            self.train_prefix,
-            "--valid-data-path",
-            self.validation_prefix,
-        ]
+        words = f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 32".split()
+        return [*words, "--train-data-path", self.train_prefix, "--valid-data-path", self.validation_prefix]
+
+
+def prepare_apart(out: Path, source: Path | None) -> DataFiles:
+    """:func:`prepare` in a process of its own.
+
+    Raises:
+        JobError: It failed.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "examples.llama.data", "--out", str(out / "data")]
+    command += [] if source is None else ["--source", str(source)]
+    done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JobError(f"preparing the data failed:\n{done.stderr}")
+    return DataFiles(**json.loads(done.stdout))
 
 
 def source_files(library: Path | None = None) -> list[Path]:

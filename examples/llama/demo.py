@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ import yaml
 
 from examples.llama import job as jobs
 from examples.llama import page, report
-from examples.llama.data import VOCAB_SIZE, DataFiles
+from examples.llama.data import VOCAB_SIZE, DataFiles, prepare_apart
 from examples.llama.devices import (
     CpuDevice,
     available_cores,
@@ -36,11 +35,11 @@ from examples.llama.devices import (
     measured_link,
     paced_devices,
 )
-from examples.llama.screen import Screen
+from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, load_plan, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from tools.planner import __main__ as planner
-from tools.planner.profile.command import default_environment, free_port
+from tools.planner.profile.command import free_port
 
 # Megatron pads the vocabulary to a multiple of 32 here (--make-vocab-size-divisible-by).
 _PADDED_VOCAB = -(-VOCAB_SIZE // 32) * 32
@@ -216,13 +215,7 @@ class Demo:
     def _data(self) -> DataFiles:
         """Real text as Megatron datasets."""
         self.screen.title("Data: the Python standard library, one token per byte")
-        command = [sys.executable, "-W", "ignore", "-m", "examples.llama.data", "--out", str(self.out / "data")]
-        if self.source is not None:
-            command += ["--source", str(self.source)]
-        done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise jobs.JobError(f"preparing the data failed:\n{done.stderr}")
-        data = DataFiles(**json.loads(done.stdout))
+        data = prepare_apart(self.out, self.source)
         self.screen.line(
             f"{data.documents} files, {data.train_tokens:,} tokens for training and "
             f"{data.validation_tokens:,} for validation"
@@ -347,12 +340,10 @@ class Demo:
         page.write(words, result, traces, self.out / "report.html")
         written = [self.out / "report.json", self.out / "report.html"]
         try:
-            from examples.llama import pictures
-
-            pictures.loss_picture(result, self.out / "loss.png")
+            page.loss_picture(result, self.out / "loss.png")
             written.append(self.out / "loss.png")
             names, predicted = [r["device"] for r in result["per_rank"]], trial.file.with_suffix(".trace.json")
-            if pictures.timeline_picture(names, predicted, traces, self.out / "timeline.png"):
+            if page.timeline_picture(names, predicted, traces, self.out / "timeline.png"):
                 written.append(self.out / "timeline.png")
         except ImportError:
             self.screen.line("no pictures: matplotlib is not installed (pip install 'megatron-het[planner]')")

@@ -58,21 +58,12 @@ def plan_for(devices: Sequence[CpuDevice]) -> Plan:
 
 def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     """The flags of a training with the plan, as they would be in args.sh."""
-    from megatron_het.device.flags import platform_flags
+    from megatron_het.device import platform_flags
 
     machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]
-    words += [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "250",
-        "--mock-data",
-        "--train-iters",
-        "10",
-        "--lr",
-        "1e-3",
-    ]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "250"]
+    words += ["--mock-data", "--train-iters", "10", "--lr", "1e-3"]
     return [word for word in words if not (is_broken and word == MISSING_FLAG)]
 
 

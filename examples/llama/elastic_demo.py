@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama import job as jobs
-from examples.llama.data import DataFiles
+from examples.llama.data import prepare_apart
 from examples.llama.devices import available_cores
-from examples.llama.screen import Screen
+from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
@@ -173,20 +173,10 @@ class Cluster:
             time.sleep(0.1)
 
 
-def prepare_data(out: Path, source: Path | None) -> DataFiles:
-    """Real text as Megatron datasets, made by a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "examples.llama.data", "--out", str(out / "data")]
-    command += [] if source is None else ["--source", str(source)]
-    done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise jobs.JobError(f"preparing the data failed:\n{done.stderr}")
-    return DataFiles(**json.loads(done.stdout))
-
-
 def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str, Any]:
     """The demo; returns what is in ``report.json``."""
     screen.title("Data: the Python standard library, one token per byte")
-    data = prepare_data(out, source)
+    data = prepare_apart(out, source)
     plans = plans_of(size.model)
     files = [out / f"plan-{plan.world_size}.json" for plan in plans]
     for plan, file in zip(plans, files, strict=True):

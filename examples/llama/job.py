@@ -17,22 +17,10 @@ from examples.llama.pinned import SLOWED_VARIABLE
 from tools.planner.profile.command import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
-CPU_ARGUMENTS = (
-    "--transformer-impl",
-    "local",
-    "--attention-backend",
-    "unfused",
-    "--distributed-backend",
-    "gloo",
-    "--no-persist-layer-norm",
-    "--no-gradient-accumulation-fusion",
-    "--no-rope-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--num-workers",
-    "0",
-    "--use-cpu-initialization",
+CPU_ARGUMENTS = shlex.split(
+    "--transformer-impl local --attention-backend unfused --distributed-backend gloo --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --num-workers 0 --use-cpu-initialization"
 )
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?lm loss: ([0-9.E+-]+)")
@@ -61,45 +49,20 @@ def machine_arguments(is_cuda: bool) -> list[str]:
         is_cuda: Whether the ranks compute on GPUs.
     """
     if not is_cuda:
-        return list(CPU_ARGUMENTS)
-    from megatron_het.device.flags import platform_flags
+        return CPU_ARGUMENTS
+    from megatron_het.device import platform_flags
 
     return [word for flag in platform_flags(is_cuda=True) for word in flag.words]
 
 
 def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -> list[str]:
     """Flags of the optimization, the same for every plan."""
-    return [
-        "--train-iters",
-        str(iterations),
-        "--lr",
-        "3e-3",
-        "--min-lr",
-        "3e-4",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-decay-iters",
-        str(decay_iterations),
-        "--lr-warmup-iters",
-        str(max(1, decay_iterations // 10)),
-        "--adam-beta2",
-        "0.95",
-        "--weight-decay",
-        "0.1",
-        "--clip-grad",
-        "1.0",
-        "--init-method-std",
-        "0.02",
-        "--seed",
-        "1234",
-        "--eval-iters",
-        "4" if evaluate else "0",
-        "--eval-interval",
-        str(max(1, iterations)),
-        "--log-interval",
-        "1",
-        "--log-throughput",
-    ]
+    return (
+        f"--train-iters {iterations} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
+        f"--lr-decay-iters {decay_iterations} --lr-warmup-iters {max(1, decay_iterations // 10)} "
+        "--adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.02 --seed 1234 "
+        f"--eval-iters {4 if evaluate else 0} --eval-interval {max(1, iterations)} --log-interval 1 --log-throughput"
+    ).split()
 
 
 def write_interpreter(folder: Path) -> Path:

@@ -1,22 +1,27 @@
-"""The report of the demo: predicted against measured, as JSON, tables, and in README.md."""
+"""The report of the demo: predicted against measured, on the screen, as JSON, and in README.md."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from examples.llama.devices import CpuDevice
-from examples.llama.screen import Screen
 from megatron_het.plan import Placement, Plan, plan_hash
+from tools.planner.report.tables import table
 
 #: Iterations at the start of a run that are not counted: caches and pages are cold, and the second
 #: one is slowed by metering memory.
@@ -29,7 +34,63 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "docs" / "images" / "demo-timeline.png"
 _BLOCK = re.compile(r"(<!-- demo: [^>]*-->\n).*?(\n<!-- end of demo -->)", re.DOTALL)
 
+_WIDTH = 76
+"""Of a command's line."""
 _MEMORY = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+
+
+class Screen:
+    """Output of the demos while they run."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+
+    def title(self, text: str) -> None:
+        """Start of a step."""
+        self._console.print(f"\n[bold cyan]{text}[/]")
+
+    def line(self, text: str) -> None:
+        """One line, without markup."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def command(self, words: Sequence[str]) -> None:
+        """Print what was given to Python whole, to be copied, with paths from here."""
+        lines = ["$ python"]
+        for word in words:
+            text = shlex.quote(word.replace(f"{Path.cwd()}/", ""))
+            if len(lines[-1]) + len(text) > _WIDTH:
+                lines.append("   ")
+            lines[-1] += f" {text}"
+        self.line(" \\\n".join(lines))
+
+    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table; the first column is left-aligned, the others to the right."""
+        made = table(title, *head)
+        for row in rows:
+            made.add_row(*row)
+        self._console.print(made)
+
+    @contextlib.contextmanager
+    def training(self, name: str, iterations: int) -> Iterator[Callable[[int, int, float], None]]:
+        """Progress of a training; yields the function to call with (iteration, of, loss)."""
+        if not self._console.is_terminal:
+            yield lambda i, n, loss: self._some(name, i, n, loss)
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            task = progress.add_task(name, total=iterations, loss="starting")
+            yield lambda i, n, loss: progress.update(task, completed=i, total=n, loss=f"loss {loss:.3f}")
+
+    def _some(self, name: str, iteration: int, total: int, loss: float) -> None:
+        """Ten lines of a training, and its first one."""
+        if iteration % max(1, total // 10) == 0 or iteration in (1, total):
+            self.line(f"{name}: iteration {iteration}/{total}, loss {loss:.3f}")
 
 
 @dataclass(slots=True)

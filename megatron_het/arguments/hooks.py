@@ -26,7 +26,7 @@ from megatron_het.arguments.megatron_args import (
 from megatron_het.families import family_for
 from megatron_het.features import features_of
 from megatron_het.megatron_patches import releases
-from megatron_het.megatron_patches.found import PatchError, find
+from megatron_het.megatron_patches.releases import PatchError, find
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.run_config import HetConfig, check_batch_schedule, errors_of
 from megatron_het.safe_io import FileError, check_target
@@ -142,7 +142,7 @@ def _install_plan(
 ) -> None:
     from megatron_het import megatron_patches as upstream
     from megatron_het.checkpoint.loading import LoadHook
-    from megatron_het.megatron_patches import torch_metadata
+    from megatron_het.megatron_patches import torch_checkpoints
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import Boundary, PretrainHook, single_iterations
 
@@ -155,7 +155,7 @@ def _install_plan(
         session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:
         exit_with(error)
-    torch_metadata.guard(trusts=config.trust_checkpoint)
+    torch_checkpoints.guard_reads(trusts=config.trust_checkpoint)
     boundary = boundary or Boundary()
     pretrain = PretrainHook(session, boundary)
     upstream.install(

@@ -16,17 +16,13 @@ import torch
 
 from megatron_het.attention.kernels import Gradients, Kernel, Scores
 from megatron_het.attention.kv_cache import Run
-from megatron_het.schedule.cutting import Starts
+from megatron_het.schedule.cutting import Span, Starts, documents_in
 
 # Which keys the queries of a slice reach: to the start of their document, and no further than a sliding window.
 #
 # What is reached is cut into squares and rectangles that any attention kernel can do: full attention, causal attention
 # of a square, and causal attention of a square whose queries and keys are both in reverse order.  The last one is the
 # far end of a sliding window: there a query sees the later keys, and the earlier ones are out of its window.
-
-
-Span = tuple[int, int]
-"""Tokens ``[first, end)`` of a sequence."""
 
 
 class Form(enum.Enum):
@@ -95,7 +91,7 @@ class Reach:
         for i, own in enumerate(each):
             found = (
                 (span, max(own[bisect.bisect_right(own, span[0]) - 1], span[0] - window))
-                for span in _documents(rows, own)
+                for span in documents_in(rows, own)
             )
             yield slice(i, i + 1) if len(each) > 1 else slice(0, batch), tuple(found)
 
@@ -125,7 +121,7 @@ def blocks_of(
         window_tokens: How many earlier tokens a query sees at most; None for all.
     """
     found = [block for span in keys if span == rows for block in _own(span, starts, window_tokens)]
-    for document in _documents(rows, starts):
+    for document in documents_in(rows, starts):
         begin = starts[bisect.bisect_right(starts, document[0]) - 1]
         for first, end in keys:
             if end <= rows[0] and end > begin:
@@ -133,16 +129,9 @@ def blocks_of(
     return tuple(found)
 
 
-def _documents(rows: Span, starts: Starts) -> Iterator[Span]:
-    """The parts of some tokens that belong to one document each."""
-    first, end = rows
-    bounds = [first, *starts[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, end)], end]
-    return zip(bounds, bounds[1:], strict=False)
-
-
 def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Block]:
     """Yields what queries reach of their own keys."""
-    for first, end in _documents(rows, starts):
+    for first, end in documents_in(rows, starts):
         size = end - first if window_tokens is None else window_tokens + 1
         tiles = [(row, min(row + size, end)) for row in range(first, end, size)]
         yield from (Block(tile, tile, Form.CAUSAL) for tile in tiles)
@@ -268,6 +257,15 @@ class Attended:
         self._out = in_type(self._out, _wide(self.query))
         self._lse = merge_(self._out, self._lse, out, lse, both_empty=self.has_blanks)
 
+    def merge_rows(self, rows: Sequence[slice], out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add attention of some queries to other keys."""
+        whole, total = self._room()
+        at = 0
+        for part in rows:
+            end = at + part.stop - part.start
+            total[..., part] = merge_(whole[part], total[..., part], out[at:end], lse[..., at:end])
+            at = end
+
     def attend(self, calls: Iterable[Call], kernel: Kernel, scale: float) -> None:
         """Make calls, and add what they give."""
         for call in calls:
@@ -308,6 +306,14 @@ class Sum:
         """The sum; may be changed."""
         like = self._like
         return torch.zeros_like(like, dtype=_wide(like)) if self._total is None else self._total
+
+    def add_rows(self, rows: Sequence[slice], part: torch.Tensor) -> None:
+        """Add a gradient of some rows."""
+        at = 0
+        for own in rows:
+            end = at + own.stop - own.start
+            self.add(part[at:end], own)
+            at = end
 
     def add(self, part: torch.Tensor, rows: slice = EVERY, sequences: slice = EVERY) -> None:
         """Add a gradient of some rows of some sequences."""

@@ -35,7 +35,7 @@ from megatron_het.attention.places import (
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.families import family_of_model
 from megatron_het.plan.placement import Blocks, part_tokens
-from megatron_het.schedule.cutting import Bounds, Starts
+from megatron_het.schedule.cutting import Bounds, Span, Starts
 
 _ANY_TOKENS = 128
 
@@ -48,7 +48,9 @@ class SliceParams(PackedSeqParams):
         microbatch: Global index of the microbatch.
         index: Index of the slice.
         blocks: The tokens of the sequence that it is, for this context-parallel rank.
+        span: Tokens of the sequence that all context-parallel ranks together have of it.
         starts: Where the documents of each sequence begin; None if documents do not matter.
+        state_starts: The same where layers that pass a state along a sequence begin anew with every document.
         parts: Tokens of the slice on each context-parallel rank.
         rotation: Of queries and keys by attention; None where there is none, or the layers do it.
         run: Which run of the layer in the pass it is; above 0 only in a layer that runs several times.
@@ -57,24 +59,19 @@ class SliceParams(PackedSeqParams):
     microbatch: int = 0
     index: int = 0
     blocks: Blocks = ()
+    span: Span = (0, 0)
     parts: tuple[int, ...] = ()
     starts: tuple[Starts, ...] | None = None
+    state_starts: tuple[Starts, ...] | None = None
     rotation: Rotation | None = None
     run: int = 0
 
     @classmethod
-    def make(
-        cls,
-        microbatch: int,
-        index: int,
-        blocks: Blocks,
-        seq_length: int,
-        starts: tuple[Starts, ...] | None = None,
-        parts: tuple[int, ...] = (),
-    ) -> SliceParams:
+    def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, **others: Any) -> SliceParams:
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
         # The lengths decide for how many positions rotary embeddings are made: for the whole
         # sequence, once; each slice then takes its part.
+        others.setdefault("span", (blocks[0][0], blocks[-1][1]))
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=seq_length,
@@ -82,8 +79,7 @@ class SliceParams(PackedSeqParams):
             microbatch=microbatch,
             index=index,
             blocks=blocks,
-            starts=starts,
-            parts=parts,
+            **others,
         )
 
 

@@ -33,6 +33,17 @@ def take_blocks(tensor: torch.Tensor, blocks: Blocks, dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
+def take_rows(tensor: torch.Tensor, rows: Sequence[slice], dim: int) -> torch.Tensor:
+    """Some rows of a tensor; a view if they are next to each other."""
+    parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in rows]
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
+
+
+def row_count(rows: Sequence[slice]) -> int:
+    """How many rows there are."""
+    return sum(part.stop - part.start for part in rows)
+
+
 def held_before(blocks: Blocks, token: int) -> int:
     """How many tokens of some blocks come before a token."""
     return sum(min(max(token - first, 0), end - first) for first, end in blocks)
@@ -232,11 +243,43 @@ class Keys(enum.Enum):
     """Both, in as few calls as the kernel can."""
 
 
+Rows = tuple[tuple[slice, ...], ...]
+"""Some rows of each of the other ranks, in the order of their rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Travels:
+    """Queries that see keys of other ranks; the others stay where they are.
+
+    Attributes:
+        sent: Of this rank's rows, those that go to each of the others.
+        received: How many come from each of the others.
+        is_any: Whether there are any between any two of the ranks.
+    """
+
+    sent: Rows
+    received: tuple[int, ...]
+    is_any: bool = True
+
+
 class Sharing(Protocol):
     """The ranks that share slices with this one (``features/context_parallel/runtime.py``).
 
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
+
+    Attributes:
+        size: How many ranks there are.
+        rank: Which of them this one is.
     """
+
+    size: int
+    rank: int
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def others(self) -> Sequence[int]:
+        """The other ranks, in the order of their rows."""
 
     def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
         """Tokens of a slice that this rank has, and those of the others in the order of their rows.
@@ -245,6 +288,12 @@ class Sharing(Protocol):
             own: How many this rank has.
         """
 
+    def by_rank(self, own: int) -> Sequence[Blocks]:
+        """Tokens of a slice that each rank has, of which this one has so many."""
+
+    def swap(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+        """Send each rank its tensor, and get one of each, of these shapes and one type."""
+
     def seen(self, own: int) -> Sequence[tuple[slice, slice]]:
         """Rows of the others' queries, and this rank's keys of their slice that these see.
 
@@ -252,10 +301,12 @@ class Sharing(Protocol):
             own: How many keys this rank has.
         """
 
-    def gather(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``."""
+    def gather(self, *tensors: torch.Tensor, travels: Travels | None = None) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``, all of them or those that travel."""
 
-    def give_back(self, *tensors: torch.Tensor) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
+    def give_back(
+        self, *tensors: torch.Tensor, travels: Travels | None = None
+    ) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
         """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
 
 
@@ -291,10 +342,17 @@ class Place(Protocol):
 
     Attributes:
         unread: How many own tokens at the start no later slice reads.
+        travels: The queries that see keys of other ranks; None where all do, or nobody shares the slice.
     """
 
     @property
     def unread(self) -> int: ...
+
+    @property
+    def travels(self) -> Travels | None: ...
+
+    def travelling(self) -> Place:
+        """The place where the others' rows are those that travel."""
 
     def without(self, given: Given) -> Place:
         """The place without keys that other devices attend to."""
@@ -324,6 +382,11 @@ class WholePlace:
     tokens: int
     given_tokens: int = 0
     unread: ClassVar[int] = 0
+    travels: ClassVar[Travels | None] = None
+
+    def travelling(self) -> WholePlace:
+        """See :class:`Place`."""
+        return self
 
     def without(self, given: Given) -> WholePlace:
         """See :class:`Place`."""

@@ -2,13 +2,18 @@
 
 A Mamba mixer or a gated delta net knows the tokens before a slice by two tensors: the last inputs of its convolution,
 and the state of its recurrence.  A forward pass takes both from the slice before and leaves its own; a backward pass,
-which comes to the slices in reverse, hands on the gradient of what the forward took.  Everything else of the layers is
+which comes to the slices in reverse, hands on the gradient of what the forward took.  With packed documents a slice
+is computed document by document, and every document begins without a state.  Everything else of the layers is
 Megatron's, kernels too.
+
+Context-parallel ranks have blocks from both ends of a slice, and a state goes through it in order.  So they send each
+other tokens: each gets all of them for some of the heads, and gives its results back.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_het.attention.calls import Reach
 from megatron_het.attention.core import SliceParams
 from megatron_het.attention.kv_pool import CacheError
+from megatron_het.attention.places import Sharing, take_blocks
 from megatron_het.families import family_of_model
+from megatron_het.plan.placement import part_tokens
 
 _RATES, _STEPS, _LEAST_STEP = (1, 16), (0.001, 0.1), 1e-4
 """Where the rates and the steps of a Mamba layer begin, as Megatron has it."""
@@ -46,9 +54,14 @@ class Key(NamedTuple):
 
 
 class StateCache:
-    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward."""
+    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward.
+
+    Attributes:
+        sharing: The ranks that share a slice, by the tokens of each; None where nobody does.
+    """
 
     def __init__(self) -> None:
+        self.sharing: Callable[[tuple[int, ...]], Sharing] | None = None
         self._left: dict[Key, Left] = {}
         self._gradients: dict[Key, Sequence[Tensor]] = {}
         self._open: dict[tuple[int, int], int] = {}  # slices that are forward and not backward yet
@@ -142,40 +155,166 @@ class _Leave(torch.autograd.Function):
         return grad_out, inputs, state, None, None
 
 
+class Heads(NamedTuple):
+    """Heads of a recurrent layer, and those that several of them share (of keys, or groups), each ``[first, end)``."""
+
+    own: tuple[int, int]
+    shared: tuple[int, int]
+
+
+@functools.cache
+def divided_heads(shared: int, each: int, ranks: int) -> tuple[Heads, ...]:
+    """Returns the heads of every context-parallel rank, as equally many as can be.
+
+    Args:
+        shared: How many there are that heads share.
+        each: Heads to each of them.
+        ranks: At most as many as heads.
+    """
+    found = []
+    if ranks <= shared:
+        for a, b in _evenly(shared, ranks):
+            found.append(Heads((a * each, b * each), (a, b)))
+        return tuple(found)
+    for i, (a, b) in enumerate(_evenly(ranks, shared)):  # several ranks have the same one
+        found += [Heads((i * each + c, i * each + d), (i, i + 1)) for c, d in _evenly(each, b - a)]
+    return tuple(found)
+
+
+def _evenly(count: int, parts: int) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(i * count // parts for i in range(parts + 1)))
+
+
+class Section(NamedTuple):
+    """Channels that a layer has for each of its heads, or for each of what heads share."""
+
+    width: int
+    is_shared: bool = False
+
+
+class _Swap(torch.autograd.Function):
+    """Send every context-parallel rank its tensor, and get one from each; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, sharing: Sharing, shapes: Any, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.sharing, ctx.shapes = sharing, [part.shape for part in parts]
+        return tuple(part.view_as(part) for part in sharing.swap(parts, shapes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.sharing.swap(gradients, ctx.shapes)
+
+
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""Output ``[b, s, heads, size]`` and last state of one document: of inputs of the convolution with those before them in
+front, other tensors of its tokens, and the state before it; None for zeros."""
+
+
 class SlicePass:
     """A slice's pass through a recurrent layer.
+
+    Context-parallel ranks have parts of the tokens before and after it, and some of the heads of all tokens in it.
 
     Args:
         cache: Of the layer.
         params: That the layer was called with.
         history: How many earlier inputs the convolution sees.
+        shared: How many there are that heads of the layer share.
+        heads: Of the layer, on this TP rank.
     """
 
-    def __init__(self, cache: StateCache, params: object, history: int) -> None:
+    def __init__(self, cache: StateCache, params: object, history: int, shared: int, heads: int) -> None:
         if not isinstance(params, SliceParams):
             raise RuntimeError("a recurrent layer was called without a slice: the model runs outside of the schedule")
         self._cache, self._history = cache, history
         self._key = Key(params.microbatch, params.run, params.index)
+        self._span, self._starts = params.span, params.state_starts
+        self._counts = heads, shared
+        self._sharing = None if cache.sharing is None else cache.sharing(params.parts)
+        each = heads // shared
+        self._divided = divided_heads(shared, each, 1 if self._sharing is None else self._sharing.size)
+        self._own = self._divided[0 if self._sharing is None else self._sharing.rank]
 
-    def take(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the inputs of the convolution with those before them in front, and the state; None for zeros.
+    def own(self, tensor: Tensor, sections: Sequence[Section], heads: Heads | None = None, dim: int = 0) -> Tensor:
+        """Returns what a tensor, of a parameter or of tokens, has of some heads; this rank's without ``heads``."""
+        if len(self._divided) == 1:
+            return tensor
+        parts, at = [], 0
+        for width, is_shared in sections:
+            first, end = (heads or self._own)[is_shared]
+            parts.append(tensor.narrow(dim, at + first * width, (end - first) * width))
+            at += self._counts[is_shared] * width
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+    def gather(self, *tensors: tuple[Tensor, Sequence[Section]]) -> list[Tensor]:
+        """Returns all tokens of the slice with this rank's heads, ``[b, s, channels]``, of its tokens with all heads.
+
+        Args:
+            *tensors: ``[s, b, channels]``, and what the channels are.
+        """
+        if self._sharing is None:
+            return [tensor.transpose(0, 1) for tensor, _ in tensors]
+        split = [[self.own(*each, heads, dim=-1) for each in tensors] for heads in self._divided]
+        mine, blocks = split[self._sharing.rank], self._sharing.by_rank(len(tensors[0][0]))
+        widths = [tensor.shape[-1] for tensor in mine]
+        shapes = [(part_tokens(own), mine[0].shape[1], sum(widths)) for own in blocks]
+        found = _Swap.apply(self._sharing, shapes, *(torch.cat(parts, dim=-1) for parts in split))
+        placed: list[tuple[int, Tensor]] = []
+        for own, part in zip(blocks, found, strict=True):
+            sizes = [end - first for first, end in own]
+            placed += zip((first for first, _ in own), part.split(sizes), strict=True)
+        whole = torch.cat([part for _, part in sorted(placed, key=lambda each: each[0])])
+        return list(whole.transpose(0, 1).split(widths, dim=-1))
+
+    def scatter(self, out: Tensor, tokens: int) -> Tensor:
+        """Returns this rank's tokens with all heads, ``[s, b, heads, size]``, of all tokens with its heads.
+
+        Args:
+            out: ``[b, s, heads, size]``.
+            tokens: This rank's.
+        """
+        out = out.transpose(0, 1)
+        if self._sharing is None:
+            return out
+        parts = [take_blocks(out, blocks, dim=0).contiguous() for blocks in self._sharing.by_rank(tokens)]
+        size = (parts[0].shape[1], parts[0].shape[3])
+        shapes = [(tokens, size[0], heads.own[1] - heads.own[0], size[1]) for heads in self._divided]
+        return torch.cat(_Swap.apply(self._sharing, shapes, *parts), dim=2)
+
+    def run(self, mixed: Tensor, others: Sequence[Tensor], kernel: Kernel) -> Tensor:
+        """Compute the slice document by document, from where the slice before has ended.
 
         Args:
             mixed: Inputs of the convolution, ``[b, s, channels]``.
+            others: Other tensors of the tokens, ``[b, s, ...]``.
+            kernel: Computes one document.
+
+        Returns:
+            ``[b, s, heads, size]``.
         """
-        if not self._key.part:
-            return F.pad(mixed, (0, 0, self._history, 0)), None
-        before, state = _Take.apply(mixed, self._cache, self._key)
-        return torch.cat((before, mixed), dim=1), state
-
-    def own(self, convolved: Tensor) -> Tensor:
-        """Returns what a convolution of these inputs gave for the tokens of the slice, ``[b, s, channels]``."""
-        return convolved[:, self._history :]
-
-    def leave(self, out: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
-        """Leave the last of the inputs, and the state after them; the output ``out`` must be used in its place."""
-        last = inputs[:, inputs.shape[1] - self._history :]
-        found: Tensor = _Leave.apply(out, last, state, self._cache, self._key)
+        history, before = self._history, None
+        inputs = mixed
+        if self._key.part:
+            earlier, before = _Take.apply(mixed, self._cache, self._key)
+            inputs = torch.cat((earlier, mixed), dim=1)
+        held = inputs.shape[1] - mixed.shape[1]
+        outs, states = [], []
+        for sequences, documents in Reach(self._starts).documents(self._span, mixed.shape[0]):
+            pieces = []
+            for (lo, hi), begin in documents:
+                first, end, seen = lo - self._span[0], hi - self._span[0], min(history, lo - begin)
+                own = inputs[sequences, held + first - seen : held + end]
+                own = own if seen == history else F.pad(own, (0, 0, history - seen, 0))
+                rest = (tensor[sequences, first:end] for tensor in others)
+                state = before[sequences] if before is not None and lo > begin else None
+                out, last = kernel(own, *rest, state=state)
+                pieces.append(out)
+            outs.append(torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0])
+            states.append(last)
+        whole, after = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (outs, states))
+        left = inputs[:, max(inputs.shape[1] - history, 0) :]
+        left = F.pad(left, (0, 0, history - left.shape[1], 0))
+        found: Tensor = _Leave.apply(whole, left, after, self._cache, self._key)
         return found
 
 
@@ -190,43 +329,66 @@ def _delta_net(
 ) -> tuple[Tensor, Tensor | None]:
     """A gated delta net of Megatron's over a slice of ``[s, b, h]``."""
     from megatron.core import tensor_parallel
-    from megatron.core.ssm.gated_delta_net import common
 
-    here = SlicePass(cache, packed_seq_params, layer.conv_kernel_dim - 1)
-    projected = layer.in_proj(hidden_states)[0].transpose(0, 1)
+    size, keys = layer.value_head_dim, layer.qk_dim_local_tp // layer.key_head_dim
+    here = SlicePass(cache, packed_seq_params, layer.conv_kernel_dim - 1, keys, layer.v_dim_local_tp // size)
+    projected = layer.in_proj(hidden_states)[0]
+    tokens, batch = projected.shape[:2]
     mixed, gate, beta, alpha = torch.split(projected, layer.feat_dim_split, dim=-1)
-    batch, tokens = mixed.shape[:2]
-    inputs, state = here.take(mixed)
+    of_heads, convolved = [Section(1)], [Section(layer.key_head_dim, is_shared=True)] * 2 + [Section(size)]
+    mixed, beta, alpha = here.gather((mixed, convolved), (beta, of_heads), (alpha, of_heads))
     weight, bias = layer.conv1d.weight, layer.conv1d.bias
-    if layer.config.deterministic_mode:
-        convolved = layer.act_fn(_convolution(inputs, weight, bias))
-    else:
-        convolved = common.causal_conv1d(x=inputs, weight=weight.squeeze(1), bias=bias, activation=layer.activation)[0]
-    widths = [2 * layer.qk_dim_local_tp, layer.v_dim_local_tp]
-    keyed, value = torch.split(here.own(convolved), widths, dim=-1)
-    keyed = keyed.unflatten(-1, (-1, layer.key_head_dim)).contiguous()
-    if layer.use_qk_l2norm:
-        keyed = common.l2norm(keyed)
-    shared = layer.num_value_heads // layer.num_key_heads
-    query, key = (part.repeat_interleave(shared, dim=2).contiguous() for part in keyed.chunk(2, dim=2))
-    out, state = layer.gated_delta_rule(
-        query,
-        key,
-        value.unflatten(-1, (-1, layer.value_head_dim)).contiguous(),
-        g=-layer.A_log.exp() * F.softplus(alpha.float() + layer.dt_bias),
-        beta=beta.sigmoid().contiguous(),
-        initial_state=state,
-        output_final_state=True,
+    kernel = functools.partial(
+        _delta_rule, layer, weight=here.own(weight, convolved), bias=bias if bias is None else here.own(bias, convolved)
     )
-    out = here.leave(out, inputs, state)
-    gate = gate.unflatten(-1, (-1, layer.value_head_dim)).contiguous()
+    rates = -here.own(layer.A_log, of_heads).exp() * F.softplus(alpha.float() + here.own(layer.dt_bias, of_heads))
+    out = here.scatter(here.run(mixed, (rates, beta.sigmoid()), kernel), tokens)
+    gate = gate.transpose(0, 1).unflatten(-1, (-1, size)).contiguous()
     norm = functools.partial(layer._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=tokens)
+    out = out.transpose(0, 1).contiguous()
     if not layer.recompute_norm_out:
         found: tuple[Tensor, Tensor | None] = layer.out_proj(norm(out, gate))
         return found
     layer.norm_out_checkpoint = tensor_parallel.CheckpointWithoutOutput()
     found = layer.out_proj(layer.norm_out_checkpoint.checkpoint(norm, out, gate))
     layer.norm_out_checkpoint.discard_output_and_register_recompute(found[0])
+    return found
+
+
+def _delta_rule(
+    layer: Any,
+    inputs: Tensor,
+    rates: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Convolution and recurrence of a gated delta net over the tokens of one document."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    if layer.config.deterministic_mode:
+        convolved = layer.act_fn(_convolution(inputs, weight, bias))
+    else:
+        convolved = common.causal_conv1d(x=inputs, weight=weight.squeeze(1), bias=bias, activation=layer.activation)[0]
+    width = beta.shape[-1] * layer.value_head_dim
+    convolved = convolved[:, layer.conv_kernel_dim - 1 :]
+    keyed, value = torch.split(convolved, [convolved.shape[-1] - width, width], dim=-1)
+    keyed = keyed.unflatten(-1, (-1, layer.key_head_dim)).contiguous()
+    if layer.use_qk_l2norm:
+        keyed = common.l2norm(keyed)
+    shared = 2 * beta.shape[-1] // keyed.shape[2]
+    query, key = (part.repeat_interleave(shared, dim=2).contiguous() for part in keyed.chunk(2, dim=2))
+    found: tuple[Tensor, Tensor] = layer.gated_delta_rule(
+        query,
+        key,
+        value.unflatten(-1, (-1, layer.value_head_dim)).contiguous(),
+        g=rates.contiguous(),
+        beta=beta.contiguous(),
+        initial_state=state,
+        output_final_state=True,
+    )
     return found
 
 
@@ -240,40 +402,68 @@ def _mamba(
     **_unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A Mamba mixer of Megatron's over a slice of ``[s, b, h]``."""
+    size, states = mixer.headdim, mixer.d_state
+    here = SlicePass(cache, packed_seq_params, mixer.d_conv - 1, mixer.ngroups_local_tp, mixer.nheads_local_tp)
+    projected = mixer.in_proj(hidden_states)[0]
+    inner, of_groups = mixer.d_inner_local_tp, mixer.ngroups_local_tp * states
+    gate, mixed, step = torch.split(projected, [inner, inner + 2 * of_groups, mixer.nheads_local_tp], dim=-1)
+    of_heads, convolved = [Section(1)], [Section(size)] + [Section(states, is_shared=True)] * 2
+    gate, mixed, step = here.gather((gate, [Section(size)]), (mixed, convolved), (step, of_heads))
+    kernel = functools.partial(
+        _scan,
+        mixer,
+        weight=here.own(mixer.conv1d_weight, convolved),
+        bias=here.own(mixer.conv1d_bias, convolved) if mixer.conv1d_bias is not None else None,
+        rates=-torch.exp(here.own(mixer.A_log, of_heads).float()),
+        skipped=here.own(mixer.D, [Section(size if mixer.D_has_hdim else 1)]),
+        least=here.own(mixer.dt_bias, of_heads).float(),
+    )
+    out = here.scatter(here.run(mixed, (gate, step), kernel), projected.shape[0]).flatten(2).contiguous()
+    found: tuple[Tensor, Tensor | None] = mixer.out_proj(mixer.norm(out) if mixer.rmsnorm else out)
+    return found
+
+
+def _scan(
+    mixer: Any,
+    inputs: Tensor,
+    gate: Tensor,
+    step: Tensor,
+    *,
+    state: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    rates: Tensor,
+    skipped: Tensor,
+    least: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Convolution and recurrence of a Mamba mixer over the tokens of one document."""
     from megatron.core.ssm import mamba_mixer as kernels
 
-    here = SlicePass(cache, packed_seq_params, mixer.d_conv - 1)
-    projected = mixer.in_proj(hidden_states)[0].transpose(0, 1)
-    of_groups = mixer.ngroups_local_tp * mixer.d_state
-    channels = [mixer.d_inner_local_tp, of_groups, of_groups]
-    gate, mixed, step = torch.split(projected, [channels[0], sum(channels), mixer.nheads_local_tp], dim=-1)
-    inputs, state = here.take(mixed)
-    weight, bias = mixer.conv1d_weight, mixer.conv1d_bias
     if kernels.causal_conv1d_fn is None:
         convolved = mixer.act(_convolution(inputs, weight, bias))
     else:
         by_channel = inputs.transpose(1, 2).contiguous()
         convolved = kernels.causal_conv1d_fn(x=by_channel, weight=weight.squeeze(1), bias=bias, activation="silu")
         convolved = convolved.transpose(1, 2)
-    x, writes, reads = torch.split(here.own(convolved), channels, dim=-1)
+    inner = gate.shape[-1]
+    of_groups = (convolved.shape[-1] - inner) // 2
+    x, writes, reads = torch.split(convolved[:, mixer.d_conv - 1 :], [inner, of_groups, of_groups], dim=-1)
     of_states = {"state_dtype": mixer.mamba_training_ssm_states_dtype} if kernels.MAMBA_HAS_STATE_DTYPE else {}
-    out, state = kernels.mamba_chunk_scan_combined(
+    found: tuple[Tensor, Tensor] = kernels.mamba_chunk_scan_combined(
         x.unflatten(-1, (-1, mixer.headdim)).contiguous(),
         step.contiguous(),
-        -torch.exp(mixer.A_log.float()),
+        rates,
         writes.unflatten(-1, (-1, mixer.d_state)).contiguous(),
         reads.unflatten(-1, (-1, mixer.d_state)).contiguous(),
         mixer.chunk_size,
-        D=mixer.D.float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else mixer.D,
+        D=skipped.float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skipped,
         z=gate.unflatten(-1, (-1, mixer.headdim)).contiguous(),
-        dt_bias=mixer.dt_bias.float(),
+        dt_bias=least,
         dt_softplus=True,
         initial_states=state,
         return_final_states=True,
         **of_states,
     )
-    out = here.leave(out, inputs, state).flatten(2).transpose(0, 1).contiguous()
-    found: tuple[Tensor, Tensor | None] = mixer.out_proj(mixer.norm(out) if mixer.rmsnorm else out)
     return found
 
 

@@ -13,16 +13,18 @@ is shared by several ranks, whose queries all come here; see ``places.Sharing``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_het.attention.calls import Attended, Call, Form, Span, Sum, Sums, differentiate, in_type
+from megatron_het.attention.calls import Attended, Call, Form, Reach, Sum, Sums, differentiate, in_type
 from megatron_het.attention.kv_cache import Run
 from megatron_het.attention.places import (
     NO_EXCHANGE,
+    NOTHING,
     Given,
     Keys,
     LayerExchange,
@@ -30,10 +32,13 @@ from megatron_het.attention.places import (
     Place,
     Sharing,
     SliceContext,
+    Travels,
     WholePlace,
     held_before,
+    row_count,
 )
 from megatron_het.plan.placement import Blocks
+from megatron_het.schedule.cutting import Span, rows_that_see
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
 #
@@ -61,6 +66,8 @@ class LimitedPlace:
         held: Tokens whose keys this rank has, each with the first token as the cache counts.
         first: First own token of the slice, as the cache counts.
         unread: How many own tokens at the start no later slice reads.
+        travels: The queries that see keys of other ranks; None where nobody shares the slice.
+        received: Tokens of those of the others, in the order of their rows.
     """
 
     context: SliceContext
@@ -68,6 +75,8 @@ class LimitedPlace:
     held: tuple[tuple[Span, int], ...]
     first: int
     unread: int
+    travels: Travels | None = None
+    received: tuple[Span, ...] = ()
 
     @classmethod
     def of(cls, context: SliceContext, tokens: int) -> LimitedPlace:
@@ -75,7 +84,23 @@ class LimitedPlace:
         cache, microbatch, index = context.cache, context.microbatch, context.index
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
         spans, held, first, blocks, whole = _spans(begins, tokens, context.parallel)
-        return cls(context, spans, held, first, held_before(blocks, context.reach.unread(*whole)))
+        travels: Travels | None = None
+        received: tuple[Span, ...] = ()
+        if context.parallel is not None:
+            travels, received = _travels(context.reach, tuple(begins), tokens, context.parallel)
+        return cls(
+            context=context,
+            spans=spans,
+            held=held,
+            first=first,
+            unread=held_before(blocks, context.reach.unread(*whole)),
+            travels=travels,
+            received=received,
+        )
+
+    def travelling(self) -> LimitedPlace:
+        """See :class:`Place`."""
+        return replace(self, spans=(self.spans[0], self.received))
 
     def without(self, given: Given) -> LimitedPlace:
         """See :class:`Place`."""
@@ -188,6 +213,46 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Span
     mine = tuple((first + a, first + b) for a, b in own)
     theirs = tuple((first + a, first + b) for blocks in others for a, b in blocks)
     return (mine, theirs), tuple(held), begins[-1], own, (first, end)
+
+
+@functools.lru_cache(maxsize=1024)
+def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharing) -> tuple[Travels, tuple[Span, ...]]:
+    """Queries of each rank that see keys of each other one, and the tokens of those that come here.
+
+    Every rank knows where documents begin, so both sides know what travels.  A document of which one rank has all
+    tokens does not.
+
+    Args:
+        reach: Of the layer.
+        begins: First own token of every slice up to this one, as the cache counts.
+        tokens: Own ones of this slice.
+        sharing: Who shares it.
+    """
+    held: list[list[Span]] = [[] for _ in range(sharing.size)]
+    queries: list[list[Span]] = []
+    first = 0
+    for at, until in zip(begins, (*begins[1:], begins[-1] + tokens), strict=True):
+        queries = [[(first + a, first + b) for a, b in blocks] for blocks in sharing.by_rank(until - at)]
+        for rank, blocks in enumerate(queries):
+            held[rank] += blocks
+        first += sum(b - a for blocks in queries for a, b in blocks)
+    starts = reach.starts or ((0,),)
+
+    @functools.cache
+    def seen(owner: int, holder: int) -> list[tuple[slice, Span]]:
+        rows, row = [], 0
+        for block in queries[owner]:
+            for a, b in rows_that_see(block, held[holder], starts, reach.window_tokens):
+                rows.append((slice(row + a - block[0], row + b - block[0]), (a, b)))
+            row += block[1] - block[0]
+        return rows
+
+    coming = [seen(rank, sharing.rank) for rank in sharing.others]
+    sent = tuple(tuple(rows for rows, _ in seen(sharing.rank, rank)) for rank in sharing.others)
+    received = tuple(row_count([rows for rows, _ in each]) for each in coming)
+    pairs = itertools.permutations(range(sharing.size), 2)
+    travels = Travels(sent, received, any(seen(*pair) for pair in pairs))
+    return travels, tuple(span for each in coming for _, span in each)
 
 
 # The softmax offset of a head, also called its sink: the score of a further key, whose value is zero.
@@ -316,22 +381,31 @@ def _attend_shared(
 ) -> None:
     """The queries of all ranks that share the slice attend to this rank's keys, and its own to everything."""
     given, batch = (context.kernel, context.scale), rows.query.shape[1]
-    gathering = parallel.gather(rows.query)
+    # Devices that help expect all queries.
+    travels = None if now.is_active else place.travels
+    if travels is not None and not travels.is_any:
+        rows.attend(place.calls(Keys.ALL, own, batch), *given)
+        return
+    there = place if travels is None else place.travelling()
+    gathering = parallel.gather(rows.query, travels=travels)
     rows.attend(place.calls(Keys.OWN, own, batch), *given)
     (theirs,) = gathering()
     before, others = theirs.shape[0], Attended(theirs, has_blanks=True)
-    left = place.without(now.begin_forward(torch.cat((theirs, rows.query))))
-    others.attend(place.calls(Keys.OWN, own, batch, others=True), *given)
+    taken = now.begin_forward(torch.cat((theirs, rows.query))) if now.is_active else NOTHING
+    others.attend(there.calls(Keys.OWN, own, batch, others=True), *given)
     now.help_forward(*given)
-    others.attend(left.calls(Keys.EARLIER, own, batch, others=True), *given)
+    others.attend(there.without(taken).calls(Keys.EARLIER, own, batch, others=True), *given)
     for out, lse in now.end_forward():
         others.merge(out[:before], lse[..., :before])
         rows.merge(out[before:], lse[..., before:])
-    returning = parallel.give_back(others.out.to(theirs.dtype), others.lse)
+    returning = parallel.give_back(others.out.to(theirs.dtype), others.lse, travels=travels)
     # The rest of its own while those travel back.
-    rows.attend(left.calls(Keys.EARLIER, own, batch), *given)
-    for out, lse in returning():
-        rows.merge(out, lse)
+    rows.attend(place.without(taken).calls(Keys.EARLIER, own, batch), *given)
+    for i, (out, lse) in enumerate(returning()):
+        if travels is None:
+            rows.merge(out, lse)
+        else:
+            rows.merge_rows(travels.sent[i], out, lse)
 
 
 def _differentiate(sums: Sums, mine: Sequence[torch.Tensor], own: Own, place: Place, context: SliceContext) -> None:
@@ -359,24 +433,33 @@ def _differentiate_shared(
     """Add up the gradients of a slice that other ranks share."""
     cache, exchange, batch = context.cache, context.exchange, mine[1].shape[1]
     given = context.kernel, context.scale, functools.partial(cache.add_gradient, context.microbatch)
-    gathering = parallel.gather(*mine)
+    travels = None if exchange.is_active else place.travels
+    if travels is not None and not travels.is_any:
+        differentiate(place.calls(Keys.ALL, own, batch), mine, sums, *given)
+        return
+    there = place if travels is None else place.travelling()
+    gathering = parallel.gather(*mine, travels=travels)
     differentiate(place.calls(Keys.OWN, own, batch), mine, sums, *given)
     theirs = gathering()
     before = theirs[1].shape[0]
     others = Sum(theirs[1]), *sums[1:]
-    left = place.without(exchange.begin_backward(*_joined_rows(theirs, mine)))
-    differentiate(place.calls(Keys.OWN, own, batch, others=True), theirs, others, *given)
+    taken = exchange.begin_backward(*_joined_rows(theirs, mine)) if exchange.is_active else NOTHING
+    differentiate(there.calls(Keys.OWN, own, batch, others=True), theirs, others, *given)
     exchange.help_backward(context.kernel, context.scale)
-    differentiate(left.calls(Keys.EARLIER, own, batch, others=True), theirs, others, *given)
+    differentiate(there.without(taken).calls(Keys.EARLIER, own, batch, others=True), theirs, others, *given)
     for part, returned in exchange.end_backward():
         others[0].add(part[:before])
         sums[0].add(part[before:])
         for gradient in returned:
             cache.add_token_gradient(context.microbatch, *gradient)
-    returning = parallel.give_back(in_type(others[0].total, torch.promote_types(theirs[1].dtype, torch.float32)))
-    differentiate(left.calls(Keys.EARLIER, own, batch), mine, sums, *given)
-    for (part,) in returning():
-        sums[0].add(part)
+    wide = in_type(others[0].total, torch.promote_types(theirs[1].dtype, torch.float32))
+    returning = parallel.give_back(wide, travels=travels)
+    differentiate(place.without(taken).calls(Keys.EARLIER, own, batch), mine, sums, *given)
+    for i, (part,) in enumerate(returning()):
+        if travels is None:
+            sums[0].add(part)
+        else:
+            sums[0].add_rows(travels.sent[i], part)
 
 
 def _joined_rows(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

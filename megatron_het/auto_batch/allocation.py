@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage
-from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 
 # Performance curves: seconds of a pass over the sequences in it (Poplar, section 3.2, figure 6).
@@ -328,6 +327,8 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         )
     rest = _without(words, "--global-batch-size")
     shape = [*rest, "--micro-batch-size", "1", "--global-batch-size", str(world_size)]
+    from megatron_het.plan.from_flags import plan_from_flags
+
     plan, _ = plan_from_flags(shape, world_size, ScheduleSpec("data-parallel"))
     if len(plan.stages) > 1 or plan.stages[0].replicas[0].ranks != (0,) or len(plan.stages[0].layers) > 1:
         raise PlanError(
@@ -385,21 +386,11 @@ def with_zero(base: Plan, zero: int, passes: Sequence[Sequence[int]], devices: S
     return plan
 
 
-def allocated(base: Plan, zero: int, allocation: Allocation, devices: Sequence[str]) -> Plan:
-    """The plan that is trained."""
-    return with_zero(base, zero, allocation.passes, devices)
-
-
 def extra_words(plan: Plan, words: Sequence[str]) -> list[str]:
     """Flags of Megatron that the plan's ZeRO stage asks for and that are not there."""
     given = {word.split("=", 1)[0] for word in words}
     saves = given & {"--save", "--load"}
     return [_RESHARDABLE] if plan.training.distributed_optimizer and saves and _RESHARDABLE not in given else []
-
-
-def first_stage(base: Plan) -> int:
-    """The ZeRO stage to begin with: 0, or 1 where the flags ask for the distributed optimizer."""
-    return 1 if base.training.distributed_optimizer else 0
 
 
 def _chunks(base: Plan) -> tuple[int, ...]:

@@ -19,17 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.auto_batch.allocation import (
-    ZERO_STAGES,
-    Allocation,
-    Curve,
-    allocate,
-    allocated,
-    base_plan,
-    extra_words,
-    first_stage,
-    with_zero,
-)
+from megatron_het.auto_batch.allocation import ZERO_STAGES, Curve, allocate, base_plan, extra_words, with_zero
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
 from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
@@ -286,7 +276,7 @@ class _Maker:
         exchange: Exchange,
         least_zero: int,
     ) -> None:
-        self._first_zero = max(least_zero, first_stage(base))
+        self._first_zero = max(least_zero, int(base.training.distributed_optimizer))
         self._base, self._words, self._folder = base, words, folder
         self._rank, self._world_size, self._exchange = rank, world_size, exchange
         self._limit = memory_limit()
@@ -339,47 +329,24 @@ class _Maker:
         if self._rank == 0:
             communication_s = max(row["communication_s"] for row in rows)
             allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
-            plan = allocated(self._base, zero, allocation, names)
+            plan = with_zero(self._base, zero, allocation.passes, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
-            self._write(
-                key,
-                devices,
-                zero,
-                curves=rows,
-                allocation=allocation,
-                tried=tried,
-                plan=plan,
-                elapsed_s=time.monotonic() - started_s,
-            )
+            found = {
+                "format": MEASURED_FORMAT,
+                "key": key,
+                "zero": zero,
+                "devices": devices,
+                "curves": rows,
+                "passes": allocation.passes,
+                "predicted_compute_s": allocation.predicted_s,
+                "predicted_iteration_s": allocation.iteration_s,
+                "did_not_fit": tried,
+                "measured_in_s": round(time.monotonic() - started_s, 1),
+            }
+            save_plan(plan, self._plan_file)
+            write_json(self._folder / "measured.json", found)  # last: who finds it finds the plan
             result = {"plan": plan.to_json(), "summary": summary}
         return self._exchange.decided("result", result)
-
-    def _write(
-        self,
-        key: str,
-        devices: list[Any],
-        zero: int,
-        curves: list[Any],
-        allocation: Allocation,
-        tried: list[dict[str, Any]],
-        plan: Plan,
-        elapsed_s: float,
-    ) -> None:
-        """Curves and decision, the plan last: who finds one finds the other."""
-        found = {
-            "format": MEASURED_FORMAT,
-            "key": key,
-            "zero": zero,
-            "devices": devices,
-            "curves": curves,
-            "passes": allocation.passes,
-            "predicted_compute_s": allocation.predicted_s,
-            "predicted_iteration_s": allocation.iteration_s,
-            "did_not_fit": tried,
-            "measured_in_s": round(elapsed_s, 1),
-        }
-        save_plan(plan, self._plan_file)
-        write_json(self._folder / "measured.json", found)
 
     def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
         """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron_het.store import Documents, StoreError
@@ -46,21 +47,14 @@ def measure_links(request: Mapping[str, Any], backend: str, device: Any) -> dict
     for size in SIZES_BYTES:
         part = torch.zeros(size // 4 // world_size, device=device)
         whole = torch.zeros(part.numel() * world_size, device=device)
-
-        def gather(whole: Any = whole, part: Any = part) -> None:
-            dist.all_gather_into_tensor(whole, part)
-
-        def reduce(whole: Any = whole, part: Any = part) -> None:
-            dist.reduce_scatter_tensor(part, whole)
-
-        found["gather"].append(_median(gather, device))
-        found["reduce"].append(_median(reduce, device))
+        found["gather"].append(_median(partial(dist.all_gather_into_tensor, whole, part), device))
+        found["reduce"].append(_median(partial(dist.reduce_scatter_tensor, part, whole), device))
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def _median(call: Callable[[], None], device: Any) -> float:
+def _median(call: Callable[[], Any], device: Any) -> float:
     import torch
 
     times = []

@@ -23,45 +23,10 @@ from typing import Any
 import torch
 
 from megatron_het.device import Platform
-from megatron_het.dry_run.alone import join_alone, samples_provider
+from megatron_het.dry_run.alone import join_alone, parse_alone, train_alone
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.session import HetSession
-
-# One rank's training without the others: parse, join groups of absent ranks, start ``pretrain``.
-
-
-def parse() -> Any:
-    """Megatron's arguments, for a run that reads and writes nothing."""
-    from megatron.training.arguments import parse_and_validate_args
-
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
-    args.wandb_project = ""
-    args.do_train = True  # Megatron reads it from a broadcast
-    return args
-
-
-def train(args: Any) -> None:
-    """``pretrain`` on samples of the right shapes."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    from megatron_het import gpt_training
-    from megatron_het.families import family_of
-
-    now_s = time.time()
-    set_startup_timestamps(program_start=now_s, main_entry=now_s)
-    pretrain(
-        pretrain_cfg_container_from_args(args, family_of(args).model_config(args)),
-        samples_provider(args),
-        ModelType.encoder_or_decoder,
-        gpt_training.forward_step,
-        store=None,
-        get_embedding_ranks=gpt_training.embedding_ranks,
-    )
-
 
 # A measured pass is no training step: nothing is saved, logged, repeated or loaded.
 _LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000000", "--rerun-mode", "disabled")
@@ -261,14 +226,14 @@ def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitSta
         return sessions[-1]
 
     hooks.install(make_session=make_session)
-    args = parse()
+    args = parse_alone()
     if device.is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if request["store"]:
         sessions[0].know_links(measure_links(request, args.distributed_backend, device.device))
     join_alone(rank, world_size, args.distributed_backend)
     memory.enter_context(limited_memory(device, request["limit_bytes"]))
-    train(args)
+    train_alone(args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.features.optimizers.spec import name_of
-from megatron_het.megatron_patches import torch_metadata
+from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.safe_io import FileError, read_json, read_text, write_text
 from megatron_het.safe_io.reading import check_regular
 
@@ -98,7 +98,7 @@ def needed_bytes(folder: Path) -> Mapping[str, int]:
     """
     from torch.distributed.checkpoint import FileSystemReader
 
-    torch_metadata.guard()
+    torch_checkpoints.guard_reads()
     stored: Any = FileSystemReader(folder).read_metadata().storage_data
     found: dict[str, int] = {}
     for place in stored.values():

@@ -1,7 +1,8 @@
 """Process groups of a plan, and the stage-local view of Megatron's ``parallel_state``.
 
-Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Nothing else in
-the package reads the global ``parallel_state``.
+Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Nothing else in the package reads the
+global ``parallel_state``.  Open ``groups.py`` first; ``gradient_sums.py`` says how gradients become those of one
+process.
 """
 
 from megatron_het.distributed.groups import (

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_het.megatron_patches import torch_names
+from megatron_het.megatron_patches import releases
 from megatron_het.plan import Placement
 
 # Creating a process group among its members only.
@@ -65,7 +65,7 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
         GroupError: The members did not all come in time, or one of them has stopped.
     """
     world = dist.group.WORLD
-    wrong = torch_names.differences(torch_names.TORCH_NAMES[:1])
+    wrong = releases.differences(releases.TORCH_NAMES[:1])
     if wrong:
         raise GroupError(_UNKNOWN_TORCH.format(version=torch.__version__, why=wrong[0]))
     if world is None:

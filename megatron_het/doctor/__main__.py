@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.check import Names, Seat, kind_of
-from megatron_het.doctor.expectations import from_json
+from megatron_het.doctor.check import Names, Seat, from_json, kind_of
 from megatron_het.doctor.options import Inputs, checks_of, parse, patience, read_inputs
 from megatron_het.doctor.participant import (
     Coordinator,

@@ -20,8 +20,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, duration
-from megatron_het.doctor.expectations import LayerExpectation, LayerModel
+from megatron_het.doctor.check import (
+    Answers,
+    Check,
+    Finding,
+    LayerExpectation,
+    LayerModel,
+    Names,
+    Seat,
+    amount,
+    dtype_of,
+    duration,
+    ranks_by,
+)
 from megatron_het.planner_package import planner
 
 # What nvidia-smi says about one GPU; nothing where it is not there or does not answer.
@@ -125,7 +136,7 @@ class Throttling:
             return {name: value for name, value in (("thermal", _thermal()), ("quota", _quota())) if value is not None}
         import torch
 
-        return dict(query(torch.cuda.get_device_properties(self._gpu % torch.cuda.device_count())))
+        return dict(query(torch.cuda.get_device_properties(self._gpu)))
 
 
 def reasons_in(facts: dict[str, str]) -> list[str]:
@@ -192,18 +203,10 @@ class Devices(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
-        from megatron_het.device import activate
-
-        platform = activate()
-        index = None
-        if platform.is_cuda:
-            import torch
-
-            index = seat.local_rank % torch.cuda.device_count()
-            torch.cuda.set_device(index)
-        throttling = Throttling(index)
+        platform, dtype = seat.platform(), dtype_of(seat.plan)
+        throttling = Throttling(platform.device.index)
         barrier = _Barrier(seat)
-        gemm_s = gemm_seconds(seat.plan.training.precision, platform, barrier)
+        gemm_s = gemm_seconds(dtype, platform, barrier)
         answer: dict[str, Any] = {"gemm_s": gemm_s, "point": None, "layer_s": None, "note": "", "unloaded": ""}
         expected = seat.expectations.layer(seat.kind)
         model, point = operating_point(seat, expected)
@@ -216,7 +219,7 @@ class Devices(Check):
                 if isinstance(error, RuntimeError) and not _LIBRARY.search(str(error)):
                     raise
                 answer |= {"note": "no layer was timed", "unloaded": " ".join(str(error).split())[:_LONGEST]}
-        again_s = gemm_seconds(seat.plan.training.precision, platform, barrier)
+        again_s = gemm_seconds(dtype, platform, barrier)
         answer |= {"spread": max(again_s, gemm_s) / min(again_s, gemm_s), "load": os.getloadavg()[0]}
         answer["cores"] = os.cpu_count() or 1
         if expected is not None and point["measured_as"] == "the profile":
@@ -227,15 +230,13 @@ class Devices(Check):
         """Slow devices by kind, and what throttled."""
         found = []
         for judged, kind in ((self.fault, "faults"), (self.warning, "warnings")):
-            for reason, ranks in _by_reason(answers, kind).items():
+            said = {rank: answer["throttling"][kind] for rank, answer in answers.items()}
+            for reason, ranks in ranks_by(said).items():
                 found.append(
                     judged(names.of(ranks), f"slowed down by {reason}", "Times measured meanwhile are too long")
                 )
-        lacking: dict[str, list[int]] = {}
-        for rank, answer in answers.items():
-            if answer["unloaded"]:
-                lacking.setdefault(answer["unloaded"], []).append(rank)
-        for error, ranks in lacking.items():
+        lacking = {rank: [answer["unloaded"]] for rank, answer in answers.items() if answer["unloaded"]}
+        for error, ranks in ranks_by(lacking).items():
             text = f"a library that a layer needs cannot be loaded: {error}"
             found.append(self.fault(names.of(ranks), text, "Install it there, or correct LD_LIBRARY_PATH"))
         kinds: dict[str, dict[int, dict[str, Any]]] = {}
@@ -279,14 +280,6 @@ class Devices(Check):
         else:
             found.append(self.ok(names.of(times), text))
         return found
-
-
-def _by_reason(answers: Answers, kind: str) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        for reason in answer["throttling"][kind]:
-            found.setdefault(reason, []).append(rank)
-    return found
 
 
 def _doubt(members: dict[int, dict[str, Any]]) -> str:
@@ -375,11 +368,10 @@ def _measured_alone(layers: Any, run: Any, where: Any, barrier: Callable[[], Non
         parallel_state.destroy_model_parallel()
 
 
-def gemm_seconds(precision: str, platform: Any, barrier: Callable[[], None], repeats: int = 9) -> float:
+def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None], repeats: int = 9) -> float:
     """Median seconds of a square matrix product in the plan's precision."""
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     if not platform.is_cuda:
         dtype = torch.float32  # half precision is not what a CPU is judged by
     a, b = (torch.randn(_GEMM, _GEMM, device=platform.device).to(dtype) for _ in range(2))

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, ranks_by
 from megatron_het.plan import PlanError
 
 
@@ -35,13 +35,8 @@ class Flags(Check):
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
         """One row per problem, with the ranks that have it."""
-        missing: dict[str, list[int]] = {}
-        problems: dict[str, list[int]] = {}
-        for rank, answer in answers.items():
-            for text in answer["missing"].values():
-                missing.setdefault(text, []).append(rank)
-            for text in answer["problems"]:
-                problems.setdefault(text, []).append(rank)
+        missing = ranks_by({rank: answer["missing"].values() for rank, answer in answers.items()})
+        problems = ranks_by({rank: answer["problems"] for rank, answer in answers.items()})
         found = [self.fault(names.of(ranks), f"missing: {text}", "Add it") for text, ranks in missing.items()]
         found += [self.fault(names.of(ranks), text) for text, ranks in problems.items()]
         if found:
@@ -52,10 +47,7 @@ class Flags(Check):
 
     def _needed(self, answers: Answers, names: Names) -> list[Finding]:
         """Without flags to check: what the machines ask for, which should be the same on all."""
-        needs: dict[str, list[int]] = {}
-        for rank, answer in answers.items():
-            for text in answer["needed"].values():
-                needs.setdefault(text, []).append(rank)
+        needs = ranks_by({rank: answer["needed"].values() for rank, answer in answers.items()})
         found = [
             self.warning(names.of(ranks), f"only here needed: {text}", "Give it to all ranks; or install alike")
             for text, ranks in needs.items()

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, duration, rate
-from megatron_het.doctor.expectations import Expectations
+from megatron_het.doctor.check import Answers, Check, Expectations, Finding, Names, Seat, duration, rate
 from megatron_het.lowering.programs import build, choose_transport
 from megatron_het.lowering.ranks import boundary_map, edges
 from megatron_het.plan import Placement, Plan
@@ -45,13 +44,7 @@ class Links(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """This rank's pairs, measured by the lower rank of each."""
-        import torch
-
-        from megatron_het.device import activate
-
-        platform = activate()
-        if platform.is_cuda:
-            torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
+        platform = seat.platform()
         transport = chosen_transport(seat, platform).transport
         rounds = rounds_of(pairs_of(seat.plan), seat.hosts)
         gate = _Gate(seat.store, len(seat.hosts), time.monotonic() + _BUDGET_S)

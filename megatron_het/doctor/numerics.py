@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, dtype_of
 from megatron_het.doctor.participant import hear
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
@@ -204,9 +204,7 @@ class Numerics(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Losses that this rank saw, and those of one process where this rank is the first of its kind."""
-        from megatron_het.device import activate
-
-        platform = activate()
+        platform = seat.platform()
         machine = _common_flags(seat, [list(f.words) for f in platform.flags() if f.required])
         plan = tiny_plan(seat.plan)
         # Processes end in time to be named by what they wrote, not by this rank's silence.
@@ -225,7 +223,7 @@ class Numerics(Check):
             raise RuntimeError(_failure("plan", codes["plan"], seat.folder))
         precision = plan.training.precision
         answer = {"losses": _losses(seat.folder / "plan", seat.rank), "precision": precision}
-        answer["stored"] = _of_stored_model(platform, seat, precision)
+        answer["stored"] = fixed_model_losses(platform.device, dtype_of(plan))
         if "alone" in runs:
             problem = _failure("alone", codes["alone"], seat.folder) if codes["alone"] != 0 else ""
             answer |= {"alone": _losses(seat.folder / "alone", 0), "problem": problem}
@@ -273,16 +271,6 @@ class Numerics(Check):
                 hint = "This device, its driver or its libraries compute wrongly"
                 found.append(self.fault(names.of([rank]), f"{text}{_in_words(LOSSES)}: {error:.1e} apart", hint))
         return max(errors.values()), found
-
-
-def _of_stored_model(platform: Any, seat: Seat, precision: str) -> list[float]:
-    """Losses of the fixed model on this rank's device, in the precision of the training."""
-    import torch
-
-    if platform.is_cuda:
-        torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    return fixed_model_losses(platform.device, dtype)
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from megatron_het.doctor.check import Check, Finding, Names, Seat, Status
+from megatron_het.doctor.check import Check, Finding, Names, Seat, Status, ranks_by
 from megatron_het.safe_io import one_line
 from megatron_het.store import Documents, StoreError
 from megatron_het.store.job import job_store, strangers
@@ -56,34 +56,11 @@ def is_ending() -> bool:
 
 
 class Keys:
-    """Names of what is in the store."""
+    """Names of what is in the store, by the numbers of ranks and checks."""
 
     BRIEF, VERDICT = "brief", "verdict"
-
-    @staticmethod
-    def here(rank: int) -> str:
-        """A rank has come."""
-        return f"here/{rank}"
-
-    @staticmethod
-    def beat(rank: int) -> str:
-        """A number that grows as long as a rank lives."""
-        return f"beat/{rank}"
-
-    @staticmethod
-    def go(index: int) -> str:
-        """A check may start."""
-        return f"go/{index}"
-
-    @staticmethod
-    def answer(index: int, rank: int) -> str:
-        """Returns what a rank measured."""
-        return f"answer/{index}/{rank}"
-
-    @staticmethod
-    def bye(rank: int) -> str:
-        """A rank has read the verdict."""
-        return f"bye/{rank}"
+    here, beat, bye = "here/{}".format, "beat/{}".format, "bye/{}".format
+    go, answer = "go/{}".format, "answer/{}/{}".format
 
 
 def hear(store: Documents, key: str, timeout_s: float) -> Any:
@@ -404,11 +381,8 @@ class Coordinator:
     def _judge(self, check: Check, answers: Mapping[int, dict[str, Any]], names: Names) -> list[Finding]:
         """Findings of a check; what failed on a rank comes first, and equal failures are one row."""
         found: list[Finding] = []
-        errors: dict[str, list[int]] = {}
-        for rank, answer in sorted(answers.items()):
-            if "error" in answer:
-                errors.setdefault(answer["error"], []).append(rank)
-        for text, ranks in errors.items():
+        errors = {rank: [answer["error"]] for rank, answer in sorted(answers.items()) if "error" in answer}
+        for text, ranks in ranks_by(errors).items():
             hint = "Look at its log" if any(rank in self.lost for rank in ranks) else ""
             found.append(Finding(check.name, Status.FAULT, names.of(ranks), text, hint))
         data = {rank: answer["data"] for rank, answer in sorted(answers.items()) if "data" in answer}

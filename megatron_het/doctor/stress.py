@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.device import Platform, activate
+from megatron_het.device import Platform
 from megatron_het.distributed import PairGroups
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, dtype_of, rate
 from megatron_het.doctor.links import chosen_transport
 from megatron_het.doctor.participant import hear
 from megatron_het.lowering.programs import build, posted_for
@@ -56,7 +56,7 @@ class Stress(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Iterations, bytes that this rank sent, and seconds."""
-        platform = activate()
+        platform = seat.platform()
         transport = chosen_transport(seat, platform).transport
         with _world(seat, platform):
             traffic = Traffic(seat.plan, seat.rank, transport, platform)
@@ -98,8 +98,6 @@ class Stress(Check):
 @contextmanager
 def _world(seat: Seat, platform: Platform) -> Iterator[None]:
     """``torch.distributed`` over all ranks, for the duration of a block."""
-    if platform.is_cuda:
-        torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
     store = TorchStore(seat.store, _TIMEOUT_S, name="world")
     dist.init_process_group(
         platform.default_backend,
@@ -158,7 +156,6 @@ class Traffic:
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
         self._rows = boundaries.local_length(device, rank)
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.training.precision, torch.float32)
         lowered = lower(posted_for(transport, program), boundaries, device, rank)
         self._lowered = replace(lowered, ops=tuple(op for op in lowered.ops if op.kind in _EXECUTED), losses_known=None)
         self._pairs = PairGroups(rank, _TIMEOUT_S)
@@ -199,7 +196,7 @@ class Traffic:
                 hidden_size=max(1, self._plan.model.hidden_size // divisor),
                 sequences=self._plan.training.sequences,
                 args=None,
-                dtype=self._dtype,
+                dtype=dtype_of(self._plan),
                 device=self._device,
                 forward_only=False,
                 collect_non_loss_data=False,

@@ -1,5 +1,5 @@
 """Dry run: the real training of one rank of a plan, on fake tensors, without devices and without the other ranks.
 
-What a rank would hold, compute and send is counted by the tracker of :mod:`megatron_het.dry_run.tracker`.  The same
-tracker counts real runs, so that a dry run can be compared with one to the byte.
+Open ``run.py`` first.  What a rank would hold, compute and send is counted in ``tracker.py``.  The same tracker counts
+real runs, so that a dry run can be compared with one to the byte.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return sample
 
 
-def samples_provider(args: Any) -> Callable[..., tuple[Any, ...]]:
+def _samples_provider(args: Any) -> Callable[..., tuple[Any, ...]]:
     """A datasets provider for ``pretrain``.
 
     Args:
@@ -62,6 +63,38 @@ def samples_provider(args: Any) -> Callable[..., tuple[Any, ...]]:
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it
     return provide
+
+
+def parse_alone() -> Any:
+    """Megatron's arguments, for a run that reads and writes nothing."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
+    args.wandb_project = ""
+    args.do_train = True  # Megatron reads it from a broadcast
+    return args
+
+
+def train_alone(args: Any) -> None:
+    """``pretrain`` on samples of the right shapes."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_het import gpt_training
+    from megatron_het.families import family_of
+
+    now_s = time.time()
+    set_startup_timestamps(program_start=now_s, main_entry=now_s)
+    pretrain(
+        pretrain_cfg_container_from_args(args, family_of(args).model_config(args)),
+        _samples_provider(args),
+        ModelType.encoder_or_decoder,
+        gpt_training.forward_step,
+        store=None,
+        get_embedding_ranks=gpt_training.embedding_ranks,
+    )
 
 
 def join_alone(rank: int, world_size: int, backend: str) -> None:

@@ -14,18 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_het import device as platform
-from megatron_het import gpt_training
 from megatron_het.arguments import hooks
 from megatron_het.device import Platform
 from megatron_het.distributed import loss_source
 from megatron_het.dry_run import device_streams as fake_cuda
 from megatron_het.dry_run import kernels
-from megatron_het.dry_run.alone import join_alone, samples_provider, without_values
+from megatron_het.dry_run.alone import join_alone, parse_alone, train_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
-from megatron_het.dry_run.experts import balance_experts, check_experts
-from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
-from megatron_het.dry_run.tracker import Tracker
-from megatron_het.families import family_of
+from megatron_het.dry_run.kernels import balance_experts, check_experts
+from megatron_het.dry_run.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Tracker
 from megatron_het.features.base import flag_of
 from megatron_het.features.registry import packing_argument
 from megatron_het.lowering.ranks import RankOp
@@ -199,7 +196,10 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     backend = _GPU if setting.gpu else ()
     sys.argv = ["dry_run", *_defaults(flags), *flags, *needed, *backend, *_LAST]
     hooks.install(make_session=make_session)
-    args = _parse()
+    args = parse_alone()
+    args.exit_interval = ITERATIONS
+    # Nothing can be captured without a device; what graphs keep is what layers keep without them, and their inputs.
+    args.cuda_graph_impl = "none"
     if not setting.measured:
         _check_documents(args)
         tracker.top_k = check_experts(args)
@@ -214,7 +214,11 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
         if setting.cuda:
             order, _ = stack.enter_context(device_streams(tracker.waits, setting.ignored_wait))
             stack.enter_context(fake_cuda.OneDevice())  # first to see an operator, the others believe its device
-        _train(args)
+        try:
+            train_alone(args)
+        except SystemExit as stop:  # by the exit interval
+            if stop.code not in (None, 0):
+                raise
     figures = _figures(session, setting.rank, tracker)
     if setting.cuda:
         figures["stream_waits"] = sorted(order.waits - order.waits_of_host)
@@ -226,19 +230,6 @@ def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
     given = {word.split("=", 1)[0] for word in flags}
     lasts = () if given & {"--train-iters", "--train-samples"} else ("--train-iters", "10")
     return ("--lr", "1e-4", *lasts)
-
-
-def _parse() -> Any:
-    """Megatron's arguments for a run that reads and writes nothing and stops by itself."""
-    from megatron.training.arguments import parse_and_validate_args
-
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
-    args.exit_interval = ITERATIONS
-    args.do_train = True  # Megatron reads it from a broadcast
-    # Nothing can be captured without a device; what graphs keep is what layers keep without them, and their inputs.
-    args.cuda_graph_impl = "none"
-    return args
 
 
 def _check_documents(args: Any) -> None:
@@ -254,29 +245,6 @@ def _check_documents(args: Any) -> None:
             "documents also holds the keys and values of its microbatches in flight\n"
         )
         raise SystemExit(2)
-
-
-def _train(args: Any) -> None:
-    """``pretrain``, which ends by the exit interval."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    now_s = time.time()
-    set_startup_timestamps(program_start=now_s, main_entry=now_s)
-    container = pretrain_cfg_container_from_args(args, family_of(args).model_config(args))
-    try:
-        pretrain(
-            container,
-            samples_provider(args),
-            ModelType.encoder_or_decoder,
-            gpt_training.forward_step,
-            store=None,
-            get_embedding_ranks=gpt_training.embedding_ranks,
-        )
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
 
 
 def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +130,6 @@ class _Worker:
     comes_again: bool = False
 
 
-@dataclass
-class _Controller:
-    """How the agent stands with the controller.
-
-    Attributes:
-        away_since_s: When it did not answer any more (monotonic); None while it does.
-        unsaid: What it has not heard yet.
-        met: Whether it has ever answered.
-    """
-
-    away_since_s: float | None = None
-    unsaid: deque[dict[str, Any]] = field(default_factory=deque)
-    met: bool = False
-
-
 class Agent:
     """Runs the workers of a node.
 
@@ -159,7 +144,9 @@ class Agent:
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        self._controller = _Controller()
+        self._has_met = False  # the controller has ever answered
+        self._away_since_s: float | None = None
+        self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
         self._workers: list[_Worker] = []
         self._to_start = list(range(node.workers))
         self._restarts = [node.restarts] * node.workers
@@ -179,7 +166,7 @@ class Agent:
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
         self._begun_s = time.monotonic()
         try:
-            while self._workers or self._to_start or self._controller.unsaid:
+            while self._workers or self._to_start or self._unsaid:
                 over = self._meet()
                 if over is not None:
                     self._wait_for_ends()
@@ -207,17 +194,17 @@ class Agent:
 
     def _meet(self) -> Any:
         """Tell the controller what it has not heard, do what it wants; its last word where the job is over."""
-        now_s, away = time.monotonic(), self._controller.away_since_s
-        if now_s - self._met_s < _MEET_S and not self._controller.unsaid and not self._to_start:
+        now_s, away = time.monotonic(), self._away_since_s
+        if now_s - self._met_s < _MEET_S and not self._unsaid and not self._to_start:
             return None
         self._met_s = now_s
         kinds = ("refused", "kill", "gone")
         try:
             keys = [f"{kind}/{worker.number}" for worker in self._workers for kind in kinds]
             over, *found = self._board.read("over", *keys, patience_s=_GLANCE_S)
-            while over is None and self._controller.unsaid:
-                self._board.post(self._controller.unsaid[0], patience_s=_GLANCE_S)
-                self._controller.unsaid.popleft()
+            while over is None and self._unsaid:
+                self._board.post(self._unsaid[0], patience_s=_GLANCE_S)
+                self._unsaid.popleft()
             while over is None and self._to_start:
                 self._start(self._to_start[0], self._board.count("processes", patience_s=_GLANCE_S))
                 self._to_start.pop(0)
@@ -228,7 +215,7 @@ class Agent:
         except StoreError as error:
             self._miss(error)
             return None
-        self._controller.met, self._controller.away_since_s = True, None
+        self._has_met, self._away_since_s = True, None
         if away is not None:
             self._say("the controller answers again")
         return over
@@ -241,18 +228,18 @@ class Agent:
         """
         now_s = time.monotonic()
         code = None if self._helper is None else self._helper.poll()
-        if not self._controller.met:
+        if not self._has_met:
             if code is not None and code > 0:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
             if now_s - self._begun_s > self._node.setting.timeout_s:
                 raise StoreError(f"{error}. Start the controller first, with the same --controller")
             return
-        if self._controller.away_since_s is None:
-            self._controller.away_since_s = now_s
+        if self._away_since_s is None:
+            self._away_since_s = now_s
             self._say(f"{error}; the workers go on as long as nothing is to be decided")
-        elif not self._workers and now_s - self._controller.away_since_s > self._node.setting.timeout_s:
+        elif not self._workers and now_s - self._away_since_s > self._node.setting.timeout_s:
             if self._codes and not any(self._codes):
-                self._controller.unsaid.clear()
+                self._unsaid.clear()
                 self._to_start.clear()
                 return
             raise error
@@ -301,7 +288,7 @@ class Agent:
                 worker.process.send_signal(signal.SIGUSR1)
         if self._asked and not self._has_said:
             self._has_said = True
-            self._controller.unsaid.append({"type": "leave", "node": name})
+            self._unsaid.append({"type": "leave", "node": name})
         for worker in list(self._workers):
             code = worker.process.poll()
             if code is not None:
@@ -309,7 +296,7 @@ class Agent:
                 self._workers.remove(worker)
                 self._codes.append(code)
                 why = _why(code) + _last_words(worker.log.ended())
-                self._controller.unsaid.append({"type": "exit", "process": worker.number, "node": name, "why": why})
+                self._unsaid.append({"type": "exit", "process": worker.number, "node": name, "why": why})
                 self._perhaps_restart(worker, code)
 
     def _obey(self, worker: _Worker, refused: Any, kill: Any, gone: Any) -> None:

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.alike import CHECK_S, refusal
-from megatron_het.elastic.board import ServedBoard
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import CHECK_S, Generation, ServedBoard, refusal
 from megatron_het.elastic.members import (
     Bounds,
     Failures,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import Blocks, Piece, blocks_of, collect, common
 from megatron_het.elastic.state import Snapshot, Trainee, described

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation
 from megatron_het.elastic.pool import Planner, Process
 from megatron_het.elastic.worth import LEAVE, Rates, change_s
 

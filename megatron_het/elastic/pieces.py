@@ -213,9 +213,9 @@ def collect(
                     _add(found, parts, name, value, start)
                 elif value is not None:
                     found.numbers.setdefault(parts[0].key, {})[name] = float(value)
-            group = _group_step(inner, main)
-            if group is not None:
-                found.numbers.setdefault(parts[0].key, {})["group.step"] = float(group)
+            step = _group_of(inner, main).get("step")
+            if step is not None:  # counted per group, as in Apex and Transformer Engine
+                found.numbers.setdefault(parts[0].key, {})["group.step"] = float(step)
     return found
 
 
@@ -261,7 +261,7 @@ def set_numbers(optimizer: Any, blocks: Blocks, numbers: Mapping[str, Any]) -> N
         for parameter, main, _ in pairs:
             for name, value in numbers.get(blocks[id(parameter)][1][0].key, {}).items():
                 if name == "group.step":
-                    _set_group_step(inner, main, int(value))
+                    _group_of(inner, main)["step"] = int(value)
                 else:
                     inner.state[main][name] = torch.tensor(value, dtype=torch.float32)
 
@@ -369,15 +369,6 @@ def _add(found: LocalState, parts: Sequence[_Block], kind: str, tensor: torch.Te
                 stop=hi - part.first,
             )
             found.pieces.append((piece, flat[lo - start : hi - start]))
-
-
-def _group_step(inner: Any, main: torch.Tensor) -> Any:
-    """Steps of the group of a parameter, in optimizers that count per group (Apex, Transformer Engine)."""
-    return _group_of(inner, main).get("step")
-
-
-def _set_group_step(inner: Any, main: torch.Tensor, value: int) -> None:
-    _group_of(inner, main)["step"] = value
 
 
 def _group_of(inner: Any, main: torch.Tensor) -> dict[str, Any]:

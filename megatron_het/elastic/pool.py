@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.safe_io import read_json, read_yaml, write_text
@@ -115,8 +115,8 @@ class NoPlanError(RuntimeError):
     """There is no plan for the processes that are left."""
 
 
-class Planner(Protocol):
-    """Makes plans."""
+class Planner:
+    """Makes plans.  Whoever learns nothing and makes nothing ahead says what its plans are, and which one is better."""
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """A plan for a pool, and the process of each of its ranks.
@@ -124,21 +124,25 @@ class Planner(Protocol):
         Raises:
             NoPlanError: There is none.
         """
+        raise NotImplementedError
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
         """Whether a change from the present plan to another one pays."""
+        raise NotImplementedError
+
+    def reject(self, plan: Plan, why: str) -> None:
+        """Never give a plan again."""
+        raise NotImplementedError
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
         """Make plans ahead for pools that may come, the most likely ones first; returns at once."""
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
         """Whether :meth:`plan` answers at once for a pool."""
+        return True
 
     def renew(self) -> None:
         """Forget the plans that were made: what they were made from has changed."""
-
-    def reject(self, plan: Plan, why: str) -> None:
-        """Never give a plan again."""
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         """Begin to search a better plan for what a run measured; returns at once.
@@ -152,6 +156,7 @@ class Planner(Protocol):
 
     def learned(self) -> Learned | None:
         """Returns what the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
+        return None
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
         """Plan with what was learned from now on; its plan is the one for a pool, whose kinds are those of it."""
@@ -160,7 +165,7 @@ class Planner(Protocol):
         """Plan with what was learned before the controller was started again (:meth:`Learned.to_json`)."""
 
 
-class GivenPlans:
+class GivenPlans(Planner):
     """Takes the best plan of a list that the pool can run.
 
     Args:
@@ -189,36 +194,15 @@ class GivenPlans:
         # A controller that is started again may have another list than the one whose plan runs.
         return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
 
-    def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
-        """See :class:`Planner`; there is nothing to make."""
-
-    def is_ready(self, pool: Sequence[Process]) -> bool:
-        """See :class:`Planner`; always."""
-        return True
-
-    def renew(self) -> None:
-        """See :class:`Planner`; the list stays."""
-
     def reject(self, plan: Plan, why: str) -> None:
         """See :class:`Planner`."""
         self._rejected = {**self._rejected, self._plans.index(plan): why} if plan in self._plans else self._rejected
 
-    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        """See :class:`Planner`; the list has no other plan for the same pool."""
 
-    def learned(self) -> Learned | None:
-        """See :class:`Planner`; nothing."""
-        return None
-
-    def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
-        """See :class:`Planner`; never asked."""
-
-    def recall(self, document: dict[str, Any]) -> None:
-        """See :class:`Planner`; the list stays."""
-
-
-class GivenFirst:
+class GivenFirst(Planner):
     """Takes a plan of a list where the pool can run one, and another planner's for every other pool.
+
+    What was measured is the other planner's alone: the list says nothing of devices that have become slow.
 
     Args:
         given: The list.
@@ -235,9 +219,12 @@ class GivenFirst:
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
         """See :class:`Planner`; a plan of the list is better than one that was searched for want of it."""
-        if plan in self._plans:
-            return self._given.is_better(plan, present)
-        return self._other.is_better(plan, present)
+        return (self._given if plan in self._plans else self._other).is_better(plan, present)
+
+    def reject(self, plan: Plan, why: str) -> None:
+        """See :class:`Planner`."""
+        self._take([one for one in self._plans if one != plan])
+        self._other.reject(plan, why)
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
         """See :class:`Planner`."""
@@ -251,14 +238,8 @@ class GivenFirst:
         """See :class:`Planner`; the list stays."""
         self._other.renew()
 
-    def reject(self, plan: Plan, why: str) -> None:
-        """See :class:`Planner`."""
-        self._plans = [one for one in self._plans if one != plan]
-        self._given = GivenPlans(self._plans)
-        self._other.reject(plan, why)
-
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        """See :class:`Planner`: searched, because the list says nothing of devices that have become slow."""
+        """See :class:`Planner`."""
         self._other.learn(pool, plan, measured, change_s)
 
     def learned(self) -> Learned | None:
@@ -267,13 +248,16 @@ class GivenFirst:
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
         """See :class:`Planner`; plans of the list name kinds of devices that some of the pool are no longer."""
-        self._plans, self._given = (), GivenPlans(())
+        self._take(())
         self._other.accept(learned, pool)
 
     def recall(self, document: dict[str, Any]) -> None:
         """See :class:`Planner`."""
-        self._plans, self._given = (), GivenPlans(())
+        self._take(())
         self._other.recall(document)
+
+    def _take(self, plans: Sequence[Plan]) -> None:
+        self._plans, self._given = plans, GivenPlans(plans)
 
     def _for(self, pool: Sequence[Process]) -> Planner:
         fits = any(assign(plan, pool) is not None for plan in self._plans)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation
 from megatron_het.elastic.pool import Process, read_learned
 from megatron_het.elastic.worth import describe, standing
 from megatron_het.safe_io import FileError, parse_json, read_json, write_text

@@ -17,9 +17,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_het.elastic.pool import Learned, NoPlanError, Process, assign, read_better, read_learned, write_run
+from megatron_het.elastic.pool import (
+    Learned,
+    NoPlanError,
+    Planner,
+    Process,
+    assign,
+    read_better,
+    read_learned,
+    write_run,
+)
 from megatron_het.plan import Plan, load_plan
 from megatron_het.planner_package import planner, planner_package
 from megatron_het.safe_io import read_yaml, write_text
@@ -100,16 +109,8 @@ class Search:
 
     def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the planner, in bounded time."""
-        command = [
-            sys.executable,
-            "-m",
-            planner_package(),
-            *words,
-            "--model",
-            str(self.model),
-            "--limit-s",
-            f"{self.limit_s:g}",
-        ]
+        command = [sys.executable, "-m", planner_package(), *words, "--model", str(self.model)]
+        command += ["--limit-s", f"{self.limit_s:g}"]
         command += [] if self.profile is None else ["--profile", str(self.profile)]
         if nice := shutil.which("nice"):  # the controller's machine usually trains as well
             command = [nice, "-n", "10", *command]
@@ -120,23 +121,7 @@ class Search:
             raise NoPlanError(f"the planner did not end within {bound_s:g} s") from None
 
 
-class Searcher(Protocol):
-    """Holds what :class:`SearchedPlans` needs of a :class:`Search`."""
-
-    def check(self) -> None:
-        """See :class:`Search`."""
-
-    def run(self, document: str) -> Plan:
-        """See :class:`Search`."""
-
-    def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
-        """See :class:`Search`."""
-
-    def with_profile(self, profile: Path | None) -> Searcher:
-        """Returns a copy with another profile."""
-
-
-class SearchedPlans:
+class SearchedPlans(Planner):
     """Searches plans, on a thread for the pools that may come, and at once for one that nobody has foreseen.
 
     Args:
@@ -149,7 +134,7 @@ class SearchedPlans:
         ImportError: The planner is not installed.
     """
 
-    def __init__(self, cluster: Path, search: Searcher, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Path, search: Search, say: Callable[[str], None]) -> None:
         self._cluster, self._search, self._say = cluster, search, say
         search.check()
         self._whole: dict[str, Any] = _single_kinds(cluster)
@@ -166,7 +151,7 @@ class SearchedPlans:
         self._thread: threading.Thread | None = None
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         document = self._document(pool)
         with self._changed:
             # The search that is under way may be the one; it ends in bounded time.
@@ -184,13 +169,13 @@ class SearchedPlans:
         return known, ranks
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
-        """See :class:`~megatron_het.elastic.pool.Planner`: as the planner predicts."""
+        """See :class:`Planner`: as the planner predicts."""
         if plan.predicted is None or present.predicted is None:
             return plan.world_size > present.world_size
         return plan.predicted.iteration_s < present.predicted.iteration_s
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`; pools that were asked for earlier are forgotten."""
+        """See :class:`Planner`; pools that were asked for earlier are forgotten."""
         documents = []
         for pool in pools:
             with contextlib.suppress(NoPlanError):
@@ -204,7 +189,7 @@ class SearchedPlans:
                 self._thread.start()
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         try:
             document = self._document(pool)
         except NoPlanError:
@@ -213,7 +198,7 @@ class SearchedPlans:
             return document in self._known
 
     def renew(self) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`.
+        """See :class:`Planner`.
 
         Raises:
             ValueError: The cluster file is missing or wrong; all stays as it is.
@@ -231,7 +216,7 @@ class SearchedPlans:
             self._renewed += 1
 
     def reject(self, plan: Plan, why: str) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         with self._changed:
             self._rejected.append((plan, why))
             self._known = {document: self._unless_rejected(answer) for document, answer in self._known.items()}
@@ -243,7 +228,7 @@ class SearchedPlans:
         return answer
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`; one search at a time, others are left out."""
+        """See :class:`Planner`; one search at a time, others are left out."""
         try:
             document = self._document(pool)
         except NoPlanError:
@@ -267,20 +252,20 @@ class SearchedPlans:
                 self._learns, self._learned = False, found
 
     def learned(self) -> Learned | None:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         with self._changed:
             found, self._learned = self._learned, None
         return found
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         self._change(learned.cluster, learned.profile)
         document = self._document(pool)
         with self._changed:
             self._known[document] = learned.plan
 
     def recall(self, document: dict[str, Any]) -> None:
-        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        """See :class:`Planner`."""
         self._change(*read_learned(document))
 
     def _change(self, cluster: dict[str, Any], profile: Path | None) -> None:

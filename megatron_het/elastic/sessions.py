@@ -1,27 +1,283 @@
-"""Sessions one after the other in one process: enter Megatron's training under a plan, leave it, enter it again."""
+"""Sessions one after the other in one process: enter Megatron's training under a plan, leave it, enter it again.
+
+At a boundary of iterations all ranks leave together; the next session takes over the state of an earlier generation.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.checkpoint import asynchronous
-from megatron_het.elastic.boundary import ElasticBoundary, Leave
-from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.state import Snapshot
-from megatron_het.megatron_patches import failed_writes
-from megatron_het.runtime.training import flush_logs
+from megatron_het.checkpoint.choice import tracked
+from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.job import Generation
+from megatron_het.elastic.links import Links, abort, communicators
+from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
+from megatron_het.features.watch.runtime import RankWatch
+from megatron_het.megatron_patches import torch_checkpoints
+from megatron_het.runtime.training import Boundary, flush_logs
 from megatron_het.safe_io import write_json
+from megatron_het.store import Documents
+from megatron_het.store.job import use_store
+from megatron_het.store.torch_store import TorchStore
+
+# Datasets outlive sessions: their indexes are not built again when a plan changes.
+
+Kept = dict[tuple[tuple[int | None, ...], bool], Any]
+"""What a provider returned, by the numbers of samples and whether this rank read them."""
+
+
+def remembered(provider: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
+    """A datasets provider that builds nothing where every rank has its datasets from an earlier session.
+
+    Building is collective, so either all ranks build or none does.
+
+    Args:
+        provider: The script's.
+        kept: Of this process; filled.
+    """
+
+    @functools.wraps(provider)
+    def provide(num_samples: Sequence[int | None], **keywords: Any) -> Any:
+        from megatron.core import mpu
+        from megatron.training.utils import is_first_or_last_pipeline_stage
+
+        reads = mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(keywords.get("vp_stage"))
+        key = tuple(num_samples), bool(reads)
+        everybody_has = torch.tensor([int(key in kept)], device="cuda")
+        dist.all_reduce(everybody_has, op=dist.ReduceOp.MIN)
+        if not everybody_has.item():
+            kept[key] = provider(num_samples, **keywords)
+        return kept[key]
+
+    return provide
+
+
+LeavesAt = Callable[[int], bool]
+
+
+class Leave(BaseException):
+    """Ends ``pretrain`` at an iteration boundary; no error, hence no ``Exception``.
+
+    Args:
+        snapshot: This rank's state.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__(f"leaves after iteration {snapshot.iteration}")
+        self.snapshot = snapshot
+
+
+class ElasticBoundary(Boundary):
+    """The boundary of one generation in one process.
+
+    Args:
+        generation: The generation.
+        process: This process's number.
+        store: Where everybody meets; its keys are those of the job.
+        timeout_s: Bound on every wait of the change, in seconds.
+        copies: What this process holds of earlier generations and is to hold of this one.
+        leaves_at: Whether all ranks leave at a boundary; the same answer on all ranks.
+        padded_vocab_size: Of the first generation; None in it.
+        datasets: Of earlier sessions of this process.
+    """
+
+    restores = True
+    outlives_sessions = True
+
+    def __init__(
+        self,
+        generation: Generation,
+        process: int,
+        store: Documents,
+        timeout_s: float,
+        copies: Copies,
+        leaves_at: LeavesAt,
+        padded_vocab_size: int | None,
+        datasets: Kept,
+    ) -> None:
+        self.generation, self.process, self._timeout_s = generation, process, timeout_s
+        self._job_store = store
+        use_store(store.under(str(generation.number)))
+        self.store = meeting_of(generation, "world", store, timeout_s)
+        self._copies, self._leaves_at = copies, leaves_at
+        self.padded_vocab_size = padded_vocab_size
+        self._datasets = datasets
+        self.trainee: Trainee | None = None
+        self.restored: Restored | None = None
+        self.iteration: int | None = None
+        """Iterations that are done, as far as this session knows."""
+        self.began: int | None = None
+        """Iterations that were done when training began under this plan; None before that."""
+        self.saving: int | None = None
+        """Iteration whose checkpoint is being written; None where none is."""
+        self._save_every: int | None = None
+        self._saved_in: str | None = None
+        self.times: dict[str, float] = {}
+        """Wall-clock times of what a change waits for."""
+        self.leaving: Callable[[], None] = lambda: None
+        """Called once this rank's state is taken and it is about to leave."""
+        self.has_aborted: Callable[[], bool] = lambda: False
+        """Whether communicators of this generation were aborted, so that results of the device may be wrong."""
+        self.drift: dict[str, Any] | None = None
+        """What the watch has measured, on the rank that compares, once after something has begun to drift."""
+
+    def prepare(self, args: Any) -> None:
+        """All generations have one vocabulary: its padding depends on TP, and padded rows take part in the loss."""
+        if self.padded_vocab_size is not None and args.padded_vocab_size is None:
+            args.padded_vocab_size = self.padded_vocab_size
+        self._save_every, self._saved_in = args.save_interval, args.save
+        last = args.train_iters or (args.train_samples or 0) // (args.global_batch_size or 1)
+        if last in self.generation.unsaved:
+            args.save = None
+
+    def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """Datasets stay."""
+        return remembered(provider, self._datasets)
+
+    def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
+        """Take over the state, if there is one."""
+        self.times["built"] = time.time()
+        self.padded_vocab_size = args.padded_vocab_size
+        rank = self.generation.rank_of(self.process)
+        assert rank is not None
+        self.trainee = Trainee(self.generation.plan, rank, models, optimizer, scheduler, args)
+        links = None
+        if self.generation.loads:
+            session.materialise_parameters()
+            links = open_links(self.generation, self.process, self._job_store, self._timeout_s)
+            try:
+                self.restored = restore(links, self._copies.snapshots, self.trainee)
+            except BaseException:
+                links.close()
+                raise
+        self.times["loaded"] = time.time()
+        self._open_copies(rank, links)
+        if self.restored is not None:
+            self._copies.restored(self.restored.iteration)
+            return self.restored.iteration, self.restored.flops
+        if self.generation.loads:
+            _load_newest_checkpoint(args, [self._saved_in or "", self.generation.fallback])
+        return None
+
+    def saves(self) -> None:
+        """Notes that what fails from here to the next boundary is this checkpoint."""
+        self.saving = (self.iteration or 0) + 1
+
+    def reached(self, session: Any, iteration: int) -> None:
+        """Leave, if it is time."""
+        self.check()
+        if not asynchronous.is_under_way():
+            self.saving = None
+        if self.began is None:
+            self.began = iteration
+        else:
+            self.times.setdefault("first_step", time.time())
+        self.iteration = iteration
+        watch = session.feature("watch")
+        self.drift = watch.news() if isinstance(watch, RankWatch) else None
+        if self._leaves_at(iteration):
+            session.materialise_parameters()
+            assert self.trainee is not None
+            self._copies.wait()
+            asynchronous.finish()
+            snapshot = take(self.trainee, iteration)
+            self.check()
+            self.leaving()
+            raise Leave(snapshot)
+        assert self.trainee is not None
+        self._choose_folder(self.trainee.args, iteration + 1)
+        self._copies.keep(session, self.trainee, iteration, self.check)
+
+    def check(self) -> None:
+        """End the session where a process is lost: of a communicator that is aborted, wrong values come without error.
+
+        Raises:
+            RuntimeError: One is.
+        """
+        if self.has_aborted():
+            raise RuntimeError("a process of this generation is lost")
+
+    def failed(self, session: Any) -> None:
+        """Nothing waits on the device any more, and an iteration that was not ended is not reported."""
+        abort(communicators())
+        if session.report is not None and self.has_aborted():
+            session.report.forget_after(self.iteration or 0)
+
+    def _choose_folder(self, args: Any, iteration: int) -> None:
+        """Where the checkpoint of an iteration goes, if it is one."""
+        if self.generation.unsaved:
+            args.save_interval = None if iteration in self.generation.unsaved else self._save_every
+        if self.generation.elsewhere and args.save is not None:
+            args.save = self.generation.fallback if iteration in self.generation.elsewhere else self._saved_in
+
+    @property
+    def iterations_left(self) -> int:
+        """Returns the iterations of the training that are left."""
+        assert self.trainee is not None
+        args, done = self.trainee.args, self.iteration or 0
+        if args.train_iters:
+            return int(args.train_iters) - done
+        return max(0, (args.train_samples or 0) - args.consumed_train_samples) // max(1, args.global_batch_size)
+
+    def closed(self) -> None:
+        """The session is over, however it ended."""
+        self._copies.close()
+        self.trainee = None
+
+    def _open_copies(self, rank: int, links: Links | None) -> None:
+        """Over the connections of the change where all members are ranks; others would cost time once more."""
+        every, size = self._copies.pace.every, len(self.generation.ranks)
+        if links is not None and not (every and links.size == size):
+            links.close()
+            links = None
+        if every:
+            if links is None:
+                meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
+                links = Links(meeting, rank, size, self._timeout_s)
+            self._copies.open(self.generation, rank, links)
+
+
+def open_links(generation: Generation, process: int, store: Documents, timeout_s: float) -> Links:
+    """The connections over which the state of a generation moves.  Collective over its movers."""
+    movers = generation.movers
+    return Links(meeting_of(generation, "movers", store, timeout_s), movers.index(process), len(movers), timeout_s)
+
+
+def meeting_of(generation: Generation, what_for: str, store: Documents, timeout_s: float) -> TorchStore:
+    """Where the processes of a generation meet, in the job's store."""
+    return TorchStore(store, timeout_s, name=f"{generation.number}/{what_for}", lost=generation.lost_key)
+
+
+def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:
+    """Nobody holds a complete state: go on from what this job has saved, else as the flags say."""
+    from megatron.training import checkpointing
+
+    def saved(folder: str) -> int:
+        iteration = tracked(Path(folder))
+        return iteration if isinstance(iteration, int) else -1
+
+    found = [folder for folder in folders if folder and checkpointing.checkpoint_exists(folder)]
+    if found:
+        args.load = max(found, key=saved)
+        args.finetune, args.no_load_optim, args.no_load_rng = False, False, False
+        args.ckpt_step = None
+
 
 _CACHING = "megatron.core.models.common.embeddings."
 """Modules of Megatron whose classes have methods with caches, which hold the object whose method it is."""
@@ -121,7 +377,7 @@ def _told(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
-    return failed_writes.noted() or text
+    return torch_checkpoints.failed_write() or text
 
 
 def with_own_folders(flags: Sequence[str], name: str) -> list[str]:

@@ -7,6 +7,7 @@ others', and the newest iteration that is complete among them is taken.  No file
 
 from __future__ import annotations
 
+import base64
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_het.elastic import random_state
+from megatron_het.checkpoint import state_dict
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import (
     PARAMETER,
@@ -329,7 +330,7 @@ def described(trainee: Trainee, iteration: int, state: LocalState, pieces: Held)
         topology=topology_hash(trainee.plan),
         common=_common(trainee, iteration),
         numbers=state.numbers,
-        random=random_state.collect(),
+        random=random_states(),
         pieces=list(pieces),
     )
 
@@ -366,9 +367,9 @@ def restore(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee) -> Re
     set_numbers(trainee.optimizer, blocks, numbers)
     _set_common(trainee, common)
     if states is None:
-        random_state.move_on(trainee.args, version)
+        new_random_states(trainee.args, version)
     else:
-        random_state.restore(states)
+        set_random_states(states)
     return Restored(version, common["flops"], sent)
 
 
@@ -484,3 +485,53 @@ def _scalers(optimizer: Any) -> list[Any]:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     found = [getattr(part, "grad_scaler", None) for part in parts]
     return [scaler for scaler in found if scaler is not None and scaler.state_dict()]
+
+
+def random_states() -> dict[str, Any]:
+    """This rank's states of every generator that training draws from, as JSON values."""
+    states = state_dict.collect()
+    version, words, gauss_next = states["random"]
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    return {
+        "random": [version, list(words), gauss_next],
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": _text(states["torch"]),
+        "device": _text(states["device"]),
+        "tracker": {key: _text(state) for key, state in states["tracker"].items()},
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set what :func:`random_states` returned."""
+    version, words, gauss_next = states["random"]
+    name, keys, *rest = states["numpy"]
+    state_dict.restore(
+        {
+            "random": (version, tuple(words), gauss_next),
+            "numpy": (name, np.array(keys, dtype=np.uint32), *rest),
+            "torch": _tensor(states["torch"]),
+            "device": _tensor(states["device"]),
+            "tracker": {key: _tensor(text) for key, text in states["tracker"].items()},
+        }
+    )
+
+
+def new_random_states(args: Any, iteration: int) -> None:
+    """New states for another topology: a rank has no old one, and those of the start have been used."""
+    from megatron.training import initialize
+
+    initialize._set_random_seed(
+        (args.seed + 1000003 * iteration) % 2**31,
+        args.data_parallel_random_init,
+        args.te_rng_tracker,
+        args.inference_rng_tracker,
+        use_cudagraphable_rng=args.cuda_graph_impl != "none",
+    )
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_het.arguments.megatron_args import environment_of
-from megatron_het.elastic.boundary import ElasticBoundary, Kept, Leave
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.sessions import end_session, with_own_folders
+from megatron_het.elastic.job import Generation
+from megatron_het.elastic.sessions import ElasticBoundary, Kept, Leave, end_session, with_own_folders
 from megatron_het.plan import Plan
 from megatron_het.runtime.training import Boundary
 from megatron_het.store import Documents

@@ -20,13 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.alike import problems_under
-from megatron_het.elastic.board import Board
-from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Board, Generation, problems_under
 from megatron_het.elastic.links import Severing
-from megatron_het.elastic.sessions import Outcome, run_session
+from megatron_het.elastic.sessions import ElasticBoundary, Kept, Outcome, open_links, run_session
 from megatron_het.elastic.state import give
 from megatron_het.plan import Plan
 from megatron_het.store import StoreError

@@ -1,6 +1,7 @@
 """Answers to what a plan and its features ask of the model's class: Megatron's ``GPTModel`` or ``HybridModel``.
 
-Everything that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
+Everything that depends on the class is behind :class:`ModelFamily`: open ``base.py`` first.  Functions of arguments
+need no torch.
 """
 
 from megatron_het.families.base import ModelFamily

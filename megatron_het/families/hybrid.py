@@ -153,7 +153,7 @@ class HybridFamily(ModelFamily):
 
 
 def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
-    """Refuse TP sizes that do not divide the heads of recurrent layers."""
+    """Refuse TP sizes that do not divide the heads of recurrent layers, and CP sizes that leave ranks without any."""
     sizes = {replica.tp for stage in plan.stages for replica in stage.replicas}
     if GATED_DELTA_NET in pattern and max(sizes) > 1 and not plan.training.sequence_parallel:
         raise PlanError(
@@ -174,6 +174,13 @@ def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
         for tp in sorted(sizes):
             if count and count % tp:
                 raise PlanError(f"--{name.replace('_', '-')}", count, f"TP ranks divide them, and the plan has TP {tp}")
+        most = max(replica.tp * replica.cp for stage in plan.stages for replica in stage.replicas)
+        if count and name in ("mamba_num_heads", "linear_num_value_heads") and count < most:
+            raise PlanError(
+                f"--{name.replace('_', '-')}",
+                count,
+                f"the ranks of a replica divide them, and the plan has one of {most} ranks",
+            )
 
 
 HYBRID = HybridFamily()

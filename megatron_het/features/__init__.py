@@ -1,7 +1,8 @@
 """Features that a plan can ask for beyond a schedule: one description each.  No torch.
 
 A new feature is a room, a folder here: ``spec.py``, where it does something on a rank ``runtime.py``, and its place in
-the tuple below.  Whoever wants to know something of a plan's features asks ``registry.py``, which asks all of them.
+the tuple below.  Open ``base.py`` first: what a feature says of itself.  Whoever wants to know something of a plan's
+features asks ``registry.py``, which asks all of them.
 """
 
 from __future__ import annotations

@@ -403,6 +403,11 @@ class Feature:
     def apply(self, plan: Plan, options: Any, args: Any) -> None:
         """Write what the feature needs into Megatron's arguments, before they are validated."""
 
+    def runs_with(self, args: Any) -> bool:
+        """Whether the half on a rank has anything to do with Megatron's arguments; else it is not imported."""
+        del args
+        return True
+
     def beyond_stock(self, plan: Plan, options: Any) -> str:
         """Why stock Megatron cannot run a plan with the feature, where no parameter of the schedule says it."""
         del plan, options

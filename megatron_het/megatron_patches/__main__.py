@@ -121,8 +121,8 @@ def _read() -> set[tuple[str, str]]:
 
 def _source(dotted: str) -> str | None:
     """The source as it is hashed; None where there is none."""
-    from megatron_het.megatron_patches.found import PatchError
     from megatron_het.megatron_patches.registry import source_text
+    from megatron_het.megatron_patches.releases import PatchError
 
     try:
         return source_text(dotted)
@@ -132,8 +132,8 @@ def _source(dotted: str) -> str | None:
 
 def against(checkout: Path) -> int:
     """Print what a checkout of another release would break; returns 1 where a change has not been read."""
-    from megatron_het.megatron_patches.found import PatchError, find
     from megatron_het.megatron_patches.registry import text_hash
+    from megatron_het.megatron_patches.releases import PatchError, find
 
     if not (checkout / "megatron" / "core").is_dir():
         sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
@@ -182,7 +182,7 @@ def _meaning(source: str) -> str:
 
 def _sources_of(checkout: Path | None) -> dict[str, str | None]:
     """The sources in a process of its own, which imports the checkout's Megatron; None for the installed one."""
-    from megatron_het.megatron_patches.found import PatchError
+    from megatron_het.megatron_patches.releases import PatchError
 
     own = str(Path(megatron_het.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [str(checkout or ""), own, os.environ.get("PYTHONPATH", "")]))
@@ -207,7 +207,7 @@ def _compare_torch() -> bool:
     """Print the private names of torch that are leaned on; returns whether one is different."""
     import torch
 
-    from megatron_het.megatron_patches.torch_names import TORCH_NAMES, TORCH_VERSIONS, differences
+    from megatron_het.megatron_patches.releases import TORCH_NAMES, TORCH_VERSIONS, differences
 
     print(f"torch  [{torch.__version__}; read in {TORCH_VERSIONS[0]} to {TORCH_VERSIONS[1]}]")
     for one in TORCH_NAMES:

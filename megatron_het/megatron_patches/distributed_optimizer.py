@@ -60,15 +60,15 @@ def _with_padding(buffer: Any) -> Iterator[None]:
 
 # The distributed optimizer with torch's Adam: three repairs in one subclass.
 #
-# With neither Apex nor Transformer Engine installed, upstream's ``DistributedOptimizer`` drives
-# ``torch.optim.Adam``, which keeps a ``step`` tensor per parameter.  Upstream (0.19.2)
+# With neither Apex nor Transformer Engine installed, upstream's ``DistributedOptimizer`` drives ``torch.optim.Adam``,
+# which keeps a ``step`` tensor per parameter.  Upstream (0.19.2)
 #
 # * asserts in ``state_dict()`` before the first step, so that a resume cannot build its template,
 # * copies into leaf parameters outside ``no_grad``, and takes ``step`` from a payload that either
-#   does not hold it (``fully_reshardable``) or holds the zero of the template, not the saved value
-#   (``dp_reshardable``),
+# does not hold it (``fully_reshardable``) or holds the zero of the template, not the saved value
+# (``dp_reshardable``),
 # * puts one and the same ``step`` tensor into the state of all parameters on load; Adam advances it
-#   once per parameter and iteration, so a resumed run trains on with wrong bias corrections.
+# once per parameter and iteration, so a resumed run trains on with wrong bias corrections.
 
 
 def uses_torch_adam() -> bool:

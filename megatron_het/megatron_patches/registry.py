@@ -44,8 +44,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_het.megatron_patches.found import PatchError
-from megatron_het.megatron_patches.releases import RELEASES, installed_release
+from megatron_het.megatron_patches.releases import RELEASES, PatchError, installed_release
 
 UPSTREAM_VERSION = RELEASES[0].version
 """The release of megatron-core that the hashes of a patch belong to; ``releases.py`` has those of others."""

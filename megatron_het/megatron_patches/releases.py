@@ -1,18 +1,77 @@
-"""The releases of megatron-core that patches and features were read against.
+"""The releases of megatron-core and torch that patches and features were read against, and the one that is installed.
 
 Hashes beside patches and features are those of the first release.  A name that another release has changed is listed
 here with its hash there, once the change has been read: ``python -m megatron_het.megatron_patches --against CHECKOUT``
 shows changes, and docs/megatron_releases.md says what to do with each.  Where a patch has to do different things for
-different releases, it asks :func:`installed_release`; nothing outside of this package does.
+different releases, it asks :func:`installed_release`; nothing outside of this package does.  Never imports torch or
+Megatron, but for :func:`differences`.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron_het.megatron_patches.found import Megatron, PatchError, find
+from megatron_het.safe_io import FileError, read_text
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be installed or taken out; the message says which, why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """A Megatron-LM checkout or an installed megatron-core.
+
+    Attributes:
+        folder: What holds its ``megatron`` folder.
+        version: Of megatron-core, e.g. ``0.19.2``.
+    """
+
+    folder: Path
+    version: str
+
+    def __str__(self) -> str:
+        return f"megatron-core {self.version} in {self.folder}"
+
+
+def find() -> Megatron:
+    """The Megatron that ``import megatron.core`` would take.
+
+    Raises:
+        PatchError: There is none, or none that says its version.
+    """
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
+        raise PatchError("there is no megatron-core: install it, or start a script of a Megatron-LM checkout")
+    core = Path(next(iter(spec.submodule_search_locations)))
+    file = core / "package_info.py"
+    try:
+        numbers = _constants(read_text(file))
+        version = ".".join(str(numbers[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+    except (FileError, SyntaxError, KeyError) as error:
+        raise PatchError(f"{file} does not say which megatron-core this is ({error})") from None
+    return Megatron(core.parent.parent, version)
+
+
+def _constants(source: str) -> dict[str, object]:
+    """Module-level ``NAME = constant``."""
+    found: dict[str, object] = {}
+    for node in ast.parse(source).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            found[node.targets[0].id] = node.value.value
+    return found
+
 
 _CORE, _TRAINING = "megatron.core", "megatron.training"
 _ROPE, _LINEAR = f"{_CORE}.models.common.embeddings.rope_utils", f"{_CORE}.tensor_parallel.layers"
@@ -159,3 +218,74 @@ def check(megatron: Megatron) -> None:
 def installed_release() -> Release:
     """The release that ``import megatron.core`` takes; the first one where it was not read."""
     return release_of(find()) or RELEASES[0]
+
+
+# Private names of torch that a run leans on.
+#
+# Their source changes from release to release of torch, so a hash would refuse releases that work.  What is leaned on
+# is that the name is there and takes these parameters; ``distributed/groups.py`` looks at the result as well.
+
+TORCH_VERSIONS = ("2.11", "2.13")
+"""The oldest and the newest release whose names were read."""
+
+
+@dataclass(frozen=True)
+class TorchName:
+    """One name.
+
+    Attributes:
+        name: Dotted.
+        parameters: Names of its parameters, in order; None where torch does not tell.
+        reason: What it is for, and why nothing public does that.
+    """
+
+    name: str
+    parameters: tuple[str, ...] | None
+    reason: str
+
+
+TORCH_NAMES = (
+    TorchName(
+        "torch.distributed.distributed_c10d._process_group_name",
+        ("ranks", "use_hashed_name"),
+        "new_group asks it for the name of a group; wrapped while a group is created, because the public ways to "
+        "name a group need every rank of the world in every creation",
+    ),
+    TorchName(
+        "torch.distributed.distributed_c10d._get_default_store",
+        (),
+        "the store on which ranks tell who has stopped; torch.distributed shows it nowhere else",
+    ),
+    TorchName(
+        "torch.distributed.distributed_c10d._world",
+        None,
+        "its pg_group_ranks is where get_rank looks up a group; the pipeline of a plan, which hybrid models ask for "
+        "while they are built, is no group that torch has created",
+    ),
+    TorchName(
+        "torch.distributed.checkpoint.filesystem._StorageWriterTransforms",
+        ("extensions",),
+        "gives the stream for each object of a checkpoint; wrapped, because a write that fails makes the process crash "
+        "later on, and the public extensions are noted in the checkpoint",
+    ),
+    TorchName(
+        "torch._foreach_add_",
+        None,
+        "adds to many tensors in one kernel; torch's optimizers use it, and its public form does not exist",
+    ),
+)
+
+
+def differences(names: Sequence[TorchName] = TORCH_NAMES) -> list[str]:
+    """Returns what this torch lacks, one text per name; empty where everything is as expected."""
+    found = []
+    for one in names:
+        module, _, attribute = one.name.rpartition(".")
+        target = getattr(importlib.import_module(module), attribute, None)
+        if target is None:
+            found.append(f"{one.name} is not there; {one.reason}")
+        elif one.parameters is not None:
+            parameters = tuple(inspect.signature(target).parameters)
+            if parameters != one.parameters:
+                found.append(f"{one.name} takes {', '.join(parameters)}, not {', '.join(one.parameters)}; {one.reason}")
+    return found

@@ -4,6 +4,8 @@ A plan names the stages of the pipeline, the replicas of each stage, the ranks o
 each replica (its tensor-parallel group), the layers of each stage and the
 microbatches of each replica.  Planner, schedule generators, runtime, tests and
 people read the same file.  This package needs the standard library only.
+
+Open ``schema.py`` first: all fields of a plan.  ``validate.py`` checks them, ``placement.py`` says where a rank is.
 """
 
 from megatron_het.plan.errors import PlanError

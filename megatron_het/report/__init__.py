@@ -1,1 +1,1 @@
-"""Measurements of a run: times, losses, memory, traces."""
+"""Measurements of a run: times, losses, memory (``run_report.py``), and operations by time (``timeline.py``)."""

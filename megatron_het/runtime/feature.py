@@ -318,7 +318,7 @@ def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
     """Open the runtime halves of the plan's features, in the order of ``FEATURES``.  Collective."""
     found: list[RuntimeFeature] = []
     for spec, options in features_of(context.plan):
-        if spec.runtime:
+        if spec.runtime and spec.runs_with(context.args):
             context.options = options
             feature: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
             feature.name = spec.name

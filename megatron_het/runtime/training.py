@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
-from megatron_het.megatron_patches import failed_writes
+from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.session import HetSession
@@ -376,8 +376,8 @@ class PretrainHook:
         if iteration is None:
             return
         self._boundary.saves()
-        failed_writes.guard()
-        failed_writes.forget()
+        torch_checkpoints.guard_writes()
+        torch_checkpoints.forget_failed_writes()
         if self._checksums is None:
             self._checksums = ChecksumWriter(dist.get_rank())
         self._checksums.begin(save_folders(args), iteration)
@@ -434,7 +434,7 @@ def _get_args() -> Any:
 
 def _add_failed_write(error: BaseException) -> None:
     """Say of a checkpoint that failed what could not be written; upstream says that something failed."""
-    if failed := failed_writes.noted():
+    if failed := torch_checkpoints.failed_write():
         error.add_note(f"het: the checkpoint is not complete: {failed}. Free space there, or give another --save")
 
 

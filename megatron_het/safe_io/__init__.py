@@ -2,7 +2,7 @@
 
 Plans, clusters, models, profiles and programs are read here and nowhere else, so that no file can stop
 the program, exhaust memory or become part of a shell script.  Standard library only; ``yaml`` is
-imported when a YAML file is read.
+imported when a YAML file is read.  ``reading.py`` has the limits, ``writing.py`` what may be replaced.
 """
 
 from megatron_het.safe_io.reading import (

@@ -1,4 +1,9 @@
-"""Pipeline schedules as data: generators, passes, validator, simulator, pictures.  Never imports torch."""
+"""Pipeline schedules as data: generators, passes, validator, simulator, pictures.  Never imports torch.
+
+Open ``ir.py`` first: operations and programs; then ``kinds.py``, one row for everything that is known of a kind of
+operation.  ``generators/`` decide the order of compute, ``transfers.py`` adds sends and receives, ``validate.py`` finds
+what is wrong, and ``simulate.py`` says when everything happens.
+"""
 
 from megatron_het.schedule.cost import Costs, Link, Memory
 from megatron_het.schedule.generators import GENERATORS, generate

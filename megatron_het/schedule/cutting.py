@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 Starts = tuple[int, ...]
 """Where the documents of a sequence begin, ascending; the first one at token 0."""
+Span = tuple[int, int]
+"""Tokens ``[first, end)`` of a sequence."""
 Bounds = tuple[int, ...]
 """Slice i has the tokens ``[bounds[i], bounds[i + 1])``."""
 
@@ -130,6 +132,41 @@ class Cutting:
         if not self.window_share or self.window_tokens is None:
             return whole
         return whole + self.window_share * (_near_pairs(rows, keys, self.window_tokens) - whole)
+
+
+def documents_in(rows: Span, starts: Starts) -> tuple[Span, ...]:
+    """The parts of some tokens that belong to one document each."""
+    first, end = rows
+    bounds = [first, *starts[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, end)], end]
+    return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def rows_that_see(
+    rows: Span, keys: Sequence[Span], documents: Sequence[Starts], window_tokens: int | None = None
+) -> tuple[Span, ...]:
+    """The queries that see any of some keys, in any sequence.
+
+    Args:
+        rows: Queries.
+        keys: Spans of tokens, each of which lies before the queries or after them.
+        documents: Where the documents of each sequence begin.
+        window_tokens: How many earlier tokens a query sees at most; None for all.
+    """
+    found: list[Span] = []
+    for starts in set(documents):
+        for lo, hi in documents_in(rows, starts):
+            begin = starts[bisect.bisect_right(starts, lo) - 1]
+            begin = begin if window_tokens is None else max(begin, lo - window_tokens)
+            last = max((end for _, end in keys if begin < end <= lo), default=None)
+            if last is not None:
+                found.append((lo, hi if window_tokens is None else min(hi, last + window_tokens)))
+    merged: list[Span] = []
+    for first, end in sorted(found):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((first, end))
+    return tuple(merged)
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,8 +30,8 @@ class Stream(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
 
 
-STREAM_IDS = {stream.value: number for number, stream in enumerate(Stream)}
-"""Threads of a device in traces."""
+STREAM_IDS: dict[str, int] = {stream: number for number, stream in enumerate(Stream)}
+"""Rows of streams in traces."""
 
 
 class Role(Enum):

@@ -2,6 +2,8 @@
 
 ``torch.distributed.TCPStore`` asks nobody who they are, lists its keys for everybody and keeps what anybody sends.  So
 whatever decides something is kept here.  Standard library only; nothing is ever unpickled.
+
+Open ``job.py`` first: a process's access; then ``server.py``, who gets in.  ``torch_store.py`` alone needs torch.
 """
 
 from megatron_het.store.job import Address, Store

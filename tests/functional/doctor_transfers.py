@@ -14,8 +14,7 @@ from pathlib import Path
 import megatron_het.runtime.channels  # noqa: F401  # once, and not in every rank after the fork
 from megatron_het.device import activate
 from megatron_het.doctor import stress
-from megatron_het.doctor.check import Names, Seat
-from megatron_het.doctor.expectations import Expectations
+from megatron_het.doctor.check import Expectations, Names, Seat
 from megatron_het.doctor.links import Links
 from megatron_het.doctor.stress import Stress
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape

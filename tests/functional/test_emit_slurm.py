@@ -18,7 +18,7 @@ from examples.llama.data import prepare
 from examples.llama.doctor import MISSING_FLAG
 from examples.llama.job import CPU_ARGUMENTS
 from examples.llama.pinned import SLOWED_VARIABLE
-from megatron_het.doctor.expectations import Expectations, LinkExpectation
+from megatron_het.doctor.check import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tests.functional.selected import tiers

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tests.functional.launch import REPOSITORY, launch
 
 _CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
@@ -20,71 +21,18 @@ pytestmark = pytest.mark.skipif(
     not _CHECKOUT, reason="MEGATRON_LM_PATH does not name a Megatron-LM checkout (tag core_v0.19.0)"
 )
 
-_FLAGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "2",
-    "--train-iters",
-    "2",
-    "--lr",
-    "1e-3",
-    "--normalization",
-    "RMSNorm",
-    "--swiglu",
-    "--position-embedding-type",
-    "rope",
-    "--untie-embeddings-and-output-weights",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "100",
-    "--log-interval",
-    "1",
-    "--calculate-per-token-loss",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-]
+_FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --eval-iters 1 --eval-interval 100 --log-interval 1 --calculate-per-token-loss "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
 
 
 def _plan(path: Path) -> Path:
-    path.write_text(
-        json.dumps(
-            {
-                "format": "megatron_het.plan",
-                "version": 1,
-                "model": {
-                    "num_layers": 2,
-                    "hidden_size": 32,
-                    "num_attention_heads": 4,
-                    "num_query_groups": 4,
-                    "seq_length": 16,
-                },
-                "training": {"micro_batch_size": 1, "global_batch_size": 2},
-                "stages": [
-                    {"layers": [1], "replicas": [{"ranks": [0], "microbatches": [0, 1]}]},
-                    {"layers": [1], "replicas": [{"ranks": [1], "microbatches": [0, 1]}]},
-                ],
-            }
-        )
-    )
+    stages = tuple(Stage((1,), (Replica((rank,), (0, 1)),)) for rank in range(2))
+    save_plan(Plan(ModelShape(2, 32, 4, 4, 16), TrainingShape(1, 2), stages), path)
     return path
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,41 +21,12 @@ from tests.functional.launch import launch
 ENTRY = ("-m", "megatron_het.pretrain_gpt")
 ITERATIONS = 8
 SAVED_AT = 4
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--ffn-hidden-size",
-    "128",
-    "--num-attention-heads",
-    "4",
-    "--group-query-attention",
-    "--num-query-groups",
-    "2",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--normalization",
-    "RMSNorm",
-    "--swiglu",
-    "--position-embedding-type",
-    "rope",
-    "--disable-bias-linear",
-    "--untie-embeddings-and-output-weights",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--mock-data",
-    "--split",
-    "90,10,0",
-]
+MODEL = shlex.split(
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --split 90,10,0"
+)
 TRAINING = f"""
     --micro-batch-size 1 --global-batch-size 4 --train-iters {ITERATIONS} --lr 1e-3 --log-interval 1
     --eval-interval {ITERATIONS} --eval-iters 2 --distributed-timeout-minutes 2

@@ -33,6 +33,7 @@ COMMANDS = {
     "dry-run": "train one rank of each kind on fake tensors: memory by category, FLOPs, bytes sent",
     "replan": "a better plan from what a run measured, and when a change to it pays",
     "replay": "what a job gets done while nodes come and go by a trace: elastic, restarted, or with all nodes only",
+    "rent": "what to rent first, what next, and where more stops paying, by the prices of a cluster file",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
     "support": "pack versions, plan, arguments and logs for a report of a bug, without data",
     "completion": "print a script with which a shell completes het-plan, het-run and het-doctor",
@@ -366,6 +367,15 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_call("replay.command", "replay"))
 
 
+def _rent_options(parser: argparse.ArgumentParser) -> None:
+    from .replay.rent import add_arguments
+
+    _common(parser)
+    add_arguments(parser)
+    _goal(parser)
+    parser.set_defaults(run=_call("replay.rent", "rent"))
+
+
 def _support_options(parser: argparse.ArgumentParser) -> None:
     from pathlib import Path
 
@@ -400,6 +410,7 @@ _OPTIONS = {
     "report": _report_options,
     "replan": _replan_options,
     "replay": _replay_options,
+    "rent": _rent_options,
     "emit": _emit_options,
     "dry-run": _dry_run_options,
     "support": _support_options,

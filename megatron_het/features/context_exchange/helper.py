@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch
 
-from megatron_het.attention.calls import EVERY, Attended, Call, Form, Reach, Span, Sum, differentiate
+from megatron_het.attention.calls import EVERY, Attended, Call, Form, Reach, Sum, differentiate
 from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.features.context_exchange.spec import Units
@@ -23,7 +23,7 @@ from megatron_het.lowering.ranks import RankOp, RankProgram, Side
 from megatron_het.plan import Placement
 from megatron_het.plan.placement import part_tokens
 from megatron_het.runtime.channels import Channels, PendingReceive
-from megatron_het.schedule.cutting import Starts
+from megatron_het.schedule.cutting import Span, Starts
 from megatron_het.schedule.ir import Kind
 
 Part = tuple[torch.Tensor, torch.Tensor]

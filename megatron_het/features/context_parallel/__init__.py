@@ -1,1 +1,1 @@
-"""Context parallelism on a rank (SlimPipe, section 5)."""
+"""Context parallelism: the ranks of a replica share every slice (SlimPipe, section 5).  Open ``runtime.py`` first."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_het.attention.core import SliceCoreAttention
-from megatron_het.attention.places import pack, unpack
+from megatron_het.attention.core import slice_attentions
+from megatron_het.attention.places import Travels, pack, row_count, take_rows, unpack
+from megatron_het.attention.recurrent import state_caches
 from megatron_het.plan.placement import Blocks
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
@@ -51,12 +52,12 @@ class CommutedContextParallel:
         self._group = group
         self._tokens = tokens
         self.size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
 
     @property
-    def _others(self) -> list[int]:
+    def others(self) -> list[int]:
         """The other ranks, in the order of their rows."""
-        return [(self._rank + k) % self.size for k in range(1, self.size)]
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
         """Tokens of a slice that this rank has, and those of the others in the order of their rows.
@@ -64,31 +65,47 @@ class CommutedContextParallel:
         Args:
             own: How many this rank has of that slice; other slices are cut in the same proportion.
         """
-        tokens = [count * own // self._tokens[self._rank] for count in self._tokens]
-        whole, found, first = sum(tokens), [], 0
+        found = self.by_rank(own)
+        return found[self.rank], [found[rank] for rank in self.others]
+
+    def by_rank(self, own: int) -> list[Blocks]:
+        """Tokens of a slice that each rank has, of which this one has so many."""
+        tokens = [count * own // self._tokens[self.rank] for count in self._tokens]
+        whole, found, first = sum(tokens), list[Blocks](), 0
         for count in tokens:
             end = first + count // 2
             found.append(((first, end), (whole - end, whole - first)))
             first = end
-        return found[self._rank], [found[rank] for rank in self._others]
+        return found
 
-    def gather(self, *tensors: torch.Tensor) -> Callable[[], Tensors]:
+    def gather(self, *tensors: torch.Tensor, travels: Travels | None = None) -> Callable[[], Tensors]:
         """Start to collect rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.
+
+        Args:
+            *tensors: This rank's.
+            travels: The rows that are sent; None for all.
 
         Returns:
             Waits for them and gives them: ``[S, ...]``.
         """
         order = _largest_first(tensors)
-        message = pack(*(tensors[i] for i in order))
-        size, own = message.numel(), self._tokens[self._rank]
-        arriving = self._all_gather(message, [size // own * tokens for tokens in self._tokens])
         kinds = [(tensors[i], _row_dimension(tensors[i])) for i in order]
+        row_bytes = sum(t.nbytes for t in tensors) // self._tokens[self.rank]
+        if travels is None:
+            counts = [self._tokens[rank] for rank in self.others]
+            sizes = [row_bytes * tokens for tokens in self._tokens]
+            arriving = self._all_gather(pack(*(tensors[i] for i in order)), sizes)
+        else:
+            counts = list(travels.received)
+            parts = [[take_rows(t, rows, dim) for t, dim in kinds] for rows in travels.sent]
+            messages = dict(zip(self.others, (pack(*each) for each in parts), strict=True))
+            arriving = self._send(messages, {r: row_bytes * n for r, n in zip(self.others, counts, strict=True)})
 
         def wait() -> Tensors:
             messages = arriving()
             rows = [
-                unpack(messages[rank], [(_with_rows(t, dim, self._tokens[rank]), t.dtype) for t, dim in kinds])
-                for rank in self._others
+                unpack(messages[rank], [(_with_rows(t, dim, count), t.dtype) for t, dim in kinds])
+                for rank, count in zip(self.others, counts, strict=True)
             ]
             parts = zip(order, zip(*rows, strict=True), strict=True)
             found = {i: torch.cat(part, dim=_row_dimension(part[0])) for i, part in parts}
@@ -106,42 +123,58 @@ class CommutedContextParallel:
             own: How many keys this rank has.
         """
         half, found, first = own // 2, [], 0
-        for rank in self._others:
+        for rank in self.others:
             end = first + self._tokens[rank]
-            if rank < self._rank:
+            if rank < self.rank:
                 found.append((slice((first + end) // 2, end), slice(0, own)))
             else:
                 found.append((slice(first, end), slice(0, half)))
             first = end
         return found
 
-    def give_back(self, *tensors: torch.Tensor) -> Callable[[], list[Tensors]]:
+    def give_back(self, *tensors: torch.Tensor, travels: Travels | None = None) -> Callable[[], list[Tensors]]:
         """Start to send each of the others its rows of tensors ``[S, ...]``.
 
+        Args:
+            *tensors: Of all others.
+            travels: Whose rows they are; None for all.
+
         Returns:
-            Waits for what the others send, and gives it by sender: this rank's rows.
+            Waits for what the others send, and gives it by sender, as rows are sent to them: this rank's rows.
         """
-        order, sizes = _largest_first(tensors), [self._tokens[rank] for rank in self._others]
+        order = _largest_first(tensors)
+        sizes = list(travels.received) if travels else [self._tokens[rank] for rank in self.others]
+        own = [row_count(rows) for rows in travels.sent] if travels else [self._tokens[self.rank]] * len(sizes)
         chunks = [tensors[i].split(sizes, dim=_row_dimension(tensors[i])) for i in order]
-        messages = dict(zip(self._others, (pack(*parts) for parts in zip(*chunks, strict=True)), strict=True))
-        own = self._tokens[self._rank]
-        shapes = [(_with_rows(parts[0], _row_dimension(parts[0]), own), parts[0].dtype) for parts in chunks]
-        arriving = self._swap(messages, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes))
+        messages = dict(zip(self.others, (pack(*parts) for parts in zip(*chunks, strict=True)), strict=True))
+        row_bytes = sum(math.prod(_with_rows(t, _row_dimension(t), 1)) * t.element_size() for t in tensors)
+        arriving = self._send(messages, {r: row_bytes * n for r, n in zip(self.others, own, strict=True)})
 
         def wait() -> list[Tensors]:
-            found = []
-            for message in arriving():
-                parts = dict(zip(order, unpack(message, shapes), strict=True))
+            found, arrived = [], arriving()
+            for rank, count in zip(self.others, own, strict=True):
+                shapes = [(_with_rows(t[0], _row_dimension(t[0]), count), t[0].dtype) for t in chunks]
+                parts = dict(zip(order, unpack(arrived[rank], shapes), strict=True))
                 found.append(tuple(parts[i] for i in range(len(tensors))))
             return found
 
         return wait
 
+    def swap(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Send each rank its tensor, and get one of each, of these shapes and one type; this rank's own stays."""
+        others = [0 if rank == self.rank else 1 for rank in range(self.size)]
+        sent = [part.numel() * other for part, other in zip(parts, others, strict=True)]
+        received = [math.prod(shape) * other for shape, other in zip(shapes, others, strict=True)]
+        message = torch.cat([part.reshape(-1) for part, other in zip(parts, others, strict=True) if other])
+        arrived = list(self._exchange(message, sent, received)())
+        arrived[self.rank] = parts[self.rank]
+        return [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
+
     def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[torch.Tensor]]:
         """Start to collect the messages of all ranks, which have these sizes; this rank's own may be empty."""
         if len(set(sizes)) > 1:  # there is no such collective of unequal parts that all backends have
-            others = [0 if rank == self._rank else size for rank, size in enumerate(sizes)]
-            sent = [0 if rank == self._rank else message.numel() for rank in range(self.size)]
+            others = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+            sent = [0 if rank == self.rank else message.numel() for rank in range(self.size)]
             return self._exchange(message.repeat(self.size - 1), sent, others)
         gathered = message.new_empty(self.size * message.numel())
         work = dist.all_gather_into_tensor(gathered, message, group=self._group, async_op=True)
@@ -152,13 +185,12 @@ class CommutedContextParallel:
 
         return wait
 
-    def _swap(self, messages: dict[int, torch.Tensor], size: int) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start to send each of the others its message; one of ``size`` bytes comes from each."""
+    def _send(self, messages: dict[int, torch.Tensor], sizes: dict[int, int]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start to send each of the others its message; so many bytes come from each."""
         ranks = range(self.size)
         sent = [messages[rank].numel() if rank in messages else 0 for rank in ranks]
-        received = [0 if rank == self._rank else size for rank in ranks]
-        arriving = self._exchange(torch.cat([messages[rank] for rank in sorted(messages)]), sent, received)
-        return lambda: [part for rank, part in enumerate(arriving()) if rank != self._rank]
+        received = [sizes.get(rank, 0) for rank in ranks]
+        return self._exchange(torch.cat([messages[rank] for rank in sorted(messages)]), sent, received)
 
     def _exchange(
         self, message: torch.Tensor, sent: list[int], received: list[int]
@@ -206,9 +238,10 @@ class ContextParallelFeature(RuntimeFeature):
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
-        for module in (module for model in models for module in model.modules()):
-            if isinstance(module, SliceCoreAttention):
-                module.sharing = self._sharing
+        for module in slice_attentions(models):
+            module.sharing = self._sharing
+        for cache in state_caches(models):
+            cache.sharing = self._sharing
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:

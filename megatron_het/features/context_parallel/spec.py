@@ -38,7 +38,10 @@ class ContextParallel(Feature):
     options = ContextParallelOptions
     sets = (_FLAG,)
     refused_by_plans = (
-        Refusal("hybrid_context_parallel", "sequences are shared by the plan's own context parallelism"),
+        Refusal(
+            "hybrid_context_parallel",
+            "documents are shared by the plan's own context parallelism, each by the ranks that have tokens of it",
+        ),
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
 

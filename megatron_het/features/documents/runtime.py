@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.documents.spec import CONVERSATIONS, PACKING, asked_by
+from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
+from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.data import Reports
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
-
-if TYPE_CHECKING:
-    from megatron_het.features.slices.runtime import SlicedSequences
 
 # Where the documents of an iteration begin.
 #
@@ -44,10 +42,12 @@ class DocumentStarts:
 
     Args:
         keeps_positions: Whether the training script sees positions that begin anew with every document.
+        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
     """
 
-    def __init__(self, keeps_positions: bool) -> None:
+    def __init__(self, keeps_positions: bool, ends_states: bool = True) -> None:
         self._keeps_positions = keeps_positions
+        self.ends_states = ends_states
         self._starts: dict[int, tuple[Starts, ...]] = {}
         self._begins: torch.Tensor | None = None
         self._sequences: Callable[[int], int] = lambda _: 0
@@ -138,7 +138,8 @@ class DocumentsFeature(RuntimeFeature):
         self._args = args
         self._asked_positions = args.reset_position_ids
         packs = any(getattr(args, name, False) for name in PACKING)
-        self._starts = DocumentStarts(args.reset_position_ids or packs)
+        # A mask says where documents begin to attention alone: Megatron's recurrent layers do not know it either.
+        self._starts = DocumentStarts(args.reset_position_ids or packs, ends_states=packs)
         # Conversations are counted anew by themselves, and their dataset does not know the flag.
         args.reset_position_ids = not getattr(args, CONVERSATIONS, False)
         self._sequences = sequences
@@ -227,10 +228,6 @@ def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    if not asked_by(context.args):
-        return RuntimeFeature()
-    from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
-
     whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context)
     assert isinstance(context.batches, SlicedSequences)
     where = context.placement.locate(context.rank)

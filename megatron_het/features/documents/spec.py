@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import ATTENTION_REFUSED, Feature, check_reach, flag_of
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.schema import KINDS, RECURRENT
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
@@ -59,14 +58,6 @@ class Documents(Feature):
         for refusal in ATTENTION_REFUSED:
             refusal.check(args, flag_of(flag))
         check_reach(args)
-        found = next((symbol for symbol in RECURRENT if symbol in plan.model.pattern), None)
-        if found is not None:
-            raise PlanError(
-                flag_of(flag),
-                True,
-                f"layers {found} ({KINDS[found]}) would carry the state of a document into the next one",
-                "Train on sequences whose documents see each other, or leave such layers out",
-            )
         if flag == BY_TOKEN and getattr(args, "window_size", None):
             raise PlanError(
                 flag_of(flag),
@@ -85,6 +76,10 @@ class Documents(Feature):
     def packing_argument(self, args: Any) -> str:
         """Returns the argument that asks for documents; "" if none does."""
         return asked_by(args)
+
+    def runs_with(self, args: Any) -> bool:
+        """Whether attention ends where documents do; see :class:`Feature`."""
+        return bool(asked_by(args))
 
     def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:
         """No masks: they grow as the square of the length."""

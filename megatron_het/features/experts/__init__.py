@@ -1,1 +1,1 @@
-"""Layers of experts on a rank of a plan."""
+"""Mixture of experts under a plan: what can be trained in ``spec.py``, balancing losses in ``balancing.py``."""

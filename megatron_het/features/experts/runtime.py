@@ -120,8 +120,6 @@ class Experts(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    if not getattr(context.args, "num_experts", None):
-        return RuntimeFeature()
     from megatron_het.features.experts.balancing import Passes, layers_in_log
 
     where = context.placement.locate(context.rank)

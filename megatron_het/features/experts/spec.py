@@ -102,6 +102,10 @@ class Experts(Feature):
                 _ONE_GROUP,
             )
 
+    def runs_with(self, args: Any) -> bool:
+        """Whether the model has experts; see :class:`Feature`."""
+        return bool(getattr(args, "num_experts", None))
+
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what no plan can have, and what this plan cannot."""
         check_expert_parallel(plan, getattr(args, "num_experts", None) or 0)

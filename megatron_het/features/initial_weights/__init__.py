@@ -1,1 +1,1 @@
-"""Initial weights that are the same under every plan."""
+"""Initial weights that are the same under every plan, drawn by name.  Open ``runtime.py`` first."""

@@ -1,1 +1,1 @@
-"""CUDA graphs of layers under a plan."""
+"""CUDA graphs of layers under a plan.  Open ``runtime.py`` first."""

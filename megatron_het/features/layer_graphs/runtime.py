@@ -226,8 +226,5 @@ def _arguments(call: Call, op: RankOp, layer: Any) -> tuple[torch.Tensor, dict[s
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature; nothing without the flag."""
-    kind = getattr(context.args, "cuda_graph_impl", NONE)
-    if kind == NONE:
-        return RuntimeFeature()
-    return LayerGraphs(kind, Passes.of(context.lowered[False]), context.args)
+    """This rank's part of the feature."""
+    return LayerGraphs(context.args.cuda_graph_impl, Passes.of(context.lowered[False]), context.args)

@@ -56,6 +56,10 @@ class LayerGraphs(Feature):
     def check(self, plan: Plan) -> None:
         """A plan says nothing of graphs."""
 
+    def runs_with(self, args: Any) -> bool:
+        """Whether layers are captured; see :class:`Feature`."""
+        return getattr(args, "cuda_graph_impl", NONE) != NONE
+
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what cannot be captured."""
         kind = getattr(args, "cuda_graph_impl", NONE)

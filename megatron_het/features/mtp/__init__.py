@@ -1,1 +1,1 @@
-"""Multi-token prediction under a plan: one table of embeddings at both ends, and the log."""
+"""Multi-token prediction: one table of embeddings at both ends, and the log.  Open ``runtime.py`` first."""

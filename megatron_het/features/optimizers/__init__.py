@@ -1,1 +1,1 @@
-"""Lion beside Adam in Megatron's distributed optimizer."""
+"""Megatron's optimizers under a plan, and Lion in the distributed optimizer.  Open ``spec.py`` first."""

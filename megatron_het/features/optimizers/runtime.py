@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_het.features.optimizers.spec import SHARDED_LION
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
 
 
@@ -116,7 +115,5 @@ class LionSteps:
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     args = context.args
-    if not getattr(args, SHARDED_LION, False):
-        return RuntimeFeature()
     # As upstream, where --lion-beta1 and --lion-beta2 are for the Lion beside Muon alone.
     return LionBesideAdam((args.adam_beta1, args.adam_beta2))

@@ -82,6 +82,10 @@ class Optimizers(Feature):
         super().check_any_arguments(plan, args)
         check_optimizer(plan, args)
 
+    def runs_with(self, args: Any) -> bool:
+        """Whether Lion updates the distributed optimizer's matrices; see :class:`Feature`."""
+        return getattr(args, SHARDED_LION, False)
+
     def apply(self, plan: Plan, options: OptimizersOptions, args: Any) -> None:
         """Megatron shards Adam, and Lion steps in."""
         del options

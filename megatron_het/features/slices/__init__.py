@@ -1,1 +1,1 @@
-"""Forward and backward passes over slices of sequences, and over parts of them."""
+"""Slices of sequences (SlimPipe, section 4.1): schedules in ``passes.py``, passes over slices in ``runtime.py``."""

@@ -34,7 +34,13 @@ _UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
 
 
 class Documents(Protocol):
-    """Where the documents of microbatches begin (``features/documents/runtime.py``)."""
+    """Where the documents of microbatches begin (``features/documents/runtime.py``).
+
+    Attributes:
+        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
+    """
+
+    ends_states: bool
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See where the documents of a batch that was read begin; the batch as the script is to see it."""
@@ -179,9 +185,19 @@ class SlicedSequences(Batches):
         """A context for the forward of one operation."""
         from megatron_het.attention.core import SliceParams
 
-        starts, blocks = self.starts(op.microbatch), self._blocks(op)
+        starts, first, end = self.starts(op.microbatch), *self.bounds(op.microbatch)[op.slice : op.slice + 2]
         shown, tokens = self._args.seq_length, self._parts(op)
-        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
+        restarts = self.documents is not None and self.documents.ends_states
+        self._current.params = SliceParams.make(
+            op.microbatch,
+            op.slice,
+            self._blocks(op),
+            self._cutting.length,
+            span=(first, end),
+            starts=starts,
+            state_starts=starts if restarts else None,
+            parts=tokens,
+        )
         self._args.seq_length = tokens[self._part]
         try:
             yield

@@ -13,7 +13,7 @@ from megatron_het.features.registry import attention_units
 from megatron_het.features.slices.passes import seq1f1b, slimpipe, terapipe
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import least_tokens
-from megatron_het.plan.schema import KINDS, RECURRENT, SPARSE_ATTENTION
+from megatron_het.plan.schema import KINDS, SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators import BY_PART, GENERATORS
 from megatron_het.schedule.ir import SLICED_SCHEDULES
@@ -238,15 +238,6 @@ def _check_kinds(plan: Plan) -> None:
             f"layers {SPARSE_ATTENTION} ({KINDS[SPARSE_ATTENTION]}) choose among the keys of a whole sequence, and "
             "passes run parts of it",
             "Use a schedule without slices, and no context parallelism",
-        )
-    found = next((symbol for symbol in pattern if symbol in RECURRENT), None)
-    if found is not None and plan.most_cp > 1:
-        raise PlanError(
-            "model.pattern",
-            pattern,
-            f"layers {found} ({KINDS[found]}) go through a sequence in order, and each rank of a context-parallel "
-            "group has a block from the start and one from the end of it",
-            "Use slices or TP instead of context parallelism",
         )
 
 

@@ -1,1 +1,1 @@
-"""Backward passes in two halves on a rank: zero-bubble schedules."""
+"""Zero-bubble schedules: backward passes in two halves.  Schedules in ``passes.py``, the halves in ``runtime.py``."""

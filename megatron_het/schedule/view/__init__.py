@@ -1,1 +1,1 @@
-"""Command line, pictures, traces and comparisons of schedules."""
+"""Pictures, traces and comparisons of schedules: the command line in ``cli.py``, drawing in ``visualize.py``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,10 +14,12 @@ from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.features.context_parallel.runtime import CommutedContextParallel
 from megatron_het.schedule.cutting import Starts
 
 CPU = choose_kernel(Setting("cpu", torch.float32, 16))
 SCALE = 0.25
+WAIT_S = 30.0
 
 
 def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -84,3 +88,42 @@ class Sliced:
         pairs = [(torch.cat(self.outs).detach(), out.detach())]
         pairs += [(f, w.grad) for f, w in zip(found, whole, strict=True)]
         return [relative(f, w) for f, w in pairs]
+
+
+class Meeting:
+    """Where the threads of a group exchange messages."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+        self.table: dict[int, dict[int, torch.Tensor]] = {}
+
+    def meet(self, rank: int, messages: dict[int, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
+        self.table[rank] = messages
+        self.barrier.wait()
+        found = dict(self.table)
+        self.barrier.wait()
+        return found
+
+
+class InThread(CommutedContextParallel):
+    """A rank of a group whose collectives are meetings; counts the bytes that it sends."""
+
+    sent = 0
+
+    def __init__(self, meeting: Meeting, rank: int, tokens: tuple[int, ...]) -> None:
+        self.meeting, self.rank, self.size, self._tokens = meeting, rank, len(tokens), tokens
+
+    def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+        self.sent += message.nbytes * (self.size - 1)
+        met = self.meeting.meet(self.rank, {self.rank: message})
+        assert [met[r][r].numel() for r in range(self.size)] == sizes
+        return lambda: [met[r][r] for r in range(self.size)]
+
+    def _exchange(
+        self, message: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        self.sent += message.nbytes
+        met = self.meeting.meet(self.rank, dict(enumerate(message.split(sent))))
+        found = [met[r][self.rank].clone() for r in range(self.size)]
+        assert [part.numel() for part in found] == received
+        return lambda: found

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attention_helpers import CPU, SCALE, Sliced, full_attention, inputs, masked_attention, relative
+from attention_helpers import (
+    CPU,
+    SCALE,
+    WAIT_S,
+    InThread,
+    Meeting,
+    Sliced,
+    full_attention,
+    inputs,
+    masked_attention,
+    relative,
+)
 
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import UNLIMITED, SliceContext, TokenGradient, pack, take_blocks, unpack
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
-from megatron_het.features.context_parallel.runtime import CommutedContextParallel
 from megatron_het.plan.placement import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
 
-_WAIT_S = 30.0
 Shares = tuple[int, ...]
-
-
-class Meeting:
-    """Where the threads of a group exchange messages."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=_WAIT_S)
-        self.table: dict[int, dict[int, torch.Tensor]] = {}
-
-    def meet(self, rank: int, messages: dict[int, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
-        self.table[rank] = messages
-        self.barrier.wait()
-        found = dict(self.table)
-        self.barrier.wait()
-        return found
-
-
-class InThread(CommutedContextParallel):
-    """A rank of a group whose collectives are meetings."""
-
-    def __init__(self, meeting: Meeting, rank: int, tokens: tuple[int, ...]) -> None:
-        self.meeting, self._rank, self.size, self._tokens = meeting, rank, len(tokens), tokens
-
-    def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
-        met = self.meeting.meet(self._rank, {self._rank: message})
-        assert [met[r][r].numel() for r in range(self.size)] == sizes
-        return lambda: [met[r][r] for r in range(self.size)]
-
-    def _swap(self, messages: dict[int, torch.Tensor], size: int) -> Callable[[], list[torch.Tensor]]:
-        met = self.meeting.meet(self._rank, messages)
-        found = [met[r][self._rank].clone() for r in range(self.size) if r != self._rank]
-        assert {message.numel() for message in found} == {size}
-        return lambda: found
 
 
 def local(tensor: torch.Tensor, rank: int, shares: Shares) -> torch.Tensor:
@@ -65,7 +40,7 @@ def run_rank(
     parallel: InThread, tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED
 ) -> list[list[torch.Tensor]]:
     """Outputs and gradients of q, k, v per slice."""
-    rank = parallel._rank
+    rank = parallel.rank
     cache = KVCache(n)
     leaves = [[local(p, rank, shares).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel, "reach": reach}
@@ -91,7 +66,7 @@ def test_exact(shares: Shares, n: int, groups: int, dtype: torch.dtype, toleranc
     assert [t * sum(shares) for t in tokens] == [sum(tokens) * share for share in shares]
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares) for r in range(size)]
-        found = [future.result(timeout=2 * _WAIT_S) for future in ranks]
+        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
     for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
         for rank in range(size):
             expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
@@ -111,11 +86,33 @@ def test_documents_and_windows(shares: Shares, n: int, starts: tuple[Starts, ...
     meeting, tokens = Meeting(size), tuple(map(part_tokens, token_blocks(shares, 48 // n)))
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares, reach) for r in range(size)]
-        found = [future.result(timeout=2 * _WAIT_S) for future in ranks]
+        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
     for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
         for rank in range(size):
             expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
             assert relative(torch.cat(found[rank][which]), expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("starts", "share"),
+    [
+        (None, 1.0),
+        (((0, 12, 24, 36), (0, 6, 12, 36)), 0.0),  # every document is on one rank: blocks 0 and 3, or 1 and 2
+        (((0, 12, 30), (0, 12, 36)), 0.25),  # the tokens 36 to 48 see those of another rank
+        (((0, 12, 30), (0, 12, 40)), 0.25),  # in both sequences
+        (((0, 12, 30, 40), (0, 12, 36, 40)), 4 / 48),
+    ],
+)
+def test_only_documents_of_several_ranks_travel(starts: tuple[Starts, ...] | None, share: float) -> None:
+    """The size of context parallelism is that of each document: how many ranks have tokens of it."""
+    tensors = [torch.randn(48, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    meeting = Meeting(2)
+    members = [InThread(meeting, rank, (24, 24)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for run in [pool.submit(run_rank, each, tensors, 1, (1, 1), Reach(starts, None, 48)) for each in members]:
+            run.result(timeout=2 * WAIT_S)
+    rows = 48 * 2 * 4 * (16 * 6 + 2) * 8  # queries and outputs, then both with gradients; two log-sum-exps
+    assert sum(each.sent for each in members) == share * rows
 
 
 # Slice attention of which other devices compute a part, with the peer in this process.

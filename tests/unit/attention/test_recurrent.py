@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attention_helpers import WAIT_S, InThread, Meeting
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -18,11 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import testing.recurrent_layers as kernels
 from megatron_het.attention.core import SliceParams
 from megatron_het.attention.kv_pool import CacheError
+from megatron_het.attention.places import take_blocks
 from megatron_het.attention.recurrent import carry_states
 from megatron_het.distributed.gradient_sums import mark_sharded
 from megatron_het.features.initial_weights.runtime import InitialWeightsByName
 from megatron_het.lowering.ranks import segments, stride_of
 from megatron_het.plan import Cut
+from megatron_het.plan.placement import part_tokens, token_blocks
+from megatron_het.schedule.cutting import Starts
 
 TOKENS, BATCH, HIDDEN = 24, 2, 16
 LENGTHS = ((24,), (12, 12), (9, 1, 2, 12), (1, 1, 22))
@@ -94,8 +102,13 @@ def layer(request: pytest.FixtureRequest, random_states: None) -> Any:
     return built(request.param, Group())
 
 
-def over_slices(layer: Any) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
-    """The layer with states carried, called with a slice, its index and its first token."""
+def over_slices(layer: Any, **params: Any) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
+    """The layer with states carried, called with a slice, its index and its first token.
+
+    Args:
+        layer: Of Megatron's.
+        **params: More of its slices.
+    """
     kind = "mixer" if isinstance(layer, MambaMixer) else "self_attention"
     chunk: Any = SimpleNamespace(
         hybrid_layer_pattern="", decoder=SimpleNamespace(layers=[SimpleNamespace(**{kind: layer})])
@@ -103,8 +116,8 @@ def over_slices(layer: Any) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
     carry_states(chunk)
 
     def run(source: torch.Tensor, index: int, first: int) -> torch.Tensor:
-        params = SliceParams.make(0, index, ((first, first + source.shape[0]),), TOKENS)
-        found: torch.Tensor = layer(source, None, packed_seq_params=params)[0]
+        here = SliceParams.make(0, index, ((first, first + source.shape[0]),), TOKENS, **params)
+        found: torch.Tensor = layer(source, None, packed_seq_params=here)[0]
         return found
 
     return run
@@ -142,6 +155,86 @@ def test_slices_equal_the_whole(layer: Any, lengths: Sequence[int], recomputes: 
     for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     layer.slice_states.check_empty()
+
+
+DOCUMENTS = (((0, 9, 10, 15), (0, 9, 10, 15)), ((0, 1, 11, 23), (0, 12)), ((0, 22), (0, 2, 12, 14)))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("starts", DOCUMENTS)
+def test_documents_equal_each_alone(layer: Any, lengths: Sequence[int], starts: Sequence[Starts]) -> None:
+    """Documents that are shorter than what the convolution sees, and that begin with a slice, too."""
+
+    def alone(source: torch.Tensor) -> torch.Tensor:
+        found = []
+        for i, own in enumerate(starts):
+            parts = source[:, i : i + 1].split([b - a for a, b in itertools.pairwise((*own, TOKENS))])
+            found.append(torch.cat([layer(part, None)[0] for part in parts]))
+        return torch.cat(found, dim=1)
+
+    wanted = trained(layer, alone)
+    run = over_slices(layer, state_starts=tuple(starts))
+
+    def sliced(source: torch.Tensor) -> torch.Tensor:
+        firsts = itertools.accumulate(lengths, initial=0)
+        parts = zip(source.split(list(lengths)), firsts, strict=False)
+        return InReverse.apply(*(run(part, i, first) for i, (part, first) in enumerate(parts)))  # type: ignore[no-any-return]
+
+    for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    layer.slice_states.check_empty()
+
+
+@pytest.mark.parametrize("starts", [None, DOCUMENTS[1]])
+@pytest.mark.parametrize(
+    ("shares", "lengths"), [((1, 1), (24,)), ((1, 1, 1), (6, 18)), ((1, 1, 1, 1), (24,)), ((2, 1), (12, 12))]
+)
+def test_ranks_share_heads(layer: Any, shares: tuple[int, ...], lengths: Sequence[int], starts: Any) -> None:
+    """Each rank computes all tokens of a slice for its heads, of which several may share a group: 3 and 4 ranks."""
+    meeting = Meeting(len(shares))
+
+    def run_rank(rank: int) -> list[torch.Tensor]:
+        own = copy.deepcopy(layer)
+        tokens = [token_blocks(shares, length) for length in lengths]
+        firsts = list(itertools.accumulate(lengths, initial=0))
+        blocks = [[(a + x, a + y) for x, y in each[rank]] for a, each in zip(firsts, tokens, strict=False)]
+        over_slices(own)
+        own.slice_states.sharing = functools.partial(InThread, meeting, rank)
+
+        def part(source: torch.Tensor) -> torch.Tensor:
+            outs = []
+            for i, here in enumerate(blocks):
+                parts = tuple(map(part_tokens, tokens[i]))
+                span = (firsts[i], firsts[i + 1])
+                params = SliceParams.make(0, i, tuple(here), TOKENS, span=span, state_starts=starts, parts=parts)
+                outs.append(own(take_blocks(source, tuple(here), dim=0), None, packed_seq_params=params)[0])
+            return Placed.apply(source, blocks, *outs)  # type: ignore[no-any-return]
+
+        return trained(own, part)
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        ranks = [pool.submit(run_rank, rank) for rank in range(len(shares))]
+        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
+    run = over_slices(layer, state_starts=starts)
+    wanted = trained(layer, lambda source: run(source, 0, 0))
+    for i, expected in enumerate(wanted):
+        torch.testing.assert_close(sum(each[i] for each in found), expected, rtol=1e-4, atol=1e-5)
+
+
+class Placed(torch.autograd.Function):
+    """Blocks of a rank's slices among zeros for all other tokens; their backward passes come in reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, blocks: Any, *slices: torch.Tensor) -> torch.Tensor:
+        ctx.blocks, found = blocks, torch.zeros_like(source)
+        for here, part in zip(blocks, slices, strict=True):
+            for (first, end), own in zip(here, part.split([b - a for a, b in here]), strict=True):
+                found[first:end] = own
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *(take_blocks(grad, tuple(here), dim=0) for here in ctx.blocks)
 
 
 class InReverse(torch.autograd.Function):

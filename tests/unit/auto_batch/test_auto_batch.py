@@ -22,11 +22,9 @@ from megatron_het.auto_batch import coordinate as processes
 from megatron_het.auto_batch import cp_shares
 from megatron_het.auto_batch import exchange as exchanges
 from megatron_het.auto_batch.allocation import (
-    Allocation,
     Curve,
     accumulated,
     allocate,
-    allocated,
     base_plan,
     extra_words,
     synchronised,
@@ -133,7 +131,7 @@ UNTIED = [*WORDS, "--untie-embeddings-and-output-weights", "--global-batch-size"
 def test_every_zero_stage_has_a_plan_that_runs(zero: int) -> None:
     base, words = base_plan(UNTIED, 2)
     assert words[-1] == "--calculate-per-token-loss" and "--global-batch-size" not in words and "7" not in words
-    plan = allocated(base, zero, Allocation(((3, 2), (2,)), (1.0, 1.0), 1.0), ["a", "b"])
+    plan = with_zero(base, zero, ((3, 2), (2,)), ["a", "b"])
     check_plan(plan)
     check_plan_alone(plan)
     build(plan)

@@ -30,7 +30,7 @@ from megatron_het.checkpoint.choice import (
     write_checksums,
 )
 from megatron_het.features.optimizers.spec import SHARDED_LION
-from megatron_het.megatron_patches import torch_metadata
+from megatron_het.megatron_patches import torch_checkpoints
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
@@ -164,12 +164,12 @@ def test_a_planted_description_runs_nothing(is_noted: bool, tmp_path: Path) -> N
     with pytest.raises(pickle.UnpicklingError, match="--het-trust-checkpoint"):  # as stock's loading reads it
         FileSystemReader(path).read_metadata()
     assert not trace.exists()
-    torch_metadata.guard(trusts=True)
+    torch_checkpoints.guard_reads(trusts=True)
     try:
         with pytest.raises(AttributeError):
             FileSystemReader(path).read_metadata()
     finally:
-        torch_metadata.guard(trusts=False)
+        torch_checkpoints.guard_reads(trusts=False)
     assert trace.exists(), "whoever trusts it has it run"
 
 
@@ -188,7 +188,7 @@ def test_a_planted_description_runs_nothing(is_noted: bool, tmp_path: Path) -> N
 )
 def test_a_description_names_only_the_records_of_its_format(named: tuple[str, str]) -> None:
     with pytest.raises(pickle.UnpicklingError, match="no part of a checkpoint's description"):
-        torch_metadata._Reader(io.BytesIO()).find_class(*named)
+        torch_checkpoints._Reader(io.BytesIO()).find_class(*named)
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.elastic.test_sessions import runs
+from tests.unit.elastic.notes import runs
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 SCRIPT = """

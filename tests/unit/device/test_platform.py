@@ -168,31 +168,25 @@ def test_cpu_flags_are_flags_that_megatron_knows(active, monkeypatch):
 
 
 def test_flags_with_everything_installed_are_none(monkeypatch):
-    from megatron_het.device import flags
-
-    monkeypatch.setattr(flags, "_has", lambda *modules: True)
-    assert flags.platform_flags(is_cuda=True) == ()
-    assert flags.platform_flags(is_cuda=False) != ()
+    monkeypatch.setattr(platform, "_has", lambda *modules: True)
+    assert platform.platform_flags(is_cuda=True) == ()
+    assert platform.platform_flags(is_cuda=False) != ()
 
 
 def test_flags_without_transformer_engine_choose_the_local_layers(monkeypatch):
-    from megatron_het.device import flags
-
-    monkeypatch.setattr(flags, "_has", lambda *modules: False)
-    words = {flag.words for flag in flags.platform_flags(is_cuda=True)}
+    monkeypatch.setattr(platform, "_has", lambda *modules: False)
+    words = {flag.words for flag in platform.platform_flags(is_cuda=True)}
     assert ("--transformer-impl", "local") in words
     assert ("--distributed-backend", "gloo") not in words
 
 
 def test_flags_with_transformer_engine_and_without_apex(monkeypatch):
     """Megatron's own output layer wants Apex's kernel, whatever the other layers are."""
-    from megatron_het.device import flags
-
-    monkeypatch.setattr(flags, "_has", lambda *modules: "transformer_engine" in modules)
-    found = flags.platform_flags(is_cuda=True)
+    monkeypatch.setattr(platform, "_has", lambda *modules: "transformer_engine" in modules)
+    found = platform.platform_flags(is_cuda=True)
     assert [flag.words for flag in found] == [("--no-gradient-accumulation-fusion",)]
-    assert flags.unmet(found, SimpleNamespace(gradient_accumulation_fusion=True)) == found
-    assert not flags.unmet(found, SimpleNamespace(gradient_accumulation_fusion=False))
+    assert platform.unmet(found, SimpleNamespace(gradient_accumulation_fusion=True)) == found
+    assert not platform.unmet(found, SimpleNamespace(gradient_accumulation_fusion=False))
 
 
 def test_unmet_flag_names_itself_and_why(active):

@@ -44,6 +44,18 @@ def copy_beside(stream, source, target):
         target.copy_(source, non_blocking=True)
 
 
+@pytest.fixture
+def copied():
+    """A tensor, its copy that a stream has begun, and the stream."""
+    with stream_order():
+        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        copy_beside(side, source, target)
+        one = [source, target, side]
+        del source, target, side
+        yield one
+
+
 def test_a_copy_needs_its_source():
     with stream_order():
         source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
@@ -53,61 +65,44 @@ def test_a_copy_needs_its_source():
         copy_beside(side, source, target)
 
 
-def test_a_reader_needs_the_copy():
-    with stream_order():
-        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        copy_beside(side, source, target)
-        event = torch.cuda.Event()
-        event.record(side)
-        with pytest.raises(StreamOrderError, match="is not ordered after aten::copy_"):
-            target + 1
-        with pytest.raises(StreamOrderError):
-            source.add_(1)  # it is being read
-        source + 1  # two readers are no conflict
-        torch.cuda.current_stream().wait_event(event)
-        assert float((target + 1)[0]) == 1
-
-
-def test_the_host_may_wait_too():
-    with stream_order():
-        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        copy_beside(side, source, target)
-        event = torch.cuda.Event()
-        event.record(side)
-        assert not event.query()
-        event.synchronize()
+def test_a_reader_needs_the_copy(copied):
+    source, target, side = copied
+    event = torch.cuda.Event()
+    event.record(side)
+    with pytest.raises(StreamOrderError, match="is not ordered after aten::copy_"):
         target + 1
+    with pytest.raises(StreamOrderError):
+        source.add_(1)  # it is being read
+    source + 1  # two readers are no conflict
+    torch.cuda.current_stream().wait_event(event)
+    assert float((target + 1)[0]) == 1
+
+
+def test_the_host_may_wait_too(copied):
+    _, target, side = copied
+    event = torch.cuda.Event()
+    event.record(side)
+    assert not event.query()
+    event.synchronize()
+    target + 1
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_memory_that_another_stream_uses_needs_record_stream(is_recorded):
-    with stream_order():
-        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        copy_beside(side, source, target)
-        if is_recorded:
-            source.record_stream(side)
-        source.untyped_storage().resize_(0)
-        with contextlib.nullcontext() if is_recorded else pytest.raises(StreamOrderError, match="given out again"):
-            torch.zeros(4)
+def test_memory_that_another_stream_uses_needs_record_stream(copied, is_recorded):
+    source, _, side = copied
+    if is_recorded:
+        source.record_stream(side)
+    source.untyped_storage().resize_(0)
+    with contextlib.nullcontext() if is_recorded else pytest.raises(StreamOrderError, match="given out again"):
+        torch.zeros(4)
 
 
-def test_a_tensor_that_goes_is_memory_that_is_freed():
-    with stream_order():
-        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        copy_beside(side, source, target)
-        del source
-        with pytest.raises(StreamOrderError, match="given out again"):
-            torch.zeros(4)
-    with stream_order():
-        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        copy_beside(side, source, target)
-        del source
-        torch.cuda.current_stream().wait_stream(side)
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_tensor_that_goes_is_memory_that_is_freed(copied, is_awaited):
+    copied[0] = None
+    if is_awaited:
+        torch.cuda.current_stream().wait_stream(copied[2])
+    with contextlib.nullcontext() if is_awaited else pytest.raises(StreamOrderError, match="given out again"):
         torch.zeros(4)
 
 

@@ -15,97 +15,93 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import controller as controllers
 from megatron_het.elastic import members
 from megatron_het.elastic.agent import Agent, Node
-from megatron_het.elastic.board import Board, ServedBoard
-from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.controller import Bounds, JobError
+from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.store import StoreError, TokenError
-from tests.unit.elastic.notes import Notes, come, plan
+from tests.unit.elastic.notes import Job, Notes, plan, trained
+
+TOKEN = "0123456789abcdef"
+PAIR, TRIPLE = [[1], [1]], [[1], [1, 1]]
+PLANS = [plan(TRIPLE), plan(PAIR)]
 
 
-def controller_of(board: Any, folder: Path, return_s: float) -> Controller:
+def setting_of(port: int, folder: Path, **more: Any) -> Setting:
+    return Setting("127.0.0.1", port, TOKEN, 0, "n1", "", str(folder), 1, 0.3, "s", **more)
+
+
+def agent_of(folder: Path, say: Any = print, port: int = 1, **more: Any) -> Agent:
+    """An agent with one worker."""
+    return Agent(Node(setting_of(port, folder, **more), 1, folder, (), 3), say)
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What agents and workers take for the job's board."""
+    notes = Notes()
+    monkeypatch.setattr(Setting, "board", lambda _: notes)
+    return notes
+
+
+def halved(folder: Path, return_s: float) -> Job:
     """Two workers train; the first has left the session because the second one was lost."""
-    bounds = Bounds(return_s=return_s)
-    controller = Controller(board, GivenPlans([plan([[1], [1]])]), folder / "state.json", 2, bounds, lambda _: None)
-    for number in (1, 2):
-        come(board, number, f"n{number}")
-    controller._step()
-    assert board.get("latest") == 0
-    board.post({"type": "exit", "process": 2, "node": "n2", "why": "was ended by signal 9"})
-    ended = {"process": 1, "generation": 0, "how": "failed", "error": "connection closed", "iteration": 3}
-    board.post({"type": "ended", **ended})
-    return controller
+    job = trained(folder, PAIR, bounds=Bounds(return_s=return_s))
+    job.board.post({"type": "exit", "process": 2, "node": "n2", "why": "was ended by signal 9"})
+    job.ended(1, error="connection closed")
+    return job
 
 
 def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
-    board: Any = Notes()
-    controller = controller_of(board, tmp_path, return_s=600.0)
-    for _ in range(5):
-        assert not controller._step()
-    come(board, 3, "n2")
-    controller._step()
-    assert board.get("latest") == 1
-    assert board.get("1/generation")["ranks"] == [1, 3]
-    assert board.get("1/generation")["holders"] == [1]
-    assert [entry["why"] for entry in controller.history] == ["start", "1 rank was lost"]
+    job = halved(tmp_path, return_s=600.0)
+    assert not job.step(5)
+    job.come(3, node="n2")
+    job.step()
+    assert job.get("latest") == 1
+    assert job.get("1/generation")["ranks"] == [1, 3]
+    assert job.get("1/generation")["holders"] == [1]
+    assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"]
 
 
 def test_a_generation_waits_for_all_workers_of_its_nodes(tmp_path: Path):
-    board: Any = Notes()
-    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 1, Bounds(), print)
-    ready = {"type": "ready", "node": "n1", "device": "", "signature": "s", "workers": 2}
-    board.post({**ready, "process": 1})
-    controller._step()
-    assert board.get("latest") is None
-    board.post({**ready, "process": 2})
-    controller._step()
-    assert board.get("0/generation")["ranks"] == [1, 2]
+    job = Job(tmp_path, PAIR, nodes=1)
+    job.come(1, node="n1", workers=2)
+    job.step()
+    assert job.get("latest") is None
+    job.come(2, node="n1", workers=2)
+    job.step()
+    assert job.get("0/generation")["ranks"] == [1, 2]
 
 
 def test_who_waits_for_a_dead_process_hears_of_it(tmp_path: Path):
-    board: Any = Notes()
-    controller = controller_of(board, tmp_path, return_s=600.0)
-    assert not board.has("0/lost")
-    controller._step()
-    assert board.has("0/lost")
+    job = halved(tmp_path, return_s=600.0)
+    assert not job.has("0/lost")
+    job.step()
+    assert job.has("0/lost")
 
 
 def test_a_checkpoint_that_cannot_be_written_is_not_tried_again(tmp_path: Path):
-    board: Any = Notes()
-    said: list[str] = []
-    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 2, Bounds(), said.append)
-    for number in (1, 2):
-        come(board, number, f"n{number}")
-    controller._step()
-    for number, unsaved in ((1, 4), (2, None)):
-        ended = {"process": number, "generation": 0, "how": "failed", "error": "No space left", "iteration": 3}
-        board.post({"type": "ended", **ended, "unsaved": unsaved})
-    controller._step()
-    assert board.get("1/generation")["unsaved"] == [4]
-    assert sum("checkpoint of iteration 4" in line for line in said) == 1
+    job = trained(tmp_path, PAIR)
+    job.ended(1, unsaved=4), job.ended(2, unsaved=None)
+    job.step()
+    assert job.get("1/generation")["unsaved"] == [4]
+    assert sum("checkpoint of iteration 4" in line for line in job.said) == 1
 
 
 def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
     # An iteration is done in between, so that a session has begun well each time.
-    board: Any = Notes()
-    controller = controller_of(board, tmp_path, return_s=600.0)
-    come(board, 3, "n2")
+    job = halved(tmp_path, return_s=600.0)
+    job.come(3, node="n2")
     with pytest.raises(JobError, match="generations failed in a row, at iteration 3"):
         for generation in range(1, 12):
-            controller._step()
-            opened = {"type": "opened", "process": 1, "generation": generation, "padded_vocab_size": None}
-            board.post({**opened, "iteration": 2, "times": {}, "sent_bytes": 0})
-            for process in (1, 3):
-                ended = {"process": process, "generation": generation, "how": "failed", "error": "e", "iteration": 3}
-                board.post({"type": "ended", **ended})
+            job.step()
+            job.opened(generation, iteration=2)
+            job.ended(1, 3, generation=generation)
 
 
 def test_without_a_plan_the_job_ends_in_bounded_time(tmp_path: Path):
-    board: Any = Notes()
-    controller = controller_of(board, tmp_path, return_s=0.0)
+    job = halved(tmp_path, return_s=0.0)
     with pytest.raises(JobError, match="1 rank was lost, and there is no plan for what is left"):
-        controller._step()
+        job.step()
 
 
 @pytest.mark.parametrize(
@@ -116,29 +112,23 @@ def test_without_a_plan_the_job_ends_in_bounded_time(tmp_path: Path):
     ],
 )
 def test_workers_that_crash_are_started_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str], started: int
+    board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str], started: int
 ):
-    board: Any = Notes()
     scripts = iter(ends)
     run = subprocess.Popen
 
     def start(_: list[str], **options: Any) -> Any:
         return run(["sh", "-c", next(scripts)], stdin=options["stdin"], stdout=options["stdout"])
 
-    monkeypatch.setattr(Setting, "board", lambda _: board)
     monkeypatch.setattr(agents.subprocess, "Popen", start)
-    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
-    agent = Agent(Node(setting, 1, tmp_path, (), 3), lambda _: None)
-    assert agent.run() == 1
+    assert agent_of(tmp_path).run() == 1
     posted = [document for key, document in board.documents.items() if key.startswith("inbox/")]
     assert [document["process"] for document in posted] == list(range(1, started + 1))
 
 
-def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_what_a_worker_refuses_is_told_to_the_controller(board: Any, tmp_path: Path):
     """A batch that is not the plan's, for instance: one message of rank 0, in a log on one of many nodes."""
-    board: Any = Notes()
-    monkeypatch.setattr(Setting, "board", lambda _: board)
-    agent = Agent(Node(Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s"), 1, tmp_path, (), 3), print)
+    agent = agent_of(tmp_path)
     says = "echo x; echo megatron_het: global_batch_size: 8, the plan has 12. Give that; echo bye; exit 2"
     for number, script in ((1, says), (2, "exit 1")):
         log = agents.Log(agent._log(number))
@@ -156,16 +146,15 @@ def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.Mon
     ]
 
 
-def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    board: Any = Notes()
+def test_a_refused_worker_is_named_once_and_not_started_again(
+    board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     run, said = subprocess.Popen, []
-    monkeypatch.setattr(Setting, "board", lambda _: board)
     monkeypatch.setattr(
         agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"], stdout=more["stdout"])
     )
     board.put("refused/1", {"identity": "", "why": "other flags", "again": False})
-    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
-    agent = Agent(Node(setting, 1, tmp_path, (), 3), said.append)
+    agent = agent_of(tmp_path, said.append)
     agent._meet()
     for worker in agent._workers:  # it takes a while to end
         monkeypatch.setattr(worker.process, "poll", iter([None, None, -9]).__next__)
@@ -179,56 +168,41 @@ def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytes
 
 def test_what_a_dead_controller_did_not_read_is_heard_again(tmp_path: Path):
     """Sessions tell once how they ended; signs of life say it again to a controller that was started again."""
-    board: Any = Notes()
-    plans = GivenPlans([plan([[1], [1]])])
-    first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
-    for number in (1, 2):
-        come(board, number, f"n{number}")
-    first._step()
-    again = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
-    again._read = first._read
+    job = trained(tmp_path, PAIR)
+    read = job.controller._read
+    job.start()._read = read
     for number in (1, 2):
         ended = {"process": number, "generation": 0, "how": "finished", "error": "", "iteration": 9}
-        about = {"process": number, "node": f"n{number}", "device": "", "signature": "s"}
-        board.put(f"beat/{number}", {"beats": 7, "iteration": 9, "ended": ended, **about})
-    assert again._step() or again._step()
+        job.beat(number, 9, ended=ended)
+    assert job.step() or job.step()
 
 
 def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
     """Also those of workers that came after the last generation began."""
-    board: Any = Notes()
-    plans = GivenPlans([plan([[1], [1]])])
-    first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
-    for number in (1, 2, 3):
-        come(board, number, f"n{number}")
-    first._step()
-    fresh: Any = Notes()
-    Controller(fresh, plans, tmp_path / "state.json", 2, Bounds(), print)
+    job = Job(tmp_path, PAIR)
+    job.come(1, 2, 3)
+    job.step()
+    fresh = job.board = Notes()
+    job.start()
     assert fresh.count("processes") == 4
 
 
 def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Nobody notices a death while the controller waits for a busy disk."""
-    board: Any = Notes()
-    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 9, Bounds(), print)
+    job = Job(tmp_path, PAIR, nodes=9)
     written: list[int] = []
     monkeypatch.setattr(
         controllers.StateFile, "write", lambda _, text: written.append(len(json.loads(text)["members"]))
     )
-    for number in (1, 2, 3):
-        come(board, number, f"n{number}")
-    for _ in range(3):
-        controller._step()
+    job.come(1, 2, 3)
+    job.step(3)
     assert written == [3]
 
 
-def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_workers_are_told_to_stop_until_they_do(board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A session that is being built or taken down does not notice a signal."""
-    board: Any = Notes()
-    monkeypatch.setattr(Setting, "board", lambda _: board)
     monkeypatch.setattr(agents, "_TELL_S", 0.0)
-    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
-    agent = Agent(Node(setting, 1, tmp_path, (), 3), print)
+    agent = agent_of(tmp_path)
     told: list[int] = []
     process = SimpleNamespace(send_signal=told.append, poll=lambda: None)
     agent._workers = [agents._Worker(1, 0, process, None)]  # type: ignore[arg-type]
@@ -240,32 +214,24 @@ def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch,
     assert told == [signal.SIGUSR1] * 3
 
 
-PLANS = [plan([[1], [1, 1]]), plan([[1], [1]])]
-
-
-def trained(board: Any, folder: Path, said: list[str]) -> Controller:
+def joined(folder: Path) -> Job:
     """Two workers train under the second plan, and a third one comes, with whom the first plan would do."""
-    controller = Controller(board, GivenPlans(PLANS), folder / "state.json", 2, Bounds(), said.append)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    opened = {"type": "opened", "process": 1, "generation": 0, "iteration": 0, "times": {}, "padded_vocab_size": None}
-    board.post(opened)
-    come(board, 3, "n3")
-    controller._step()
-    return controller
+    job = trained(folder, *PLANS)
+    job.opened()
+    job.come(3)
+    job.step()
+    return job
 
 
 def test_a_better_plan_that_the_flags_refuse_ends_no_session(tmp_path: Path):
-    board: Any = Notes()
-    said: list[str] = []
-    controller = trained(board, tmp_path, said)
-    asked = board.get("check/3")
-    assert asked["plan"] == PLANS[0].to_json() and not board.has("0/wanted")
-    board.post({"type": "checked", "id": asked["id"], "problems": ["--tensor-model-parallel-size does not fit"]})
-    for _ in range(3):
-        controller._step()
-    assert not board.has("0/wanted"), said
-    assert any("its plan is refused: --tensor-model-parallel-size" in line for line in said)
+    job = joined(tmp_path)
+    asked = job.get("check/3")
+    assert asked["plan"] == PLANS[0].to_json() and not job.has("0/wanted")
+    problems = ["--tensor-model-parallel-size does not fit"]
+    job.board.post({"type": "checked", "id": asked["id"], "problems": problems})
+    job.step(3)
+    assert not job.has("0/wanted"), job.said
+    assert any("its plan is refused: --tensor-model-parallel-size" in line for line in job.said)
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
@@ -274,35 +240,25 @@ def test_a_plan_that_does_not_open_leads_back_to_the_one_before(
 ):
     """Refused by the flags, or twice for another reason, such as a device that is too small for it."""
     monkeypatch.setattr(members, "_FIRST_PAUSE_S", 0.0)
-    board: Any = Notes()
-    said: list[str] = []
-    controller = trained(board, tmp_path, said)
-    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
-    controller._step()
-    assert board.get("0/wanted") == "a node joins"
-    for process in (1, 2):
-        left = {"process": process, "generation": 0, "how": "left", "error": "", "iteration": 5}
-        board.post({"type": "ended", **left})
-    controller._step()
+    job = joined(tmp_path)
+    job.board.post({"type": "checked", "id": job.get("check/3")["id"], "problems": []})
+    job.step()
+    assert job.get("0/wanted") == "a node joins"
+    job.ended(1, 2, how="left", error="", iteration=5)
+    job.step()
     for generation in (1,) if is_refused else (1, 2):
-        assert board.get(f"{generation}/generation")["plan"] == PLANS[0].to_json()
-        for process in (1, 2, 3):
-            ended = {"process": process, "generation": generation, "how": "failed", "error": "no", "iteration": 5}
-            board.post({"type": "ended", **ended, "refused": is_refused})
-        controller._step()
-    assert board.get("latest") == (2 if is_refused else 3)
-    assert board.get(f"{board.get('latest')}/generation")["plan"] == PLANS[1].to_json()
-    assert sum("is given up: no" in line for line in said) == 1
-    board.post({"type": "replan"})
-    for _ in range(3):
-        controller._step()
-    assert not board.has("2/wanted") or controller._planner.plan(controller._pool())[0] == PLANS[1]
+        assert job.get(f"{generation}/generation")["plan"] == PLANS[0].to_json()
+        job.ended(1, 2, 3, generation=generation, error="no", iteration=5, refused=is_refused)
+        job.step()
+    assert job.get("latest") == (2 if is_refused else 3)
+    assert job.get(f"{job.get('latest')}/generation")["plan"] == PLANS[1].to_json()
+    assert sum("is given up: no" in line for line in job.said) == 1
+    job.board.post({"type": "replan"})
+    job.step(3)
+    assert not job.has("2/wanted") or job.planner.plan(job.controller._pool())[0] == PLANS[1]
 
 
 # The controller is away, hangs, comes back elsewhere, or comes back with an old state: training goes on.
-
-
-TOKEN = "0123456789abcdef"
 
 
 class Refusing:
@@ -310,10 +266,6 @@ class Refusing:
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was asked for")
-
-
-def setting_of(port: int, folder: Path, **more: Any) -> Setting:
-    return Setting("127.0.0.1", port, TOKEN, 0, "n1", "", str(folder), 1, 0.3, "s", **more)
 
 
 def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
@@ -325,8 +277,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     monkeypatch.setattr(agents, "_MEET_S", 0.0)
     first = ServedBoard("127.0.0.1", 0, TOKEN)
     first.start()
-    setting = setting_of(first.port, tmp_path, address_file=str(tmp_path / "address"))
-    agent = Agent(Node(setting, 1, tmp_path, (), 3), said.append)
+    agent = agent_of(tmp_path, said.append, first.port, address_file=str(tmp_path / "address"))
     agent._meet()
     (worker,) = agent._workers
     first.close()
@@ -352,7 +303,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
 def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
     board = ServedBoard("127.0.0.1", 0, "another token 123")
     board.start()
-    agent = Agent(Node(setting_of(board.port, tmp_path), 1, tmp_path, (), 3), print)
+    agent = agent_of(tmp_path, port=board.port)
     with pytest.raises(TokenError, match="refuses this token"):
         agent._meet()
     board.close()
@@ -360,11 +311,7 @@ def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [2, None])
 def test_a_controller_that_did_not_start_ends_its_agent(code: int | None, tmp_path: Path) -> None:
-    class Helper:
-        def poll(self) -> int | None:
-            return code
-
-    helper: Any = Helper()
+    helper: Any = SimpleNamespace(poll=lambda: code)
     agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), print, helper)
     with pytest.raises(StoreError, match="ended with exit code 2 before the job" if code else "Start the controller"):
         agent.run()
@@ -395,14 +342,11 @@ def test_all_ranks_leave_at_one_boundary(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_has_finished_does_not_need_the_controller(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    board: Any = Notes()
-
     def refuse(*_: Any, **__: Any) -> None:
         raise StoreError("away")
 
-    monkeypatch.setattr(Setting, "board", lambda _: board)
     worker = Worker(setting_of(1, tmp_path), [], lambda _: None)
     monkeypatch.setattr(board, "read", refuse)
     with pytest.raises(StoreError):
@@ -411,71 +355,52 @@ def test_a_worker_that_has_finished_does_not_need_the_controller(
     assert worker._next(-1) is None
 
 
-def controller_of_of_away(board: Any, state: Path, said: list[str]) -> Controller:
-    plans = GivenPlans([plan([[1], [1, 1]]), plan([[1], [1]])])
-    return Controller(board, plans, state, 2, Bounds(), said.append)
-
-
-def beat(board: Any, number: int, iteration: int, identity: str = "") -> None:
-    about = {"process": number, "node": f"n{number}", "device": "", "signature": "s", "identity": identity}
-    board.put(f"beat/{number}", {"beats": iteration, "iteration": iteration, "ended": None, **about})
-
-
 @pytest.mark.parametrize("keeps_file", [True, False])
 def test_a_controller_with_an_old_state_goes_on_with_what_runs(keeps_file: bool, tmp_path: Path) -> None:
     """Its file knows of generation 0 and of two workers; generation 3 runs on two others."""
-    board, said = Notes(), list[str]()
-    state = tmp_path / "state.json"
-    old = controller_of_of_away(board, state, said)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    old._step()
+    job = trained(tmp_path, *PLANS)
     if not keeps_file:
-        state.unlink()
-    board = Notes()
-    again = controller_of_of_away(board, state, said)
-    running = Generation(3, plan([[1], [1]]), (4, 7), (), ("n4", "n7"), loads=True)
+        job.state.unlink()
+    board = job.board = Notes()
+    again = job.start()
+    running = Generation(3, plan(PAIR), (4, 7), (), ("n4", "n7"), loads=True)
     board.post({"type": "newer", "generation": running.to_json()})
-    beat(board, 4, 9), beat(board, 7, 9)
-    for _ in range(3):
-        again._step()
+    job.beat(4, 9), job.beat(7, 9)
+    job.step(3)
     assert again._generation == running and {4, 7} <= set(again._members)
     assert not [key for key in board.documents if key.endswith(("/lost", "/wanted")) or key.startswith("kill/")]
     assert board.count("processes") == 8, "no number is given twice"
     board.post({"type": "exit", "process": 7, "node": "n7", "why": "was ended by signal 9"})
-    board.post({"type": "ended", "process": 4, "generation": 3, "how": "failed", "error": "e", "iteration": 9})
-    come(board, 8, "n8")
-    again._step()
-    assert board.get("4/generation")["ranks"] == [4, 8]
-    assert 4 in board.get("4/generation")["holders"]
+    job.ended(4, generation=3, iteration=9)
+    job.come(8)
+    job.step()
+    assert job.get("4/generation")["ranks"] == [4, 8]
+    assert 4 in job.get("4/generation")["holders"]
 
 
 def test_a_number_that_is_given_twice_is_refused_to_the_second_one(tmp_path: Path) -> None:
-    board: Any = Notes()
-    controller = controller_of_of_away(board, tmp_path / "state.json", [])
-    ready = {"type": "ready", "process": 1, "node": "n1", "device": "", "signature": "s"}
-    board.post({**ready, "identity": "first"})
-    board.post({**ready, "identity": "second", "node": "n2"})
-    controller._step()
-    assert controller._members[1].identity == "first" and controller._members[1].process.node == "n1"
-    assert board.get("refused/1")["identity"] == "second" and board.get("refused/1")["again"]
-    beat(board, 1, 5, "second")
-    controller._step()
-    assert controller._members[1].iteration == 0, "another process's sign of life"
+    job = Job(tmp_path, *PLANS)
+    job.come(1, identity="first")
+    job.come(1, identity="second", node="n2")
+    job.step()
+    member = job.controller._members[1]
+    assert member.identity == "first" and member.process.node == "n1"
+    assert job.get("refused/1")["identity"] == "second" and job.get("refused/1")["again"]
+    job.beat(1, 5, identity="second")
+    job.step()
+    assert member.iteration == 0, "another process's sign of life"
 
 
 def test_a_controller_that_was_stopped_loses_nobody(tmp_path: Path) -> None:
     """What others said meanwhile is read only after it goes on."""
-    board: Any = Notes()
-    controller = controller_of_of_away(board, tmp_path / "state.json", [])
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    assert board.get("latest") == 0
+    job = trained(tmp_path, *PLANS)
+    controller = job.controller
     controller._watched_s -= 1000.0
     for member in controller._members.values():
         member.seen_s -= 1000.0
-    controller._step()
+    job.step()
     assert set(controller._members) == {1, 2}
     for member in controller._members.values():
         member.seen_s -= 1000.0
-    controller._step()
+    job.step()
     assert not controller._members, "these are really silent"

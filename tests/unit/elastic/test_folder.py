@@ -17,20 +17,18 @@ import pytest
 
 import megatron_het
 from megatron_het.elastic import agent as agents
-from megatron_het.elastic import recalled, sessions
+from megatron_het.elastic import members, recalled, sessions
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import Agent, Log, Node
-from megatron_het.elastic.board import ServedBoard
-from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.controller import Bounds, JobError
+from megatron_het.elastic.job import Generation, ServedBoard
 from megatron_het.elastic.members import ReplacedError, Saves
-from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.recalled import FolderLock, StateFile
 from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.safe_io import FileError
 from megatron_het.store import job as clients
-from tests.unit.elastic.notes import Notes, come, plan
+from tests.unit.elastic.notes import Job, plan, trained
 from tests.unit.elastic.test_controller import setting_of
 
 
@@ -67,18 +65,12 @@ def test_a_job_goes_on_while_its_state_cannot_be_written(monkeypatch: pytest.Mon
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(recalled, "write_text", write)
-    board: Any = Notes()
-    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 2, Bounds(), lambda _: None)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    assert board.get("latest") == 0
-    assert (
-        "Read-only file system" in board.get("status")["unwritten"] or "Read-only" in controller.status()["unwritten"]
-    )
+    job = trained(tmp_path, [[1], [1]])
+    assert any("Read-only" in said["unwritten"] for said in (job.get("status"), job.controller.status()))
     monkeypatch.undo()
-    controller._tried_s = 0.0
-    controller._step()
-    assert json.loads((tmp_path / "state.json").read_text())["newest"] == 2
+    job.controller._tried_s = 0.0
+    job.step()
+    assert json.loads(job.state.read_text())["newest"] == 2
 
 
 def test_a_log_is_bounded_and_a_full_disk_ends_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,12 +149,10 @@ def test_where_locks_do_not_work_the_lease_decides(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_controller_that_was_replaced_writes_nothing_any_more(tmp_path: Path) -> None:
-    board: Any = Notes()
-    plans = GivenPlans([plan([[1]])])
-    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), print, lambda: True)
+    job = Job(tmp_path, [[1]], is_replaced=lambda: True)
     with pytest.raises(ReplacedError, match="another controller has taken over"):
-        controller.run()
-    assert not board.has("over") and not (tmp_path / "state.json").exists()
+        job.controller.run()
+    assert not job.has("over") and not job.state.exists()
 
 
 def test_failed_saves_are_counted_and_the_last_one_is_tried_again() -> None:
@@ -181,31 +171,24 @@ def test_failed_saves_are_counted_and_the_last_one_is_tried_again() -> None:
 
 
 def test_a_training_without_its_last_checkpoint_does_not_end_well(tmp_path: Path) -> None:
-    board: Any = Notes()
-    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
-    come(board, 1, "n1")
-    controller._step()
+    job = trained(tmp_path, [[1]], nodes=1)
     for generation in range(3):
-        opened = {"type": "opened", "process": 1, "generation": generation, "iteration": 0, "last": 9, "times": {}}
-        board.post({**opened, "padded_vocab_size": None})
-        ended = {"process": 1, "generation": generation, "how": "failed", "error": "No space left", "iteration": 8}
+        job.opened(generation, last=9)
         if generation < 2:
-            board.post({"type": "ended", **ended, "unsaved": 9})
-            controller._step()
-        else:
-            board.post({"type": "ended", **ended, "how": "finished", "unsaved": None})
+            job.ended(1, generation=generation, iteration=8, unsaved=9)
+            job.step()
+    job.ended(1, generation=2, how="finished", iteration=8)
     with pytest.raises(JobError, match="last state, of iteration 9, is not written"):
-        controller.run()
-    assert "is not written" in board.get("over")["error"]
+        job.controller.run()
+    assert "is not written" in job.get("over")["error"]
 
 
 STAMPS = {
     "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
-    "elastic/boundary.py": 3,  # when a change reached which phase, for people
+    "elastic/sessions.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
     "gpt_training.py": 2,  # Megatron's own
-    "dry_run/run.py": 1,
-    "auto_batch/measure.py": 1,
+    "dry_run/alone.py": 1,  # Megatron's own
 }
 
 
@@ -226,35 +209,24 @@ def test_nobody_waits_by_the_wall_clock() -> None:
 
 
 def test_a_clock_that_is_set_back_changes_no_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from megatron_het.elastic import members
-
-    board: Any = Notes()
-    bounds = Bounds(leave_s=0.0)
-    controller = Controller(
-        board, GivenPlans([plan([[1], [1]]), plan([[1]])]), tmp_path / "state.json", 2, bounds, lambda _: None
-    )
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    board.post({"type": "ended", "process": 1, "generation": 0, "how": "failed", "error": "e", "iteration": 3})
+    job = trained(tmp_path, [[1], [1]], [[1]], bounds=Bounds(leave_s=0.0))
+    job.ended(1)
     monkeypatch.setattr(members.time, "time", lambda: 0.0)
-    controller._step()
-    assert board.has("kill/2") and board.get("1/generation")["ranks"] == [1]
+    job.step()
+    assert job.has("kill/2") and job.get("1/generation")["ranks"] == [1]
 
 
 def test_a_broken_state_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
-    board, state, said = Notes(), tmp_path / "state.json", list[str]()
-    plans = GivenPlans([plan([[1], [1]])])
-    first = Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]
-    come(board, 1, "n1"), come(board, 2, "n2")
-    first._step()
+    job = trained(tmp_path, [[1], [1]])
+    first = job.controller
     first._save()
-    os.truncate(state, state.stat().st_size // 2)
-    again = Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]
-    assert again.history == first.history and any("The state before it is taken" in line for line in said)
-    for spoilt in (state, tmp_path / ".state.json.before"):
+    os.truncate(job.state, job.state.stat().st_size // 2)
+    assert job.start().history == first.history
+    assert any("The state before it is taken" in line for line in job.said)
+    for spoilt in (job.state, tmp_path / ".state.json.before"):
         spoilt.write_text("{")
     with pytest.raises(FileError):
-        Controller(board, plans, state, 2, Bounds(), said.append)  # type: ignore[arg-type]
+        job.start()
 
 
 # ``het-run``: what it refuses, and what it shows of a job.
@@ -368,16 +340,16 @@ def test_another_token_is_told(command: list[str], place: tuple[int, list[str]],
 
 def test_strangers_are_counted(place: tuple[int, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     port, words = place
-    board: Any = ServedBoard("127.0.0.1", port, TOKEN)
-    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), print)
+    board = ServedBoard("127.0.0.1", port, TOKEN)
+    job = Job(tmp_path, [[1]], board=board)
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"x" * 64)
         while stranger.recv(4096):
             pass
     while not board.strangers.refused:
         pass
-    controller._shown_s = 0.0
-    controller._step()
+    job.controller._shown_s = 0.0
+    job.step()
     assert main(["status", *words]) == 0
     assert "1 connection without the token, the last from 127.0.0.1" in capsys.readouterr().out
     board.close()

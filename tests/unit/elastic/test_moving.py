@@ -18,10 +18,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.elastic import alike
-from megatron_het.elastic.alike import refusal, signature_of
+from megatron_het.elastic import job
 from megatron_het.elastic.copies import Copies, Cost, keepers_of
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation, refusal, signature_of
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import Piece, StateError, common
 from megatron_het.elastic.state import Holdings, Snapshot, move
@@ -298,14 +297,14 @@ def test_the_same_command_is_no_difference():
 
 
 def test_a_plan_is_checked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(alike, "_problems", lambda *_: ["--num-layers: 7, the plan has 5"])
-    assert alike.problems_under(plan([[1]]), [], tmp_path)() == ["--num-layers: 7, the plan has 5"]
+    monkeypatch.setattr(job, "_problems", lambda *_: ["--num-layers: 7, the plan has 5"])
+    assert job.problems_under(plan([[1]]), [], tmp_path)() == ["--num-layers: 7, the plan has 5"]
 
     def fails(*_: object) -> list[str]:
         raise OSError("nobody can say")
 
-    monkeypatch.setattr(alike, "_problems", fails)
-    assert alike.problems_under(plan([[1]]), [], tmp_path)() == []
-    monkeypatch.setattr(alike, "CHECK_S", 0.05)
-    monkeypatch.setattr(alike, "_problems", lambda *_: time.sleep(60.0))
-    assert alike.problems_under(plan([[1]]), [], tmp_path)() == [], "it is ended then"
+    monkeypatch.setattr(job, "_problems", fails)
+    assert job.problems_under(plan([[1]]), [], tmp_path)() == []
+    monkeypatch.setattr(job, "CHECK_S", 0.05)
+    monkeypatch.setattr(job, "_problems", lambda *_: time.sleep(60.0))
+    assert job.problems_under(plan([[1]]), [], tmp_path)() == [], "it is ended then"

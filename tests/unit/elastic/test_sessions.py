@@ -19,21 +19,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings import RotaryEmbedding
 
-from megatron_het.elastic import boundary as boundaries
+from megatron_het.device import activate
 from megatron_het.elastic import copies as copying
 from megatron_het.elastic import sessions
-from megatron_het.elastic import worker as warm
 from megatron_het.elastic import worker as workers
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import end_all
-from megatron_het.elastic.boundary import ElasticBoundary
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Generation
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
 from megatron_het.elastic.searched import limited
-from megatron_het.elastic.sessions import Outcome
+from megatron_het.elastic.sessions import ElasticBoundary, Outcome
 from megatron_het.elastic.worker import Setting, Worker
 from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, Plan, save_plan
@@ -41,7 +38,7 @@ from megatron_het.plan.run_config import HetConfig
 from megatron_het.report.run_report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from tests.unit.elastic.notes import Notes, plan
+from tests.unit.elastic.notes import Notes, plan, runs
 from tests.unit.store.memory import MemoryStore
 
 
@@ -56,17 +53,21 @@ class Session:
         pass
 
 
-@pytest.mark.parametrize("is_saving", [True, False])
-def test_trouble_of_one_node_is_no_failed_checkpoint(
-    is_saving: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def entry(_: Any) -> None:
-        raise OSError(errno.EIO, "input/output error")
-
+@pytest.fixture
+def enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions leave nothing behind in this process."""
     monkeypatch.setattr(sessions, "end_session", lambda: None)
     monkeypatch.setattr(sessions.sys, "argv", [])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+@pytest.mark.usefixtures("enters")
+def test_trouble_of_one_node_is_no_failed_checkpoint(is_saving: bool, tmp_path: Path) -> None:
+    def entry(_: Any) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
     boundary: Any = Session(is_saving)
     if is_saving:
         outcome = sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
@@ -76,6 +77,7 @@ def test_trouble_of_one_node_is_no_failed_checkpoint(
             sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
 
 
+@pytest.mark.usefixtures("enters")
 def test_a_change_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The next session begins after the report of this one is written; a busy disk takes half a second to sync."""
     synced: list[int] = []
@@ -86,10 +88,6 @@ def test_a_change_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         RunReport(HetConfig(report_dir=tmp_path), one, 0, "hash", Choice("gloo", "test"), platform).write()
 
     monkeypatch.setattr(os, "fsync", synced.append)
-    monkeypatch.setattr(sessions, "end_session", lambda: None)
-    monkeypatch.setattr(sessions.sys, "argv", [])
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")
     boundary: Any = Session(is_saving=False)
     assert sessions.run_session(boundary, [], tmp_path, entry).how == "finished"
     assert (tmp_path / "plan-0.json").exists()
@@ -126,6 +124,9 @@ def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypat
 
 def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each held a process group, with its threads and connections, for as many sessions as the cache has places."""
+    activate()  # Megatron binds on import what the platform replaces
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+
     monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *_: torch.zeros(16, 1, 1, 8))  # by itself it asks for CUDA
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -141,16 +142,13 @@ def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("loads", "began", "stays"), [(True, None, True), (True, 4, False), (False, None, False)])
+@pytest.mark.usefixtures("enters")
 def test_a_plan_that_the_flags_refuse_does_not_end_a_worker_that_holds_state(
-    loads: bool, began: int | None, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    loads: bool, began: int | None, stays: bool, tmp_path: Path
 ) -> None:
     def entry(_: Any) -> None:
         raise SystemExit(2)
 
-    monkeypatch.setattr(sessions, "end_session", lambda: None)
-    monkeypatch.setattr(sessions.sys, "argv", [])
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")
     boundary: Any = Session(is_saving=False)
     boundary.generation, boundary.began = Generation(1, plan([[1]]), (1,), (), ("n1",), loads), began
     if not stays:
@@ -181,7 +179,7 @@ def test_copies_go_over_the_connections_of_the_change(
     holders: tuple[int, ...], every: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Where a node has left, its process is a member of the change, and no rank."""
-    monkeypatch.setattr(boundaries, "Links", Connections)
+    monkeypatch.setattr(sessions, "Links", Connections)
     generation = Generation(1, plan([[1], [1, 1]]), (5, 2, 1), holders, ("n5", "n2", "n1"), loads=True)
     assert generation.movers == (5, 2, 1, *(number for number in holders if number == 7))
     store, copies = MemoryStore(), Copies(every)
@@ -226,7 +224,7 @@ def test_what_a_lost_rank_leaves_on_the_device_is_neither_kept_nor_reported(monk
     monkeypatch.setattr(copying, "collect", lambda *_, **__: SimpleNamespace(pieces=()))
     monkeypatch.setattr(copying, "_packed", packed)
     monkeypatch.setattr(Copies, "_agree", lambda *_: None)
-    monkeypatch.setattr(boundaries, "communicators", list)
+    monkeypatch.setattr(sessions, "communicators", list)
     report = SimpleNamespace(forget_after=forgotten.append)
     session = SimpleNamespace(feature=lambda _: None, materialise_parameters=lambda: None, report=report)
     with pytest.raises(RuntimeError, match="is lost"):
@@ -254,7 +252,7 @@ def test_sources_are_found_once(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(inspect, "getsource", getsource)
     for _ in range(2):
-        warm.remember_sources()
+        workers.remember_sources()
         assert "Has a source." in inspect.getsource(Thing)
     assert asked == [Thing]
 
@@ -262,7 +260,7 @@ def test_sources_are_found_once(monkeypatch: pytest.MonkeyPatch):
 def test_configurations_are_parsed_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inspect, "getsource", inspect.unwrap(inspect.getsource))
     monkeypatch.setattr(ast, "parse", inspect.unwrap(ast.parse))
-    warm.remember_sources()
+    workers.remember_sources()
     source = "@dataclass\nclass Thing:\n    x: int = 1\n"
     assert ast.parse(source) is ast.parse(source)
     assert ast.dump(ast.parse(source)) == ast.dump(inspect.unwrap(ast.parse)(source))
@@ -334,15 +332,6 @@ def test_what_a_worker_has_started_ends_with_it(is_killed: bool):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     end_all(worker)  # nothing is there any more
-
-
-def runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 # Which processes become which ranks, and what a command line that cannot work says.

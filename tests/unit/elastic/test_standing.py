@@ -26,15 +26,13 @@ import torch.distributed as dist
 import megatron_het.elastic
 from megatron_het import store
 from megatron_het.elastic import members as failures
-from megatron_het.elastic.board import Board, ServedBoard
-from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.controller import Bounds
 from megatron_het.elastic.copies import SHARE, Cost, Pace
-from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.links import Links, Severing
 from megatron_het.elastic.members import Progress
-from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
-from tests.unit.elastic.notes import Notes, come, plan
+from tests.unit.elastic.notes import Job, about, plan, trained
 
 
 def generation(
@@ -69,17 +67,13 @@ def test_a_generation_that_is_over_takes_one_line_whatever_its_ranks(tmp_path: P
         assert goodput(entries, 23, 140.0) == pytest.approx((18 + 5) / 40)
         assert last_iteration(entries[:1]) == 40
     assert summed_up({"why": "start"}) == {"why": "start"}
-    board: Any = Notes()
-    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
-    come(board, 1, "n1")
+    job = trained(tmp_path, [[1]], nodes=1)
     for generation in range(2):
-        controller._step()
-        opened = {"type": "opened", "process": 1, **START["opened"]["4"], "padded_vocab_size": None}
-        board.post({**opened, "generation": generation})
-        board.post({"type": "ended", "process": 1, "how": "failed", "error": "", "iteration": 30 * generation,
-                    "unsaved": None, "generation": generation})  # fmt: skip
-        controller._step()
-    assert [list(entry.get("opened", {})) for entry in controller.history][:-1] == [["all"]] * 2
+        job.step()
+        job.opened(generation, **START["opened"]["4"])
+        job.ended(1, generation=generation, error="", iteration=30 * generation)
+        job.step()
+    assert [list(entry.get("opened", {})) for entry in job.controller.history][:-1] == [["all"]] * 2
 
 
 def test_before_the_first_iteration_there_is_none():
@@ -179,27 +173,20 @@ def test_time_counts_between_iterations(clock: list[float]) -> None:
 
 
 def test_all_leave_a_stuck_iteration_and_who_does_not_is_ended(tmp_path: Path) -> None:
-    board: Any = Notes()
-    said: list[str] = []
-    bounds = Bounds(stuck_s=0.1, leave_s=0.1)
-    plans = GivenPlans([plan([[1], [1]]), plan([[1]])])
-    controller = Controller(board, plans, tmp_path / "state.json", 2, bounds, said.append)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    opened = {"type": "opened", "generation": 0, "iteration": 0, "last": 9, "padded_vocab_size": None}
-    board.post({**opened, "process": 1, "times": {"first_step": time.time()}})
-    controller._step()
-    assert not board.has("0/lost")
+    job = trained(tmp_path, [[1], [1]], [[1]], bounds=Bounds(stuck_s=0.1, leave_s=0.1))
+    job.opened(last=9, times={"first_step": time.time()})
+    job.step()
+    assert not job.has("0/lost")
     time.sleep(0.2)
-    controller._step()
-    assert board.has("0/lost") and not board.has("kill/1") and not board.has("kill/2")
-    board.post({"type": "ended", "process": 1, "generation": 0, "how": "failed", "error": "closed", "iteration": 1})
+    job.step()
+    assert job.has("0/lost") and not job.has("kill/1") and not job.has("kill/2")
+    job.ended(1, error="closed", iteration=1)
     time.sleep(0.2)
-    controller._step()
-    assert board.has("kill/2") and not board.has("kill/1")
-    assert board.get("1/generation")["ranks"] == [1]
-    assert controller.history[-1]["why"] == "1 rank was lost"
-    assert "no iteration has ended for 0.1 s" in "\n".join(said)
+    job.step()
+    assert job.has("kill/2") and not job.has("kill/1")
+    assert job.get("1/generation")["ranks"] == [1]
+    assert job.controller.history[-1]["why"] == "1 rank was lost"
+    assert "no iteration has ended for 0.1 s" in "\n".join(job.said)
 
 
 def test_failures_in_a_row_are_tried_again_later_and_later() -> None:
@@ -234,15 +221,15 @@ class Trap:
 
 def test_a_pickle_in_the_inbox_is_left_out(tmp_path: Path) -> None:
     """From somebody who knows the token; nobody else gets anything into it."""
-    token, said = "0123456789abcdef", list[str]()
+    token = "0123456789abcdef"
     board = ServedBoard("127.0.0.1", 0, token)
-    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), said.append)
+    job = Job(tmp_path, [[1]], board=board)
     member = Board("127.0.0.1", board.port, token)
     member.ask("push", "inbox", pickle.dumps(Trap(), 0).decode())
-    member.post({"type": "ready", "process": 1, "node": "n1", "device": "", "signature": "s"})
-    controller._step()
-    assert sum("makes no sense" in line for line in said) == 1, said
-    assert [found["node"] for found in controller.status()["members"]] == ["n1"]
+    member.post({"type": "ready", **about(1)})
+    job.step()
+    assert sum("makes no sense" in line for line in job.said) == 1, job.said
+    assert [found["node"] for found in job.controller.status()["members"]] == ["n1"]
     board.close()
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_het.elastic.controller import Bounds, Controller
-from megatron_het.elastic.pool import GivenFirst, GivenPlans, Learned, NoPlanError, Process, read_better, write_run
+from megatron_het.elastic.pool import GivenFirst, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.elastic.worth import (
     CHANGE_S,
@@ -30,7 +28,7 @@ from megatron_het.elastic.worth import (
 )
 from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
 from megatron_het.plan.schema import LinkCosts, PlannedCosts
-from tests.unit.elastic.notes import Notes, come, plan
+from tests.unit.elastic.notes import WAIT_S, Job, plan, trained, until
 from tests.unit.elastic.notes import plan as plan_of
 
 
@@ -98,38 +96,28 @@ def test_a_join_is_not_judged_by_deaths() -> None:
 
 
 def test_the_controller_knows_how_fast_copies_went(tmp_path: Path) -> None:
-    board: Any = Notes()
-    made = replace(plan([[1], [1]]), predicted=Prediction(1.0, 0.0))
-    controller = Controller(board, GivenPlans([made]), tmp_path / "state.json", 2, Bounds(), lambda _: None)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    assert controller._rates() == Rates()
-    for number, rates in ((1, [2e9, 3e8]), (2, [1e9, 5e8])):
-        about = {"process": number, "node": f"n{number}", "device": "", "signature": "s"}
-        board.put(f"beat/{number}", {"beats": 1, "iteration": 4, "rates": rates, **about})
-    controller._step()
-    assert controller._rates() == Rates(1e9, 3e8), "the slowest"
-    board.put("beat/1", {"beats": 2, "iteration": 4, "rates": [0.0, -1.0], **about, "process": 1})
-    controller._step()
-    assert controller._rates() == Rates(1e9, 5e8), "nonsense tells nothing"
+    job = trained(tmp_path, predicted([[1], [1]], 1.0))
+    for copies, expected in (
+        ({}, Rates()),
+        ({1: [2e9, 3e8], 2: [1e9, 5e8]}, Rates(1e9, 3e8)),  # the slowest
+        ({1: [0.0, -1.0]}, Rates(1e9, 5e8)),  # nonsense tells nothing
+    ):
+        for number, rates in copies.items():
+            job.beat(number, 4 + len(copies), rates=rates)
+        job.step()
+        assert job.controller._rates() == expected
 
 
 def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
-    board: Any = Notes()
     made = replace(plan([[1]]), predicted=Prediction(1.0, 0.0, (RankPrediction(0, 1.0, 10**9, 0, 10**9, 0),)))
-    controller = Controller(board, GivenPlans([made]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
-    come(board, 1, "n1")
-    controller._step()
-    ended = {"process": 1, "how": "failed", "error": "", "iteration": 1, "unsaved": None}
+    job = trained(tmp_path, made, nodes=1)
     for generation in range(2):
-        times = {"built": 1.0, "loaded": 2.0, "first_step": 3.0}
-        opened = {"type": "opened", "process": 1, "iteration": 0, "last": 9, "times": times, "padded_vocab_size": None}
-        board.post({**opened, "generation": generation})
-        controller._step()
+        job.opened(generation, last=9, times={"built": 1.0, "loaded": 2.0, "first_step": 3.0})
+        job.step()
         if not generation:
-            board.post({"type": "ended", **ended, "generation": 0})
-            controller._step()
-    noted = controller.history[-1]
+            job.ended(1, error="", iteration=1)
+            job.step()
+    noted = job.controller.history[-1]
     assert noted["generation"] == 1 and noted["state_bytes"] == state_bytes(made) == 2e9 and noted["kind"] == DEATH
     assert 0.0 <= noted["took_s"] < 60.0
 
@@ -162,25 +150,17 @@ def test_where_nobody_can_say_the_users_order_counts() -> None:
 
 @pytest.mark.parametrize("reached", [10, 99])
 def test_a_node_joins_where_it_pays(reached: int, tmp_path: Path) -> None:
-    board: Any = Notes()
-    said: list[str] = []
-    controller = Controller(board, GivenPlans([FAST, SLOW]), tmp_path / "state.json", 2, Bounds(), said.append)
-    come(board, 1, "n1"), come(board, 2, "n2")
-    controller._step()
-    times = {"loaded": time.time() - 22.0, "first_step": time.time() - 20.0}
-    opened = {"generation": 0, "iteration": 0, "last": 100, "times": times, "padded_vocab_size": None}
-    board.post({"type": "opened", "process": 1, **opened})
-    about = {"process": 1, "node": "n1", "device": "", "signature": "s"}
-    board.put("beat/1", {"beats": 1, "iteration": reached, **about})
-    controller._step()
-    come(board, 3, "n3")
-    controller._step()
+    job = trained(tmp_path, FAST, SLOW)
+    job.opened(last=100, times={"loaded": time.time() - 22.0, "first_step": time.time() - 20.0})
+    job.beat(1, reached)
+    job.step()
+    job.come(3)
+    job.step()
     if reached == 10:
-        board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
-    for _ in range(3):
-        controller._step()
-    refused = [line for line in said if "a node joins, and nothing changes: iterations would be" in line]
-    assert (board.has("0/wanted"), len(refused)) == ((True, 0) if reached == 10 else (False, 1))
+        job.board.post({"type": "checked", "id": job.get("check/3")["id"], "problems": []})
+    job.step(3)
+    refused = [line for line in job.said if "a node joins, and nothing changes: iterations would be" in line]
+    assert (job.has("0/wanted"), len(refused)) == ((True, 0) if reached == 10 else (False, 1))
 
 
 # A job that is not as planned gets a better plan, where the change pays.
@@ -206,49 +186,32 @@ def learned(pays_after: int = 5) -> Learned:
     return Learned(on(("T4 slow 1", "T4")), ("T4", "T4 slow 1"), TAUGHT, None, 0.25, pays_after)
 
 
-class Job:
-    """A controller with two nodes and a planner that answers at once."""
+class Drifting(Job):
+    """A job on two nodes whose planner answers at once."""
 
     def __init__(self, folder: Path, answer: Learned | None, given: tuple[Plan, ...] = ()) -> None:
-        self.searches, self.lines, self.board = Searches(), [], Notes()
+        self.searches = Searches()
         self.searches.answer = answer
         self.searches.open.set()
-        self.lines: list[str]
         (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
-        self.plans = SearchedPlans(folder / "cluster.yaml", self.searches, self.lines.append)
-        planner = GivenFirst(given, self.plans) if given else self.plans
-        self.state = folder / "state.json"
-        self.planner = planner
-        self.controller = self.start()
-        for number in (1, 2):
-            self.board.post(
-                {"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"}
-            )
-        self.until(lambda: self.board.has("latest"))
-
-    def start(self) -> Controller:
-        board: Any = self.board
-        return Controller(board, self.planner, self.state, 2, Bounds(), self.lines.append)
-
-    def until(self, condition: Any) -> None:
-        until(lambda: self.controller._step() or condition())
+        self.plans = SearchedPlans(folder / "cluster.yaml", self.searches, lambda _: None)
+        super().__init__(folder, planner=GivenFirst(given, self.plans) if given else self.plans)
+        self.come(1, 2, device="T4")
+        self.until(lambda: self.has("latest"))
 
     def drifts(self, last: int) -> None:
         self.board.post({"type": "drift", "generation": 0, "measured": {"iteration_s": 2.0}, "last": last})
 
 
 def test_a_better_plan_is_taken_and_the_slow_device_is_its_own_kind(tmp_path: Path) -> None:
-    job = Job(tmp_path, learned())
+    job = Drifting(tmp_path, learned())
     job.drifts(last=100)
-    job.until(lambda: job.board.has("0/wanted"))
-    assert "25.0 % shorter" in job.board.get("0/wanted")
+    job.until(lambda: job.has("0/wanted"))
+    assert "25.0 % shorter" in job.get("0/wanted")
     assert job.searches.measured == [({"iteration_s": 2.0}, 10.0)]
-    for process in (1, 2):
-        job.board.post(
-            {"type": "ended", "process": process, "generation": 0, "how": "left", "error": "", "iteration": 7}
-        )
-    job.until(lambda: job.board.get("latest") == 1)
-    generation = job.board.get("1/generation")
+    job.ended(1, 2, how="left", error="", iteration=7)
+    job.until(lambda: job.get("latest") == 1)
+    generation = job.get("1/generation")
     # Process 2 was rank 1, which is slow; the better plan has the slow kind first.
     assert generation["ranks"] == [2, 1] and generation["plan"]["stages"][0]["replicas"][0]["device"] == "T4 slow 1"
     again = job.start()
@@ -257,39 +220,37 @@ def test_a_better_plan_is_taken_and_the_slow_device_is_its_own_kind(tmp_path: Pa
 
 
 def test_a_change_that_does_not_pay_any_more_is_left_out(tmp_path: Path) -> None:
-    job = Job(tmp_path, learned(pays_after=50))
+    job = Drifting(tmp_path, learned(pays_after=50))
     job.drifts(last=40)
-    job.until(lambda: any("nothing changes" in line for line in job.lines))
-    assert not job.board.has("0/wanted")
+    job.until(lambda: any("nothing changes" in line for line in job.said))
+    assert not job.has("0/wanted")
 
 
 def test_nothing_changes_where_nothing_is_better(tmp_path: Path) -> None:
-    job = Job(tmp_path, None)
+    job = Drifting(tmp_path, None)
     job.drifts(last=100)
     job.until(lambda: job.searches.measured)
-    for _ in range(20):
-        job.controller._step()
-    assert not job.board.has("0/wanted")
+    job.step(20)
+    assert not job.has("0/wanted")
 
 
 def test_what_an_earlier_generation_measured_is_left_out(tmp_path: Path) -> None:
-    job = Job(tmp_path, learned())
+    job = Drifting(tmp_path, learned())
     job.board.post({"type": "drift", "generation": 3, "measured": {}, "last": 100})
-    for _ in range(20):
-        job.controller._step()
+    job.step(20)
     assert not job.searches.measured
 
 
 def test_a_given_plan_gives_way_to_what_was_measured(tmp_path: Path) -> None:
-    job = Job(tmp_path, learned(), given=(on(("T4", "T4")),))
+    job = Drifting(tmp_path, learned(), given=(on(("T4", "T4")),))
     job.drifts(last=100)
-    job.until(lambda: job.board.has("0/wanted"))
+    job.until(lambda: job.has("0/wanted"))
     pool = [Process(1, "n1", "T4"), Process(2, "n2", "T4 slow 1")]
     assert job.planner.plan(pool)[0].stages[0].replicas[0].device == "T4 slow 1"
 
 
 def test_a_new_cluster_file_keeps_the_kinds_that_were_learned(tmp_path: Path) -> None:
-    job = Job(tmp_path, learned())
+    job = Drifting(tmp_path, learned())
     pool = [Process(1, "n1", "T4"), Process(2, "n2", "T4 slow 1")]
     job.plans.accept(learned(), pool)
     # A kind that was taken out of the file does not come back, but the slow one stays.
@@ -316,9 +277,6 @@ def test_the_files_of_a_better_plan(tmp_path: Path) -> None:
 
 
 # Plans are made ahead, and the controller goes on meanwhile.
-
-
-WAIT_S = 20.0
 
 
 class Searches:
@@ -365,13 +323,6 @@ def plans(tmp_path: Path, searches: Searches) -> SearchedPlans:
 
 def pool(size: int) -> list[Process]:
     return [Process(i + 1, f"n{i}", "T4") for i in range(size)]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_plans_are_made_ahead_and_once(plans: SearchedPlans, searches: Searches):
@@ -439,59 +390,46 @@ def test_renewed_plans_are_searched_again(plans: SearchedPlans, searches: Search
 
 
 def test_the_controller_goes_on_while_a_plan_is_made(plans: SearchedPlans, searches: Searches, tmp_path: Path):
-    board: Any = Notes()
-    controller = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), lambda _: None)
-
-    def come(number: int) -> None:
-        board.post({"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"})
-
-    def step_until(condition: Callable[[], Any]) -> None:
-        until(lambda: controller._step() or condition())
-
+    job = Job(tmp_path, planner=plans)
     searches.open.set()
-    come(1), come(2)
-    step_until(lambda: board.has("latest"))
-    step_until(lambda: plans.is_ready(pool(1)))
+    job.come(1, 2, device="T4")
+    job.until(lambda: job.has("latest"))
+    job.until(lambda: plans.is_ready(pool(1)))
     assert searches.sizes == [2, 1], "what is left when a node is lost is planned ahead"
     searches.open.clear()
-    come(3)
-    for _ in range(20):
-        controller._step()
-    assert [member["process"] for member in controller.status()["members"]] == [1, 2, 3]
-    assert not board.has("0/wanted")
+    job.come(3, device="T4")
+    job.step(20)
+    assert [member["process"] for member in job.controller.status()["members"]] == [1, 2, 3]
+    assert not job.has("0/wanted")
     searches.open.set()
-    step_until(lambda: board.has("check/3"))
-    assert not board.has("0/wanted"), "the newcomer says first whether the flags go with the plan"
-    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
-    step_until(lambda: board.has("0/wanted"))
-    assert board.get("0/wanted") == "a node joins"
+    job.until(lambda: job.has("check/3"))
+    assert not job.has("0/wanted"), "the newcomer says first whether the flags go with the plan"
+    job.board.post({"type": "checked", "id": job.get("check/3")["id"], "problems": []})
+    job.until(lambda: job.has("0/wanted"))
+    assert job.get("0/wanted") == "a node joins"
 
 
-def test_replan_searches_again(plans: SearchedPlans, searches: Searches, tmp_path: Path):
-    board: Any = Notes()
-    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), lambda _: None)
+@pytest.fixture
+def searched(plans: SearchedPlans, searches: Searches, tmp_path: Path) -> Job:
+    """Two nodes train under a plan that was searched."""
+    job = Job(tmp_path, planner=plans, nodes=1)
     searches.open.set()
-    for number in (1, 2):
-        board.post({"type": "ready", "process": number, "node": f"n{number}", "device": "T4", "signature": "s"})
-    until(lambda: controller._step() or board.has("latest"))
+    job.come(1, 2, device="T4")
+    job.until(lambda: job.has("latest"))
+    return job
+
+
+def test_replan_searches_again(searched: Job, searches: Searches):
     until(lambda: searches.sizes == [2, 1])
-    board.post({"type": "replan"})
-    until(lambda: controller._step() or board.has("0/wanted"))
-    assert board.get("0/wanted") == "a new plan was asked for"
+    searched.board.post({"type": "replan"})
+    searched.until(lambda: searched.has("0/wanted"))
+    assert searched.get("0/wanted") == "a new plan was asked for"
     assert searches.sizes.count(2) == 2
 
 
-def test_a_cluster_file_that_is_broken_later_breaks_nothing(plans: SearchedPlans, searches: Searches, tmp_path: Path):
-    board: Any = Notes()
-    lines: list[str] = []
-    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), lines.append)
-    searches.open.set()
-    board.post({"type": "ready", "process": 1, "node": "n1", "device": "T4", "signature": "s"})
-    board.post({"type": "ready", "process": 2, "node": "n2", "device": "T4", "signature": "s"})
-    until(lambda: controller._step() or board.has("latest"))
+def test_a_cluster_file_that_is_broken_later_breaks_nothing(searched: Job, tmp_path: Path):
     (tmp_path / "cluster.yaml").write_text("nodes: [")
-    board.post({"type": "replan"})
-    for _ in range(5):
-        assert not controller._step()
-    assert any("cluster.yaml" in line for line in lines)
-    assert not board.has("0/wanted")
+    searched.board.post({"type": "replan"})
+    assert not searched.step(5)
+    assert any("cluster.yaml" in line for line in searched.said)
+    assert not searched.has("0/wanted")

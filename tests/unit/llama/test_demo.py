@@ -14,8 +14,7 @@ from examples.llama.demo import FULL, QUICK, even_splits
 from examples.llama.devices import CpuDevice, busy_cores, cluster_document, mixed_devices, paced_devices, pinning
 from examples.llama.page import with_measured
 from examples.llama.pinned import cores_of
-from examples.llama.report import busy_reason, circumstances
-from examples.llama.screen import Screen
+from examples.llama.report import Screen, busy_reason, circumstances
 from megatron_het.features.plan_checks import check_plan_alone
 from tools.planner.inputs.cluster import cluster_from_document
 

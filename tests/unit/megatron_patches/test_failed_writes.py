@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from megatron_het.megatron_patches import failed_writes
+from megatron_het.megatron_patches import torch_checkpoints
 
-failed_writes.guard()
-failed_writes.guard()
+torch_checkpoints.guard_writes()
+torch_checkpoints.guard_writes()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 def write(file, items):
@@ -37,13 +37,13 @@ for limit in (100, 6000, 1 << 30):
     data = [io.BytesIO(b"x" * size) if kind == "BYTE_IO" else torch.zeros(size // 4) for _ in range(20)]
     items = [(WriteItem(MetadataIndex(str(i)), WriteItemType[kind]), one) for i, one in enumerate(data)]
     with tempfile.NamedTemporaryFile() as file:
-        failed_writes.forget()
+        torch_checkpoints.forget_failed_writes()
         error = write(file.name, items)
         if limit < 1 << 30:
             assert isinstance(error, OSError) and "File too large" in str(error), repr(error)
-            assert failed_writes.noted().endswith(repr(file.name)), failed_writes.noted()
+            assert torch_checkpoints.failed_write().endswith(repr(file.name)), torch_checkpoints.failed_write()
         else:
-            assert error is None and not failed_writes.noted()
+            assert error is None and not torch_checkpoints.failed_write()
     del data, items, error
     gc.collect()
 print("alive")

@@ -18,11 +18,18 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the 
 from megatron_het.distributed import GroupError
 from megatron_het.distributed import groups as creation
 from megatron_het.megatron_patches import __main__ as command
-from megatron_het.megatron_patches import registry, torch_names
-from megatron_het.megatron_patches.found import Megatron, PatchError, find
+from megatron_het.megatron_patches import registry, releases
 from megatron_het.megatron_patches.registry import UPSTREAM_VERSION, Patch
-from megatron_het.megatron_patches.releases import RELEASES, Release, check
-from megatron_het.megatron_patches.torch_names import TorchName, differences
+from megatron_het.megatron_patches.releases import (
+    RELEASES,
+    Megatron,
+    PatchError,
+    Release,
+    TorchName,
+    check,
+    differences,
+    find,
+)
 
 _SOURCE = """
 def greet(name):
@@ -208,7 +215,7 @@ def test_a_torch_that_names_groups_otherwise_is_refused(world: None, monkeypatch
 
 def test_a_torch_without_the_name_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = TorchName("torch.distributed.distributed_c10d._no_such_name", (), "of a test")
-    monkeypatch.setattr(torch_names, "TORCH_NAMES", (gone,))
+    monkeypatch.setattr(releases, "TORCH_NAMES", (gone,))
     with pytest.raises(GroupError, match="_no_such_name is not there"):
         creation.create_group("stage", [0, 1], "fake", 5.0)
 

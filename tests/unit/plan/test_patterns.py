@@ -188,12 +188,19 @@ def test_recurrent_layers(symbol: str) -> None:
     for made in (plan(pattern), plan(pattern, "slimpipe", slices=4)):
         check_plan_alone(made)
         check_arguments(made, given(pattern, **RECURRENT), 2)
-    with pytest.raises(PlanError, match=f"layers {symbol} .*go through a sequence in order"):
-        check_plan_alone(plan(pattern, more="--context-parallel-size 2", ranks=4))
+    shared = plan(pattern, more="--context-parallel-size 2", ranks=4)
+    check_plan_alone(shared)
+    check_arguments(shared, given(pattern, **RECURRENT, context_parallel_size=2), 4)
+    heads = {"mamba_num_heads": 2, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    with pytest.raises(PlanError, match=r"heads = 2.*one of 4 ranks"):
+        check_arguments(
+            plan(pattern, more="--context-parallel-size 4", ranks=8),
+            given(pattern, **RECURRENT | heads, context_parallel_size=4),
+            8,
+        )
     with pytest.raises(PlanError, match=f"layers {symbol} .*of Transformer Engine only"):
         check_arguments(plan(pattern), given(pattern), 2)
-    with pytest.raises(PlanError, match=f"--reset-attention-mask.*layers {symbol} .*into the next one"):
-        check_arguments(plan(pattern), given(pattern, **RECURRENT, reset_attention_mask=True), 2)
+    check_arguments(plan(pattern), given(pattern, **RECURRENT, dataloader_inter_document_masking=True), 2)
 
 
 def test_tp_divides_the_heads_of_recurrent_layers() -> None:

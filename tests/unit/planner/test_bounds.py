@@ -22,7 +22,6 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search import bounds as module
 from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
@@ -72,38 +71,6 @@ def test_no_plan_is_below_the_bound_of_its_gpus(seed):
             least = found.seconds(limits)
             assert least <= simulated * (1 + 1e-9)
             assert not found.excludes(limits, simulated * (1 + 1e-6))
-            assert found.ideal(limits) <= least * (1 + 1e-9)
-
-
-def test_gradients_and_the_first_microbatch_count():
-    """Many GPUs behind slow links: summing gradients, or filling a pipeline, takes longer than computing."""
-    _, model = random_pool(1)
-    model = model.model_copy(update={"num_layers": 16, "global_batch_size": 64, "distributed_optimizer": False})
-    node = NodeGroup(gpu="H100-SXM", count=64, gpus_per_node=1, network_bytes_per_s=1.25e9)
-    slow, fast = (
-        with_catalog(Cluster(nodes=(node.model_copy(update={"network_bytes_per_s": rate}),)), model)
-        for rate in (0.3e9, 100e9)
-    )
-    goal = Goal(schedules=("1f1b",))
-    behind, near = Bounds(slow, goal), Bounds(fast, goal)
-    assert behind.ideal((64,)) == near.ideal((64,))
-    assert behind.seconds((64,)) > 1.2 * near.seconds((64,))
-    candidate = Candidate((Stage(16, (Group(0, 1, 64),)),), 1)
-    estimate = slow.estimate(candidate)
-    assert estimate is not None
-    assert estimate.iteration_s >= behind.seconds(all_gpus(slow))
-
-
-def test_tables_that_are_too_large_are_left_out(monkeypatch):
-    """The bound is then that of the work alone: lower, and true all the same."""
-    cluster, model = random_pool(0)
-    estimator = with_catalog(cluster, model)
-    limits = all_gpus(estimator)
-    with_tables = Bounds(estimator, Goal()).seconds(limits)
-    monkeypatch.setattr(module, "MOST_CELLS", 0)
-    monkeypatch.setattr(module.Relaxation, "_tables", None)  # nobody asks for them
-    found = Bounds(estimator, Goal())
-    assert 0 < found.ideal(limits) <= found.seconds(limits) < with_tables
 
 
 def figures(estimator: Estimator, pool: int) -> tuple[float, float]:
@@ -221,25 +188,6 @@ def test_no_plan_is_below_the_bounds(name: str) -> None:
                 assert least[key] <= seconds * (1 + 1e-9), (names, limits, candidate)
             assert not everything[names].excludes(used(estimator, candidate), seconds * (1 + 1e-6)), candidate
     assert least
-
-
-@pytest.mark.parametrize("rate", [6e9, 12.5e9, 50e9])
-def test_first_gather_and_last_sum_of_a_window(rate: float) -> None:
-    """One layer on two replicas: nothing runs beside its gather and the sum of its gradients."""
-    estimator = small((("H100-SXM", 2, 1),), rate, zero=True, batch=64, layers=1, words=256)
-    candidate = Candidate((Stage(1, (Group(0, 1, 2),)),), 2, schedule="ministage", zero_stage=1)
-    [(_, seconds)] = simulated(estimator, [candidate])
-    least = Bounds(estimator, Goal(schedules=("ministage",))).seconds((2,))
-    assert least <= seconds * (1 + 1e-9)
-    assert seconds < 1.03 * least
-
-
-def test_gradients_are_summed_over_nodes() -> None:
-    """Many nodes of one GPU behind slow links, and few fast GPUs in one node: the slow ones cannot do it in a node."""
-    alone = small((("V100-16", 4, 1), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
-    together = small((("V100-16", 1, 4), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
-    limits = all_gpus(alone)
-    assert Bounds(alone, Goal()).seconds(limits) > 1.2 * Bounds(together, Goal()).seconds(limits)
 
 
 # No plan that keeps to the model file is below the bound: unequal passes, context and expert parallelism, exchange.
@@ -362,7 +310,7 @@ def check_bound(estimator: Estimator, candidate: Candidate, seconds: float) -> N
     for schedules in (tuple(SCHEDULES), (candidate.schedule,)):
         bounds = bounds_of(estimator, schedules)
         least = bounds.seconds(limits)
-        assert 0 < bounds.ideal(limits) <= least * (1 + 1e-9)
+        assert least > 0
         assert least <= seconds * (1 + 1e-9), candidate
         assert not bounds.excludes(limits, seconds * (1 + 1e-6)), candidate
         assert bounds_of(estimator, schedules, "cost").value(limits) <= usd * (1 + 1e-9), candidate

@@ -5,8 +5,13 @@ import json
 import pytest
 import yaml
 
+from testing.planner_cases import with_catalog
 from tests.unit.planner.emit_plans import MIDDLE
 from tools.planner.__main__ import main
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.report.tables import NOTATION, describe
 
 CLUSTER = {
     "nodes": [
@@ -75,6 +80,7 @@ def test_explain_and_compare(files, capsys):
         (["--max-usd-per-iteration", "1e-9"], "--max-usd-per-iteration"),
         (["--min-iterations-per-s", "1e9"], "--min-iterations-per-s"),
         (["--schedules", "waltz"], "--schedules"),
+        (["--schedules", "ministage"], "--schedules"),  # without a distributed optimizer
         (["--memory-margin", "2"], "--memory-margin"),
         (["--profile", "nowhere.json"], "(file)"),
         (["--memory-margin", "0.02"], "num_layers"),
@@ -393,8 +399,8 @@ def test_what_a_plan_prints(files, capsys):
     code, out = call(capsys, "plan", *words, "--out", files / "p.json", "--schedules", "1f1b", "--max-gpus", "2")
     assert code == 0
     text = " ".join(out.out.split())
-    assert "catalog price, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
-    assert "idle: 4 RTX-3090 (lab-a)" in text
+    assert "prices of the catalog, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
+    assert "idle GPUs: 4 RTX-3090 (lab-a)" in text
     assert "bubble" not in text and "busy s" not in text
     assert all(len(line) <= 80 for line in out.out.splitlines() if set(line) <= {"─", " "})  # of tables
     code, out = call(capsys, "simulate", files / "p.json", *common(files))
@@ -402,6 +408,30 @@ def test_what_a_plan_prints(files, capsys):
     assert body["catalog_prices"] == {"A100-40": 3.673} and body["idle_gpus"] == {"RTX-3090 (lab-a)": 4}
     assert body["bubble_fraction"] >= 0 and "bubble" not in body["by_cause_s"]
     assert body["uncertainty_of"]["runs"] > 10
+    planned = json.loads((files / "p.json").read_text())["predicted"]
+    assert planned["bubble_fraction"] == pytest.approx(body["bubble_fraction"], abs=0.02)  # one quantity, one name
+
+
+def test_what_a_comparison_prints(files, capsys):
+    """A price that is not known is not 0, and why there is no plan stands where the plan would."""
+    code, out = call(capsys, "compare", *common(files)[:-1], "--schedules", "1f1b,ministage", "--max-gpus", "4")
+    assert code == 0 and "unknown" not in out.out
+    (row,) = (line for line in out.out.splitlines() if "schedule ministage only" in line)
+    number = row.split(":")[0]
+    assert f"\n{number}: no plan: it needs distributed_optimizer: true in the model file\n" in out.out
+    assert out.out.count(NOTATION) == 1
+    cluster = {"nodes": [{**CLUSTER["nodes"][0], "gpu": "H100-SXM", "usd_per_gpu_hour": None}, CLUSTER["nodes"][1]]}
+    (files / "c.yaml").write_text(yaml.safe_dump(cluster))
+    code, out = call(capsys, "compare", *common(files)[:-1], "--schedules", "1f1b")
+    (row,) = (line for line in out.out.splitlines() if "H100-SXM only" in line)
+    assert code == 0 and "unknown" in row
+
+
+def test_equal_stages_in_a_row_are_written_once():
+    estimator = with_catalog(Cluster(nodes=(NodeGroup(gpu="A100-40", count=2, gpus_per_node=4),)), Model(**MIDDLE))
+    alike = Stage(2, (Group(0, 2, 1),))
+    plan = Candidate((Stage(1, (Group(0, 1, 1),)), alike, alike), 4, schedule="slimpipe", slices=8)
+    assert describe(estimator, plan) == "slimpipe n8 mb4 1L 1xA100-40 / 2L 1xA100-40.tp2 (2 times)"
 
 
 def test_progress_is_said_where_nobody_sees_a_line_move(capsys):

@@ -4,6 +4,7 @@ import os
 import random
 import stat
 from ctypes import c_double, c_int32
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import fast_merge
-from megatron_het.schedule.ir import Shape
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.simulate import simulate
+from megatron_het.schedule.transfers import add_transfers
 from tools.planner.costs.candidate import Group
 from tools.planner.errors import PlannerError
 from tools.planner.search.sketch import _FIGURES, _Stage, divide, stages_s
@@ -76,8 +79,15 @@ def test_merge_is_that_of_python(built, order):
     assert different > 50  # not all of them are plain
 
 
+def python_s(monkeypatch: pytest.MonkeyPatch, shape: Shape, program: Program, costs: Costs) -> float:
+    """The time by the loop in Python."""
+    with monkeypatch.context() as context:
+        context.setattr(plain, "loops", lambda: None)
+        return makespan_s(shape, program.ops, costs)
+
+
 @pytest.mark.parametrize("order", ORDERS)
-def test_time_is_that_of_python(built, order):
+def test_time_is_that_of_python(built, monkeypatch, order):
     rng, told = random.Random(7 + ORDERS.index(order)), 0
     for _ in range(150):
         shape = some_shape(rng)
@@ -91,9 +101,42 @@ def test_time_is_that_of_python(built, order):
             with pytest.raises(PlannerError, match="waits forever"):
                 pipelines_s("1f1b", shape, speeds, costs, parameters)
             continue
-        assert pipelines_s("1f1b", shape, speeds, costs, parameters) == makespan_s(shape, program.ops, costs)
+        assert pipelines_s("1f1b", shape, speeds, costs, parameters) == python_s(monkeypatch, shape, program, costs)
         told += 1
     assert told > 75
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "slices"), [("interleaved", 3, 1), ("slimpipe", 1, 8), ("gpipe", 1, 1)])
+@pytest.mark.parametrize("most", [0, plain.MOST_PAIRS])
+def test_time_of_other_schedules_is_that_of_python(built, monkeypatch, schedule, chunks, slices, most):
+    """With two stages messages of both directions take one link."""
+    rng = random.Random(chunks + slices)
+    monkeypatch.setattr(plain, "MOST_PAIRS", most)
+    for stages in (2, 2, 3, 4) * 5:
+        route = tuple(tuple(m % 2 for m in range(4 * stages)) for _ in range(stages))
+        shape = Shape(((2,) * chunks,) * stages, route, (2,) * stages, slices=slices)
+        costs, rows = some_costs(rng, shape), [[rng.random() for _ in range(chunks)] for _ in shape.devices]
+        attention = tuple(map(tuple, rows)) if slices > 1 else ()
+        costs = replace(
+            costs,
+            forward_s=tuple(f * chunks for f in costs.forward_s),
+            backward_s=tuple(b * chunks for b in costs.backward_s),
+            attention_forward_s=attention,
+            attention_backward_s=attention,
+        )
+        program = generate(schedule, shape)
+        seconds = makespan_s(shape, program.ops, costs)
+        assert seconds == python_s(monkeypatch, shape, program, costs)
+        assert seconds == pytest.approx(simulate(add_transfers(program), costs).makespan_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("loops", [compiled.loops, lambda: None])
+def test_operations_that_wait_for_each_other_are_an_error(monkeypatch, loops):
+    monkeypatch.setattr(plain, "loops", loops)
+    shape = Shape(((1,), (1,)), ((0, 0), (0, 0)), (1, 1))
+    first, second = generate("1f1b", shape).ops
+    with pytest.raises(PlannerError, match="wait for each other"):
+        makespan_s(shape, (first[::-1], second), some_costs(random.Random(0), shape))
 
 
 def test_stages_are_those_of_python(built):
@@ -140,8 +183,7 @@ def test_equal_parts_are_timed_once_and_different_ones_all(built, monkeypatch):
             forward_s=((1.0,),) * 4, backward_s=((2.0,),) * 4, message_bytes=1e3, link=Wiring(groups, range(4), price)
         )
         seconds = pipelines_s("1f1b", shape, [1.0] * 4, costs, {})
-        program = generate("1f1b", shape, speeds=[1.0] * 4)
-        assert seconds == makespan_s(shape, program.ops, costs)
+        assert seconds == python_s(monkeypatch, shape, generate("1f1b", shape, speeds=[1.0] * 4), costs)
         return seconds
 
     both_fast = time_s([fast] * 4)

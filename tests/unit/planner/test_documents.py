@@ -53,6 +53,23 @@ def test_what_is_left_of_attention() -> None:
     assert kept.attention_share == pytest.approx(LENGTH // 256 * 256 * 257 / 2 / (256 * 257 / 2 + (LENGTH - 256) * 256))
 
 
+def test_context_parallel_ranks_send_what_sees_keys_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has the first and the last quarter of a sequence, rank 1 the two between."""
+    assert model().share_sent(2, 1) == 1
+    assert model(document_lengths=(1024,)).share_sent(2, 1) == 0
+    assert model(document_lengths=(64 * LENGTH,)).share_sent(2, 1) == pytest.approx(0.75, abs=0.02)
+    # Two of four blocks begin within a document of the other rank, which ends soon.
+    assert model(document_lengths=4000).share_sent(2, 1) == pytest.approx(2 / 4 * 4000 / (LENGTH / 4), rel=0.4)
+    assert model(attention_window=257, windowed_layers=1.0).share_sent(2, 1) == pytest.approx(2 * 256 / LENGTH)
+    # A slice sees those before it, of which both ranks have parts.
+    assert model(document_lengths=(LENGTH,)).share_sent(2, 4) == pytest.approx((0.75 + 3) / 4)
+    few = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
+    monkeypatch.setattr(Model, "share_sent", lambda *_: 1.0)
+    every = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
+    assert few is not None and every is not None
+    assert few.layer_f < every.layer_f and few.layer_b < every.layer_b
+
+
 def test_documents_are_drawn_alike_and_go_on_in_the_next_sequence() -> None:
     drawn.cache_clear()
     first = drawn(4000, LENGTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from megatron_het.doctor.expectations import load_expectations
+from megatron_het.doctor.check import load_expectations
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tools.planner.emit.command import emit, expectations
 from tools.planner.emit.options import node_kinds

@@ -213,7 +213,29 @@ def test_published_hybrid_models_are_read(name, billions, tmp_path):
     assert model.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
     estimator = priced(model, ("H100-SXM", 8))
     assert estimator.unit(0, 2, 1, "none", 1, 1, 2, 1) is not None
-    assert estimator.unit(0, 1, 1, "none", 2, 1, 1, 1) is None  # context parallelism is refused by plans
+    assert estimator.unit(0, 1, 1, "none", 2, 1, 1, 1) is not None
+
+
+@pytest.mark.parametrize(
+    ("symbol", "more", "travels"),
+    [
+        ("M", {"mamba": MAMBA}, 128 * 64 * 2 + 2 * 8 * 128 + 128 + 128 * 64),
+        ("G", {"delta_net": {"key_heads": 16, "value_heads": 32}}, 2 * 16 * 128 + 32 * 128 + 2 * 32 + 32 * 128),
+    ],
+)
+def test_ranks_that_share_sequences_send_each_other_tokens_of_recurrent_layers(symbol, more, travels):
+    model = hybrid_of(f"{symbol}-*-", **more)
+    estimator = priced(model, ("H100-SXM", 8))
+    one, two = (estimator.unit(0, 1, 1, "none", cp, kind=symbol) for cp in (1, 2))
+    moved = 4096 / 2 * travels * 2 / 2 / catalog()["H100-SXM"].collective_rate
+    assert two.layer_f - moved == pytest.approx(one.layer_f / 2, rel=0.15)
+    assert two.layer_f > moved and two.layer_b - moved == pytest.approx(one.layer_b / 2, rel=0.15)
+    assert two.layer_bytes == pytest.approx(one.layer_bytes / 2)
+    # Ranks divide heads, and every one needs some.
+    few = {"mamba": {"heads": 2, "groups": 1}} if symbol == "M" else {"delta_net": {"key_heads": 2, "value_heads": 2}}
+    estimator = priced(hybrid_of(f"{symbol}-*-", **few), ("H100-SXM", 8))
+    assert estimator.unit(0, 1, 1, "none", 2, kind=symbol) is not None
+    assert estimator.unit(0, 1, 1, "none", 4, kind=symbol) is None
 
 
 def test_files_with_layers_of_no_kind_are_refused():
@@ -229,5 +251,7 @@ def test_slices_hold_the_states_that_they_leave():
     state = 128 * 64 * 128
     assert carried_bytes(estimator, sliced, Group(0, 2, 1), 0) == 4 * 4 * 2 * state / 2
     assert estimator.estimate(sliced) is not None
+    shared = dataclasses.replace(sliced, cp=2)
+    assert carried_bytes(estimator, shared, Group(0, 2, 1), 0) == 4 * 4 * 2 * state / 4
     dense = hybrid_of("*-" * 4)
     assert carried_bytes(priced(dense, ("H100-SXM", 2)), two_stages(4, 4, slices=4), Group(0, 1, 1), 0) == 0

@@ -73,7 +73,7 @@ def test_the_settings_name_what_the_search_has_chosen():
     assert settings == [
         "1f1b, micro batch 1, recompute none",
         "1f1b, micro batch 1, recompute none, split vocabulary, 50 % of activations offloaded",
-        "slimpipe, micro batch 1, recompute none, 4 slices, exchange",
+        "slimpipe, micro batch 1, recompute none, 4 slices per sequence, exchange",
     ]
     divided = plain.with_(stages=(Layers(6, (Group(0, 1, 1),)),), cp=2)
     assert page_of(divided)[0]["subtitle"].split("; ")[0].endswith("recompute none, cp2")

@@ -20,12 +20,13 @@ from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
+from tools.planner.search import auto
 from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
-from tools.planner.search.outcome import Found, Goal, Progress
+from tools.planner.search.outcome import Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
@@ -175,21 +176,6 @@ def test_no_plan_is_below_the_bound(seed, objective, schedules):
     assert best.value(goal) >= Bounds(estimator, goal).value(all_gpus(estimator))
 
 
-def test_the_bound_knows_the_least_bubble():
-    """No GPU holds all layers: 1F1B cannot be nearer to the ideal than the least bubble allows."""
-    _, model = fast_and_slow()
-    model = model.model_copy(update={"num_layers": 64, "global_batch_size": 8, "micro_batch_sizes": (1,)})
-    estimator = estimator_of(Cluster(nodes=(NodeGroup(gpu="A100-80", count=8, gpus_per_node=1),)), model)
-    plain, all_of_them = (Bounds(estimator, Goal(schedules=s)) for s in (("1f1b",), tuple(SCHEDULES)))
-    alone = estimator.estimate(Candidate((Stage(64, (Group(0, 1, 1),)),), 1, "full", zero_stage=1))
-    assert alone is not None and not estimator.fits(alone)
-    assert plain.seconds((8,)) > 1.05 * all_of_them.seconds((8,))
-    candidate = Candidate(tuple(Stage(8, (Group(0, 1, 1),)) for _ in range(8)), 1, zero_stage=1)
-    estimate = estimator.estimate(candidate)
-    assert estimate is not None
-    assert estimate.iteration_s >= plain.seconds((8,))
-
-
 def test_a_power_of_two_of_one_pool():
     cluster, model = fast_and_slow()
     estimator = estimator_of(cluster, model)
@@ -223,6 +209,30 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
     assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
     assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
+
+
+def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):
+    """Whole nodes of several kinds; of one kind alone there is a search already.  A better plan is gone on from."""
+    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
+
+    def found(seconds: float, *groups: Group) -> Found:
+        candidate = Candidate(tuple(Stage(12 // len(groups), (group,)) for group in groups), 1, zero_stage=1)
+        return Found(candidate, ground.estimator.estimate(candidate), seconds, confirmed=True)
+
+    fast, slow = Group(0, 1, 15), Group(1, 1, 3)
+    outcome = Outcome("auto", found=[found(8.0, Group(0, 1, 24)), found(9.0, fast, slow), found(9.5, slow, fast)])
+    outcome.found.append(found(9.9, Group(0, 1, 24), Group(1, 1, 22)))
+    better, searched = found(7.0, Group(0, 1, 8), Group(1, 1, 4)), []
+
+    def search(ground, limits, known, effort):
+        searched.append((limits, known))
+        return Outcome("auto", found=[better] if limits == (16, 4) else [])
+
+    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
+    auto._parts_alone(ground, outcome, inf)
+    assert searched == [((16, 4), 8.0), ((8, 4), 7.0)]
+    assert outcome.best == better
 
 
 # The time that a search promises is the simulated time of the plan that is written.

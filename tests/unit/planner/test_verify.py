@@ -55,7 +55,12 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[dict[str, Any
         calls: list[dict[str, Any]] = []
 
         def run_ranks(
-            ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None = None
+            ranks: Sequence[int],
+            flags: Sequence[str],
+            limit_s: float,
+            kernels: str,
+            bound_s: float | None = None,
+            folder: Path | None = None,
         ) -> dict[int, dict[str, Any]]:
             calls.append({"ranks": list(ranks), "flags": list(flags), "limit_s": limit_s, "bound_s": bound_s})
             return {r: {"memory": {"total_bytes": peak(len(calls), r)}} for r in ranks}
@@ -80,7 +85,9 @@ def test_a_plan_that_fits_is_written(
     found = answer([*words, "--verify-limit-s", "50"], capsys)["verify"]
     assert len(calls) == 1 and calls[0]["limit_s"] == verify.RANK_S and calls[0]["bound_s"] == 50.0
     assert found["complete"] and found["searches"] == 1 and not found["left"]
-    assert [check["rank"] for check in found["ranks"]] == calls[0]["ranks"]
+    assert [check["rank"] for check in found["ranks"]] == sorted(calls[0]["ranks"])
+    by_rank = {check["rank"]: check["predicted_bytes"] for check in found["ranks"]}
+    assert calls[0]["ranks"] == sorted(by_rank, key=lambda rank: -by_rank[rank])  # the fullest first
     assert all(20 * GIB < check["needed_bytes"] < check["capacity_bytes"] for check in found["ranks"])
 
 
@@ -126,13 +133,43 @@ def test_ranks_without_figures_are_named(
     assert f"\nnot verified: rank{'s' * (len(found['ranks']) > 1)} {ranks}: too slow\n" in capsys.readouterr().out
 
 
-def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_the_ranks_that_are_done(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def run_ranks(ranks: Sequence[int], *_: Any, folder: Path, **__: Any) -> dict[int, Any]:
+        (folder / verify.RANK_FILE.format(rank=ranks[0])).write_text("{}", encoding="utf-8")
+        seen.append(made[0].progress)
+        return {r: {"memory": {"total_bytes": GIB}} for r in ranks}
+
+    made: list[verify.Verifier] = []
+    init = verify.Verifier.__init__
+    monkeypatch.setattr(verify.Verifier, "__init__", lambda own, *rest: (made.append(own), init(own, *rest))[1])
+    monkeypatch.setattr(verify, "run_ranks", run_ranks)
+    found = answer(words, capsys)["verify"]
+    assert seen == [f"dry runs of ranks: 1 of {len(found['ranks'])} kinds done, 900 s at most"]
+
+
+def test_the_reason_is_said_where_nobody_left_dry_runs_out(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [word for word in words if word not in ("--verify", "--json")]
+    said = "not checked by dry runs of ranks: with more than 3 GPUs"
+    monkeypatch.setattr(verify, "MOST_GPUS", 3)
+    assert main(plain) == 0 and said not in capsys.readouterr().out  # the tests' own environment leaves them out
+    monkeypatch.delenv("HET_PLAN_VERIFY")
+    assert main([*plain, "--no-verify"]) == 0 and said not in capsys.readouterr().out
+    assert main(plain) == 0 and said in capsys.readouterr().out
+
+
+def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def too_slow(words: Sequence[str], stdout: Any, **more: Any) -> None:
         stdout.write("a library warns\n[Rank 0] memory\n")
         raise dry_run.subprocess.TimeoutExpired(list(words), more["timeout"])
 
     monkeypatch.setattr(dry_run.subprocess, "run", too_slow)
-    found = dry_run._run_in_turn([0, 4], [], 1.0, "gpu", 120.2, False)
+    found = dry_run._run_in_turn([0, 4], [], 1.0, "gpu", 120.2, False, tmp_path)
     assert found == {rank: {"error": "not done after 120 s"} for rank in (0, 4)}
 
 

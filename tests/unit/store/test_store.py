@@ -8,14 +8,18 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import control_plane
+from megatron_het.elastic.links import Links
 from megatron_het.store import Store, StoreError, StoreServer, TokenError, client_tls, job, server, server_tls, wire
+from megatron_het.store.torch_store import LostError, TorchStore
 
-TOKEN, LONG_S = "0123456789abcdef", 60.0
+TOKEN, LONG_S, SOON_S = "0123456789abcdef", 600.0, 100.0
 
 
 @pytest.fixture
@@ -150,3 +154,51 @@ def test_connections_are_encrypted_where_there_is_a_certificate(tmp_path: Path) 
     with pytest.raises(StoreError):
         Store(lambda: address, TOKEN, 0.2).ask("get", "a")
     served.close()
+
+
+# Waits for processes that are known to be lost end at once.
+
+
+def test_a_wait_ends_when_somebody_is_lost(store: StoreServer) -> None:
+    waiting = TorchStore(store, LONG_S, name="here", lost="lost")
+    waiting.set("here", b"1")
+    waiting.wait(["here"])
+    threading.Timer(0.1, store.put, ("lost", "b")).start()
+    start_s = time.monotonic()
+    with pytest.raises(LostError, match="process of this generation is lost"):
+        waiting.get("never")
+    assert time.monotonic() - start_s < SOON_S
+    assert waiting.get("here") == b"1", "what is there is given all the same"
+
+
+def test_a_wait_is_bounded(store: StoreServer) -> None:
+    waiting = TorchStore(store, LONG_S, name="here", lost="lost")
+    with pytest.raises(RuntimeError, match=r"never did not come within 0\.05 s"):
+        waiting.wait(["never"], timedelta(seconds=0.05))
+
+
+def test_connections_are_not_waited_for_when_a_member_has_died(store: StoreServer) -> None:
+    errors = []
+
+    def connect() -> None:
+        try:
+            Links(TorchStore(store, LONG_S, name="here", lost="lost"), 0, 2, LONG_S)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    store.put("lost", "the other member")
+    thread.join(SOON_S)
+    assert not thread.is_alive() and "is lost" in str(errors)
+
+
+def test_a_store_over_the_jobs_own_does_what_torchs_own_does(store: StoreServer) -> None:
+    own = TorchStore(Store(lambda: [("127.0.0.1", store.port)], TOKEN, LONG_S), LONG_S)
+    over = dist.PrefixStore("x", own)
+    for waiting in (over.clone(), dist.HashStore()):
+        waiting.set("a", b"\x00\xff")
+        assert waiting.get("a") == b"\x00\xff" and waiting.check(["a"]) and not waiting.check(["a", "b"])
+        assert waiting.add("n", 2) == 2 and waiting.get("n") == b"2"
+        assert waiting.compare_set("a", "y", "z") == b"\x00\xff" and waiting.compare_set("new", "", "z") == b"z"
+        assert list(waiting.multi_get(["a", "n"])) == [b"\x00\xff", b"2"]

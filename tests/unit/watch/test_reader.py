@@ -54,13 +54,18 @@ def _reader(plan: Plan, board: Board, folder: Path | None) -> Reader:
     return Reader(plan, program_of(plan), board, Settings(), folder, SimpleNamespace(tensorboard_log_interval=1))
 
 
-def test_a_drift_is_said_written_and_drawn(tmp_path: Path, writer: _Writer, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = runs.pipeline(4, 4)
-    board = Board(MemoryStore())
-    reader = _reader(plan, board, tmp_path)
+def _drifting(folder: Path | None) -> Reader:
+    """A reader that has followed a run in which rank 1 has become slow."""
+    plan, board = runs.pipeline(4, 4), Board(MemoryStore())
+    reader = _reader(plan, board, folder)
     for iteration in range(1, 25):
         _tell(board, plan, iteration, 3.0 if iteration >= 15 else 1.0)
         reader.read(iteration)
+    return reader
+
+
+def test_a_drift_is_said_written_and_drawn(tmp_path: Path, writer: _Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    _drifting(tmp_path)
     out = capsys.readouterr().out
     assert out.count("het: watch:") == 1 and "iteration 17: rank 1 (stage 1, replica 0, core on here)" in out
     summary = json.loads((tmp_path / "watch.json").read_text())
@@ -90,13 +95,7 @@ def test_without_a_folder_nothing_is_written(
     tmp_path: Path, writer: _Writer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = runs.pipeline(4, 4)
-    board = Board(MemoryStore())
-    reader = _reader(plan, board, None)
-    for iteration in range(1, 25):
-        _tell(board, plan, iteration, 3.0 if iteration >= 15 else 1.0)
-        reader.read(iteration)
-    reader.close()
+    _drifting(None).close()
     assert "rank 1" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 

@@ -27,8 +27,6 @@ from ..inputs.cluster import Cluster
 from ..inputs.files import check_target
 from ..inputs.model import Model
 from ..inputs.packing import seat_replicas
-from ..page.collect import collect, gains_of, rows_of
-from ..page.html import ENDINGS, check_page, notes_of, page_of_search, write_page, written
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
     GIB,
@@ -48,7 +46,7 @@ from ..search.methods import search
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
 from .dry_run import lines as verified_lines
-from .dry_run import verifier_of
+from .dry_run import unverified_lines, verifier_of
 
 # ``het-plan support``: what a report of a bug needs, in one archive, without data, weights or tokens.
 
@@ -144,7 +142,7 @@ def plan(options: argparse.Namespace) -> int:
         )
     checked = None
     if verifier is not None:
-        with shown_progress("dry runs of one rank of each kind", options):
+        with shown_progress(lambda: verifier.progress, options):
             checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
     with collector_paused():
@@ -160,6 +158,8 @@ def plan(options: argparse.Namespace) -> int:
     if checked is not None:
         body["verify"] = checked.as_json()
         tables += verified_lines(checked)
+    else:
+        tables += unverified_lines(options, estimator)
     if options.profile is None:
         tables.append(
             f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
@@ -404,6 +404,8 @@ def emit(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
+    from ..page.html import check_page, page_of_search, written
+
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
@@ -412,9 +414,9 @@ def explain(options: argparse.Namespace) -> int:
     body["search"] = search_body(outcome, goal)
     body["binding"] = binding(estimator, goal, best)
     body["runners_up"] = alternatives(estimator, outcome, best)
-    seconds = each_s(options, len(estimator.cluster.nodes))
-    with shown_progress("searching with one node more of each kind", options):
-        body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
+    progress = Progress(limit_s=each_s(options, len(estimator.cluster.nodes)))
+    with shown_progress(lambda: progress.text, options):
+        body["one_more_node"] = one_more_node(estimator, goal, best, progress)
     shown = [row_of(estimator, "this plan", best, best), *body["runners_up"]]
     runners = plans_tables("Plans of other kinds", "differs by", shown)
     more = table("One more node", "kind", "s per iteration", "change")
@@ -430,16 +432,19 @@ def explain(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """The plan against an even split, single GPU types and single schedules."""
+    from ..page.html import check_page, page_of_search, written
+
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
-    seconds = each_s(options, len(estimator.cluster.nodes) + len(goal.schedules))
-    with shown_progress("searching on single kinds and with single schedules", options):
-        rows = comparison(estimator, goal, best, seconds)
+    progress = Progress(limit_s=each_s(options, len(estimator.cluster.nodes) + len(goal.schedules)))
+    with shown_progress(lambda: progress.text, options):
+        rows = comparison(estimator, goal, best, progress)
     shown = plans_tables("Comparison", "what", rows)
     page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
-    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *written(page))
+    lines = bound_lines(outcome, goal)
+    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *lines, *written(page))
     return 0
 
 
@@ -448,6 +453,9 @@ def compare(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
+    from ..page.collect import collect, gains_of, rows_of
+    from ..page.html import ENDINGS, notes_of, write_page
+
     check_target(options.html, "--html", ENDINGS)
     goal = goal_from(options)
     estimator, made = load(options)
@@ -460,9 +468,10 @@ def report(options: argparse.Namespace) -> int:
     if not options.no_search:
         mine = Found(candidate, estimate, body["iteration_s"])
         kinds = len(estimator.cluster.nodes)
-        seconds = each_s(options, 2 * kinds + len(goal.schedules))
-        body["comparison"] = comparison(estimator, goal, mine, seconds)
-        body["one_more_node"] = one_more_node(estimator, goal, mine, seconds)
+        progress = Progress(limit_s=each_s(options, 2 * kinds + len(goal.schedules)))
+        with shown_progress(lambda: progress.text, options):
+            body["comparison"] = comparison(estimator, goal, mine, progress)
+            body["one_more_node"] = one_more_node(estimator, goal, mine, progress)
         page["comparison"] = rows_of(estimator, body["comparison"])
         page["one_more_node"] = gains_of(body["one_more_node"])
     write_page(page, options.html)
@@ -477,9 +486,9 @@ def check(options: argparse.Namespace) -> int:
     """Whether a plan can run and fits; exit code 1 when it does not."""
     estimator, made = load(options)
     problem = _obstacle(made)
-    problems, notes = ([problem], []) if problem else _misfits(estimator, made, options)
+    problems, notes, fullest = ([problem], [], []) if problem else _misfits(estimator, made, options)
     notes += estimator.model.notes
-    tables: list[Any] = ["the plan is valid and fits"]
+    tables: list[Any] = ["the plan is valid and fits", *fullest]
     if problems:
         tables = [table("Problems", "where", "what")]
         for problem in problems:
@@ -505,12 +514,14 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
     return None
 
 
-def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns what of a plan does not fit the cluster, and what cannot be told."""
+def _misfits(
+    estimator: Estimator, made: Any, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Returns what of a plan does not fit the cluster, what cannot be told, and where memory is fullest."""
     try:
         seat_replicas(made, rooms_of(estimator.cluster), options.plan)
     except PlannerError as error:
-        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}], []
+        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}], [], []
     candidate, estimate, _ = priced(estimator, made, options)
     problems: list[dict[str, Any]] = []
     for m in estimate.memory:
@@ -533,4 +544,9 @@ def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> tu
             problems.append(
                 {"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"}
             )
-    return problems, host_memory_lines(offloaded(estimator, estimate))
+    worst = estimate.worst_memory
+    fullest = (
+        f"memory is fullest on stage {worst.stage} ({estimator.cluster.nodes[worst.group.pool].gpu}): "
+        f"{worst.total_bytes / GIB:.1f} of {worst.capacity_bytes / GIB:.1f} GiB"
+    )
+    return problems, host_memory_lines(offloaded(estimator, estimate)), [fullest]

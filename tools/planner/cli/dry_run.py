@@ -36,6 +36,7 @@ START_S = 300.0
 """Bound on importing Megatron, which takes seconds on a machine that does nothing else."""
 MOST_PROCESSES = 8
 """That import Megatron, half a gigabyte each."""
+RANK_FILE = "rank-{rank}.json"
 _LAST_LINES = 12
 
 
@@ -166,6 +167,7 @@ def run_ranks(
     kernels: str,
     bound_s: float | None = None,
     cuda: bool = False,
+    folder: Path | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
 
@@ -176,44 +178,48 @@ def run_ranks(
         kernels: ``gpu``, ``local`` or ``cpu``.
         bound_s: Seconds for all of them with the start.
         cuda: Fake tensors are on a CUDA device, and waits of the host for it are counted.
+        folder: Where a file per rank tells that it is done (``RANK_FILE``); by default one of its own.
     """
+    if folder is None:
+        with TemporaryDirectory(prefix="het-dry-run-") as own:
+            return run_ranks(ranks, flags, limit_s, kernels, bound_s, cuda, Path(own))
     count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
     parts = [list(ranks[i::count]) for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda), parts)
+        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda, folder), parts)
         found = {rank: figures for part in done for rank, figures in part.items()}
     return {rank: found[rank] for rank in ranks}
 
 
 def _run_in_turn(
-    ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None, cuda: bool
+    ranks: Sequence[int],
+    flags: Sequence[str],
+    limit_s: float,
+    kernels: str,
+    bound_s: float | None,
+    cuda: bool,
+    folder: Path,
 ) -> dict[int, dict[str, Any]]:
     """Dry runs of some ranks, each forked from one process that has imported Megatron; see :func:`run_ranks`."""
-    found: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="het-dry-run-") as folder:
-        out = Path(folder)
-        words = [sys.executable, "-m", "megatron_het.dry_run", "--kernels", kernels, "--limit-s", f"{limit_s:g}"]
-        words += ["--cuda"] * cuda + ["--out", str(out / "rank-{rank}.json")]
-        for rank in ranks:
-            words += ["--rank", str(rank)]
-        longest_s = START_S + (limit_s + 1) * len(ranks)
-        bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
-        ended = ""
-        with (out / "log").open("w+", encoding="utf-8", errors="replace") as log:
-            try:
-                subprocess.run(
-                    [*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False
-                )
-            except subprocess.TimeoutExpired:
-                ended = f"not done after {bound_s:.0f} s"
-            log.seek(0)
-            lines = log.read().splitlines()
-        for rank in ranks:
-            path = out / f"rank-{rank}.json"
-            if path.exists():
-                found[rank] = json.loads(path.read_text(encoding="utf-8"))
-            else:
-                found[rank] = {"error": _reason(lines, ended)}
+    words = [sys.executable, "-m", "megatron_het.dry_run", "--kernels", kernels, "--limit-s", f"{limit_s:g}"]
+    words += ["--cuda"] * cuda + ["--out", str(folder / RANK_FILE)]
+    for rank in ranks:
+        words += ["--rank", str(rank)]
+    longest_s = START_S + (limit_s + 1) * len(ranks)
+    bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
+    ended = ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        try:
+            subprocess.run([*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False)
+        except subprocess.TimeoutExpired:
+            ended = f"not done after {bound_s:.0f} s"
+        log.seek(0)
+        lines = log.read().splitlines()
+    found = {}
+    for rank in ranks:
+        path = folder / RANK_FILE.format(rank=rank)
+        done = path.exists()
+        found[rank] = json.loads(path.read_text(encoding="utf-8")) if done else {"error": _reason(lines, ended)}
     return found
 
 
@@ -383,16 +389,33 @@ def verifier_of(options: argparse.Namespace, estimator: Estimator) -> Verifier |
     Raises:
         PlannerError: ``--verify``, and a model that a dry run cannot train.
     """
-    wanted = options.verify
-    if wanted is None:
-        has_torch = all(importlib.util.find_spec(name) for name in ("torch", "megatron"))
-        is_gpu = not any(estimator.cluster.gpu(n.gpu).is_processor for n in estimator.cluster.nodes)
-        small = estimator.cluster.total_gpus <= MOST_GPUS and os.environ.get("HET_PLAN_VERIFY", "1") != "0"
-        wanted = has_torch and is_gpu and small and not estimator.model.not_run and not estimator.model.fp8
-    if not wanted:
+    asked = options.verify
+    if asked is False or (asked is None and (_is_off() or why_not_verified(estimator))):
         return None
     limit_s = options.verify_limit_s
-    return Verifier(estimator.model, limit_s if limit_s is not None else ASKED_S if options.verify else UNASKED_S)
+    return Verifier(estimator.model, limit_s if limit_s is not None else ASKED_S if asked else UNASKED_S)
+
+
+def why_not_verified(estimator: Estimator) -> str:
+    """Why plans are not run dry unless that is asked for; empty where they are."""
+    cluster, model = estimator.cluster, estimator.model
+    if not all(importlib.util.find_spec(name) for name in ("torch", "megatron")):
+        return "torch and Megatron are not installed here"
+    if any(cluster.gpu(node.gpu).is_processor for node in cluster.nodes):
+        return "they are of GPUs"
+    if cluster.total_gpus > MOST_GPUS:
+        return f"with more than {MOST_GPUS} GPUs they take long"
+    return "they know no fp8" if model.fp8 else "they cannot train this model" if model.not_run else ""
+
+
+def unverified_lines(options: argparse.Namespace, estimator: Estimator) -> list[str]:
+    """Returns what to say where nobody has asked to leave the dry runs out and there are none."""
+    reason = "" if options.verify is False or _is_off() else why_not_verified(estimator)
+    return [f"memory is by formula, not checked by dry runs of ranks: {reason}"] if reason else []
+
+
+def _is_off() -> bool:
+    return os.environ.get("HET_PLAN_VERIFY", "1") == "0"
 
 
 class Verifier:
@@ -412,6 +435,16 @@ class Verifier:
         self._start_s = time.monotonic()
         self._spent_s = 0.0
         self._left: list[str] = []
+        self._now: tuple[Path, int] | None = None
+
+    @property
+    def progress(self) -> str:
+        """How many ranks of the present plan are done."""
+        if self._now is None:
+            return "a plan for dry runs"
+        folder, count = self._now
+        done = len(list(folder.glob(RANK_FILE.format(rank="*"))))
+        return f"dry runs of ranks: {done} of {count} kinds done, {self._limit_s - self._spent_s:.0f} s at most"
 
     def verified(self, estimator: Estimator, outcome: Outcome, search: Search) -> Verified:
         """The first finalist of which no dry run needs more than a GPU has.
@@ -459,31 +492,44 @@ class Verifier:
 
     def _checked(self, plan: Plan, memory: Sequence[GroupMemory], kernels: str) -> list[RankCheck]:
         """One rank of each kind beside its GPU, in the time that is left."""
-        kinds = rank_kinds(plan)
+        # The fullest first: where the time is over, the others hardly matter.
+        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_predicted(plan, kind, memory)[1]))
         left_s = self._limit_s - self._spent_s
         start_s = time.monotonic()
-        with TemporaryDirectory(prefix="het-verify-") as folder:
-            path = Path(folder) / "plan.json"
-            save_plan(plan, path)
-            flags = rank_flags(plan, self._model, str(path), [])
+        with TemporaryDirectory(prefix="het-verify-") as made:
+            folder = Path(made)
+            self._now = folder, len(kinds)
+            save_plan(plan, folder / "plan.json")
+            flags = rank_flags(plan, self._model, str(folder / "plan.json"), [])
             ranks = [kind.ranks[0] for kind in kinds]
-            results = run_ranks(ranks, flags, RANK_S, kernels, bound_s=left_s) if left_s > 0 else {}
+            results = run_ranks(ranks, flags, RANK_S, kernels, bound_s=left_s, folder=folder) if left_s > 0 else {}
+            self._now = None
         self._spent_s += time.monotonic() - start_s
+        kinds.sort(key=lambda kind: kind.ranks)
         late = {"error": f"not run: --verify-limit-s {self._limit_s:g} was spent"}
         return [_check(plan, kind, results.get(kind.ranks[0], late), memory) for kind in kinds]
 
 
-def _check(plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory]) -> RankCheck:
+def _predicted(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory]) -> tuple[str, GroupMemory]:
+    """GPU of a kind of rank, and what the planner's formulas say of its memory."""
     rank = kind.ranks[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
     mine = [m for m in memory if m.stage == s and m.group.tp == replica.tp] or [m for m in memory if m.stage == s]
-    said = max(mine, key=lambda m: m.total_bytes / m.capacity_bytes)
+    return replica.device, max(mine, key=_share)
+
+
+def _share(memory: GroupMemory) -> float:
+    return memory.total_bytes / memory.capacity_bytes
+
+
+def _check(plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory]) -> RankCheck:
+    gpu, said = _predicted(plan, kind, memory)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
-        rank=rank,
+        rank=kind.ranks[0],
         stands_for=len(kind.ranks),
-        stage=s,
-        gpu=replica.device,
+        stage=said.stage,
+        gpu=gpu,
         needed_bytes=peak,
         predicted_bytes=said.total_bytes,
         capacity_bytes=said.capacity_bytes,
@@ -501,7 +547,7 @@ def _why(found: Found, worst: RankCheck) -> str:
 
 def lines(verified: Verified) -> list[Any]:
     """Returns what people read."""
-    shown = table("Dry runs (GiB)", "rank", "ranks", "stage", "GPU", "needs", "predicted", "has")
+    shown = table("Dry runs: memory of a rank, GiB", "rank", "ranks", "stage", "GPU", "needs", "predicted", "has")
     for check in verified.ranks:
         needs = f"{check.needed_bytes / GIB:.2f}" if not check.error else "unknown"
         figures = (f"{check.predicted_bytes / GIB:.2f}", f"{check.capacity_bytes / GIB:.2f}")

@@ -218,7 +218,7 @@ def build_plan(
         ),
         stages=tuple(stages),
         schedule=ScheduleSpec(candidate.schedule, parameters),
-        predicted=Prediction(estimate.iteration_s, _bubble(estimate), tuple(per_rank)),
+        predicted=Prediction(estimate.iteration_s, _bubble(candidate, estimate), tuple(per_rank)),
         notes=notes,
     )
     if not checked:
@@ -297,9 +297,12 @@ def in_order_of(plan: Plan, candidate: Candidate) -> Plan:
     return replace(plan, schedule=ScheduleSpec(candidate.schedule, parameters))
 
 
-def _bubble(estimate: Estimate) -> float:
+def _bubble(candidate: Candidate, estimate: Estimate) -> float:
+    """Idle time over compute, the mean of the replicas, as the simulator counts it."""
+    replicas = [sum(g.count for g in stage.groups) for stage in candidate.stages]
+    compute_s = sum(n * busy_s for n, busy_s in zip(replicas, estimate.stage_busy_s))
     # Without a bubble the difference of two sums may come out below zero by a rounding.
-    return max(estimate.fill_s, 0.0) / estimate.busy_s if estimate.busy_s else 0.0
+    return max(sum(replicas) * estimate.iteration_s / compute_s - 1, 0.0) if compute_s else 0.0
 
 
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:

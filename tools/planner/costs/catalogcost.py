@@ -98,6 +98,11 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
     return LayerWork(tuple(products), flops, score, elements, grouped, routed)
 
 
+def _sharing_rate(gpu: Gpu, tp: int, spread: Spread) -> float:
+    """Bytes per second between context-parallel ranks."""
+    return gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+
+
 def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
     h, x = model.hidden_size, model.latent
     r = model.recurrent
@@ -265,9 +270,8 @@ class CatalogCosts:
         element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
         attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
         each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
-        around = model.norms / 2 * self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(
-            gpu, work, tp, spread
-        )
+        around = model.norms / 2 * self._reduces_s(gpu, 2 * tokens, tp, spread)
+        around += self._exchange_s(gpu, work, tp, spread) + self._heads_s(gpu, tokens, tp, spread)
         dropless = experts and model.experts is not None and model.experts.dropless
         waits = kernels.dropless_launches * gpu.launch_s if dropless else 0.0
         launches = kernels.launches * model.norms / 2 + (kernels.expert_launches if experts else 0.0)
@@ -305,16 +309,24 @@ class CatalogCosts:
     ) -> tuple[float, float]:
         """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
         model = self.model
-        rate = gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+        rate = _sharing_rate(gpu, tp, spread)
         elements = (spread.cp - 1) * batch * model.seq_length / spread.cp / tp
         if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
             ring = elements * 2 * model.kv_size * model.element_bytes / rate
             return max(forward, ring), max(backward, 2 * ring)
         # Queries go and partial outputs return, while a rank attends to its own keys for its own queries.  Backwards
         # send queries, outputs and gradients, and get gradients of queries in fp32.
+        elements *= model.share_sent(spread.cp, spread.slices)
         once = elements * model.attention_size / rate
         there, back = 2 * once * model.element_bytes, once * (3 * model.element_bytes + 4)
         return forward + max(0.0, there - forward / spread.cp), backward + max(0.0, back - backward / spread.cp)
+
+    def _heads_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
+        """Tokens of a rank to the context-parallel ranks of the heads of a recurrent layer, and the results back."""
+        if self.model.recurrent is None or spread.cp == 1:
+            return 0.0
+        moved = tokens * self.model.recurrent.travels * self.model.element_bytes / tp
+        return moved * (spread.cp - 1) / spread.cp / _sharing_rate(gpu, tp, spread)
 
     def _reduces_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
         """Exposed time of an all-reduce (or all-gather and reduce-scatter) of activations over a TP group."""

@@ -114,7 +114,7 @@ def carried_bytes(estimator: OperatingPoints, candidate: Candidate, group: Group
     mine = "".join(layers_at(candidate, model.pattern)[s])
     sizes = ((MAMBA, model.mamba), (GATED_DELTA_NET, model.delta_net))
     numbers = sum(mine.count(symbol) * x.state_numbers for symbol, x in sizes if x is not None)
-    return 4.0 * candidate.slices * candidate.micro_batch_size * numbers / group.tp
+    return 4.0 * candidate.slices * candidate.micro_batch_size * numbers / group.tp / candidate.cp
 
 
 def moved_bytes(

@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
-from megatron_het.plan.schema import RECURRENT, later_layers
+from megatron_het.plan.schema import later_layers
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
@@ -246,8 +246,8 @@ class OperatingPoints:
         network = node.network_bytes_per_s / node.gpus_per_node
         spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices)
         kinds = ((kind, 1),) if kind else ()
-        if cp > 1 and any(symbol in self.model.pattern for symbol in RECURRENT):  # as plans refuse it
-            return None
+        if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
+            return None  # as plans refuse it: ranks divide heads
         if (
             tp > node.gpus_per_node
             or tp not in self.costs.tp_sizes(node.gpu)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.arguments.megatron_args import environment_of
-from megatron_het.doctor.expectations import Expectations, LayerExpectation, LayerModel, LinkExpectation
+from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.features.registry import packing_flags

@@ -133,7 +133,8 @@ def find_gpu(name: str, own: dict[str, Gpu], file: str, key: str) -> Gpu:
     known = catalog()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
+    begun = [kind for kind in (*own, *known) if kind.lower().startswith(name.lower()[:32])] if name else []
+    near = begun[:3] or difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     raise PlannerError(
         file,

@@ -113,6 +113,7 @@ class NodeGroup(BaseModel):
             than its share of the network (software limits); None = its share.
         intra_node_bytes_per_s: Overrides the catalog's figure.
         usd_per_gpu_hour: Price; overrides the catalog's.
+        interruptions_per_day: How often a node is taken away or fails; ``rent`` reckons with it.
         max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
         hosts: Host names, for generated scripts; ``node[01-04]`` stands for four.
         python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
@@ -137,6 +138,7 @@ class NodeGroup(BaseModel):
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
     intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)
+    interruptions_per_day: float = Field(default=0.0, ge=0, le=86400)
     max_gpus: int | None = Field(default=None, ge=0)
     hosts: tuple[str, ...] = ()
     python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")

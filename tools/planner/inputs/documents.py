@@ -8,17 +8,20 @@ a document that does not fit goes on in the next sequence.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
+from megatron_het.plan.placement import token_blocks
 from megatron_het.safe_io import FileError, read_text
 from megatron_het.safe_io.reading import shown
-from megatron_het.schedule.cutting import Cutting, Starts
+from megatron_het.schedule.cutting import Cutting, Span, Starts, rows_that_see
 
 from ..errors import PlannerError, from_file_error
 
 Lengths = int | tuple[int, ...]
 """A mean, or a sample."""
 _SEED, _SEQUENCES, _MOST_DOCUMENTS = 0, 64, 50_000
+_MOST_PAIRS = 4_000  # pairs of ranks in a slice that are looked at
 MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 
 
@@ -95,3 +98,31 @@ def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_
     cutting = Cutting(seq_length, 1, window_tokens=None if window is None else window - 1, window_share=share)
     whole = cutting.keys((0,), seq_length)
     return [cutting.keys(starts, seq_length) / whole for starts in drawn(lengths, seq_length)]
+
+
+@functools.lru_cache(maxsize=256)
+def share_sent(lengths: Lengths | None, seq_length: int, cp: int, slices: int, window: int | None = None) -> float:
+    """Share of its queries that a context-parallel rank sends to another one, in the mean: those that see its keys.
+
+    Args:
+        lengths: Of the documents; None if a sequence is one.
+        seq_length: Tokens of a sequence.
+        cp: Ranks.
+        slices: Of a sequence, equally long.
+        window: Keys that a query sees, its own with them; None for all of its document.
+    """
+    tokens = max(seq_length // slices // (2 * cp), 1) * 2 * cp
+    blocks = token_blocks((1,) * cp, tokens)
+    count = max(1, _MOST_PAIRS // (slices * cp * cp))
+    sent, drawn_ones = 0, ((0,),) if lengths is None else drawn(lengths, seq_length)[:count]
+    earlier = None if window is None else window - 1
+    for starts in drawn_ones:
+        held: list[list[Span]] = [[] for _ in range(cp)]
+        for first in range(0, slices * tokens, tokens):
+            placed = [[(first + a, first + b) for a, b in own] for own in blocks]
+            for rank, own in enumerate(placed):
+                held[rank] += own
+            for owner, holder in itertools.permutations(range(cp), 2):
+                for block in placed[owner]:
+                    sent += sum(b - a for a, b in rows_that_see(block, held[holder], (starts,), earlier))
+    return sent / (len(drawn_ones) * slices * tokens * (cp - 1))

@@ -55,6 +55,7 @@ _OUTPUTS: dict[str, dict[str, tuple[bytes, ...]]] = {
     "explain": {"html": _PAGE},
     "compare": {"html": _PAGE},
     "replay": {"picture": _PICTURE, "html": _PAGE},
+    "rent": {"out": (b'"nodes"',), "picture": _PICTURE},
     "replan": {"out": _PLAN},
     "dry-run": {"out": (b'"kernels"',)},
     "profile": {"out": (b'"megatron_het.profile"',)},

@@ -25,10 +25,8 @@ from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
-from .documents import Lengths, lengths_problem, read_lengths, share_left
+from .documents import Lengths, lengths_problem, read_lengths, share_left, share_sent
 from .files import read_yaml
-from .model_arguments import checkpoint_arguments, from_arguments
-from .model_configs import from_config, is_config
 from .model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, check_sizes, flag_words
 from .names import text_problem
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
@@ -402,6 +400,17 @@ class Model(BaseModel):
         """Whether stages can share the vocabulary; layers for later tokens read whole tables."""
         return not self.mtp_num_layers
 
+    def share_sent(self, cp: int, slices: int) -> float:
+        """Share of its queries that a context-parallel rank sends to another one, averaged over layers."""
+        if self.document_lengths is None and self.attention_window is None:
+            return 1.0
+        windowed = 0.0 if self.attention_window is None else self.windowed_layers
+        return sum(
+            part * share_sent(self.document_lengths, self.seq_length, cp, slices, window)
+            for part, window in ((windowed, self.attention_window), (1 - windowed, None))
+            if part
+        )
+
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""
         return 2.0 * tokens * self.hidden_size * self.vocab_size
@@ -506,13 +515,17 @@ def load_model(
     if Path(path).is_dir() and (Path(path) / "config.json").is_file():
         file = str(Path(path) / "config.json")
     if Path(file).is_dir() or Path(file).suffix == ".pt":
+        from .model_arguments import checkpoint_arguments, from_arguments
+
         arguments, file = checkpoint_arguments(file)
         document: Any = from_arguments(arguments, file)
     else:
         document = read_yaml(file, constants_as_text=True)  # Nemotron's have an upper bound that is Infinity
-        if not is_config(document):
+        if not (isinstance(document, dict) and document.keys() & {"model_type", "architectures"}):
             document = read_yaml(file)
-        else:
+        else:  # of Hugging Face
+            from .model_configs import from_config
+
             document = from_config(document, file, seq_length)
             for key, given in (("seq_length", seq_length), ("global_batch_size", global_batch_size)):
                 if given is None:

@@ -50,11 +50,6 @@ class Rule:
     read: Callable[[Reading], None]
 
 
-def is_config(document: Any) -> bool:
-    """Whether a document is a Hugging Face ``config.json``."""
-    return isinstance(document, dict) and ("model_type" in document or "architectures" in document)
-
-
 def from_config(config: Config, file: str, seq_length: int | None = None) -> dict[str, Any]:
     """Our model document from a Hugging Face ``config.json``; batch and sequence length are not in it.
 

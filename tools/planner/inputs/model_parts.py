@@ -225,6 +225,16 @@ class Mamba(BaseModel):
     state_size: int = Field(default=128, ge=1)
 
     @property
+    def all_heads(self) -> int:
+        """Heads that the ranks of a replica divide."""
+        return self.heads
+
+    @property
+    def travels(self) -> int:
+        """Numbers of a token that context-parallel ranks send each other: inputs and outputs of the recurrence."""
+        return self.projected + self.inner
+
+    @property
     def inner(self) -> int:
         """Width of what the output projection reads."""
         return self.heads * self.head_size
@@ -274,6 +284,16 @@ class DeltaNet(BaseModel):
     value_heads: int = Field(ge=1)
     key_size: int = Field(default=128, ge=1)
     value_size: int = Field(default=128, ge=1)
+
+    @property
+    def all_heads(self) -> int:
+        """Heads that the ranks of a replica divide."""
+        return self.value_heads
+
+    @property
+    def travels(self) -> int:
+        """Numbers of a token that context-parallel ranks send each other: all but the gate, and the outputs."""
+        return self.projected
 
     @property
     def inner(self) -> int:

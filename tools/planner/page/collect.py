@@ -429,7 +429,7 @@ def collect(
         subtitle=f"{model.name} on {cluster.name}: {_schedule(body)}; {gpus}",
         figures=_figures(body, found, candidate),
         cluster=cluster_map(estimator, candidate, plan, seated, found.result),
-        stages=_stages(estimator, body),
+        stages=_stages(estimator, body, _computes(estimator, plan, seated, found.result)),
         timelines=[_timeline(estimator, candidate, plan, seated, found)],
         causes={CAUSES[name]: seconds for name, seconds in body["by_cause_s"].items() if seconds > 0},
         notes=list(notes),
@@ -447,7 +447,7 @@ def rows_of(estimator: Estimator, rows: Sequence[dict[str, Any]]) -> list[Row]:
             plan=r["plan"],
             iteration_s=r["iteration_s"],
             tokens_per_s=tokens / r["iteration_s"] if r["iteration_s"] else None,
-            usd_per_iteration=r["usd_per_iteration"],
+            usd_per_iteration=None if r.get("gpus_without_price") else r["usd_per_iteration"],
             gpus=r["gpus"],
         )
         for r in rows
@@ -471,7 +471,7 @@ def gains_of(rows: Sequence[dict[str, Any]]) -> list[NodeGain]:
 def _schedule(body: dict[str, Any]) -> str:
     text = f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}"
     for name in ("chunks", "slices"):
-        text += f", {body[name]} {name}" if body[name] > 1 else ""
+        text += f", {body[name]} {name} per {'stage' if name == 'chunks' else 'sequence'}" if body[name] > 1 else ""
     text += ", offload" if body["offload"] else ""
     return text + "".join(f", {name}" for name in body["extras"])
 
@@ -499,7 +499,18 @@ def _figure(name: str, value: float | str | None, unit: str, note: str = "") -> 
     return Figure(name=name, value=value, unit=unit, note=note)
 
 
-def _stages(estimator: Estimator, body: dict[str, Any]) -> list[StageRow]:
+def _computes(estimator: Estimator, plan: Plan, seated: Seats, result: Result) -> dict[tuple[object, ...], float]:
+    """Simulated seconds in which the slowest replica of a stage, kind of node and TP size computes."""
+    found: dict[tuple[object, ...], float] = {}
+    replicas = [(s, q, replica) for s, stage in enumerate(plan.stages) for q, replica in enumerate(stage.replicas)]
+    for (s, q, replica), compute_s in zip(replicas, result.compute_s, strict=True):
+        node = estimator.cluster.nodes[seated[s][q][0].pool]
+        key = s, node.gpu, node.zone, replica.tp
+        found[key] = max(found.get(key, 0.0), compute_s)
+    return found
+
+
+def _stages(estimator: Estimator, body: dict[str, Any], computes: dict[tuple[object, ...], float]) -> list[StageRow]:
     out = []
     for r in body["stages"]:
         share = r["state_share"]
@@ -512,7 +523,7 @@ def _stages(estimator: Estimator, body: dict[str, Any]) -> list[StageRow]:
                 tp=r["tp"],
                 layers=r["layers"],
                 microbatches=r["microbatches_per_replica"],
-                busy_s=r["busy_s"],
+                busy_s=computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
                 memory_bytes=r["memory_bytes"],
                 total_bytes=r["total_bytes"],
                 capacity_bytes=r["capacity_bytes"],

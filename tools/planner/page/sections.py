@@ -440,7 +440,7 @@ def _stage(r: StageRow, longest: float, hues: Sequence[int]) -> Html:
     )
     facts = [
         f"{r['replicas']} × {r['gpu']}" + (f" · TP {r['tp']}" if r["tp"] > 1 else ""),
-        f"{r['layers']} layers · {r['microbatches']} microbatches · busy {seconds(r['busy_s'])}",
+        f"{r['layers']} layers · {r['microbatches']} microbatches · computes {seconds(r['busy_s'])}",
     ]
     if r["where"]:
         facts[0] += f" · {r['where']}"
@@ -541,7 +541,8 @@ def _comparison(rows: Sequence[Row]) -> Html:
                 cell("tokens/s", significant(r["tokens_per_s"])),
             ]
             if with_usd:
-                cells.append(cell(_USD, usd(r["usd_per_iteration"] or 0.0)))
+                price = r["usd_per_iteration"]
+                cells.append(cell(_USD, "unknown" if price is None else usd(price)))
             cells.append(cell("GPUs", str(r["gpus"] or "")))
             cells.append(tag("td", r["plan"] or "", class_="plan"))
         body.append(cells)

@@ -19,7 +19,7 @@ from ..inputs.files import check_target, read_json
 from ..page.data import Course as PageCourse
 from ..page.data import PageData, Row
 from ..page.html import check_page, notes_of, write_page
-from ..report.tables import describe, say, shown_progress, table
+from ..report.tables import NOTATION, describe, say, shown_progress, table
 from ..search.limit import cpu_limit, left_s
 from ..search.methods import search
 from ..search.outcome import Goal, Progress
@@ -65,13 +65,20 @@ def search_pools(
     """
     found: dict[Pool, PoolPlan] = {}
     for pool in sorted(set(pools), key=sum):
-        best = _search_pool(estimator, goal, method, pool, limit_s / len(set(pools)))
-        for smaller in found.values():
-            fits = smaller.iteration_s is not None and _is_part(smaller.pool, pool)
-            if fits and (smaller.iteration_s or 0.0) < (best.iteration_s or inf):
-                best = replace(smaller, pool=pool)
-        found[pool] = best
+        plan_of_pool(found, estimator, goal, method, pool, limit_s / len(set(pools)))
     return found
+
+
+def plan_of_pool(
+    found: dict[Pool, PoolPlan], estimator: Estimator, goal: Goal, method: str, pool: Pool, limit_s: float
+) -> None:
+    """Add the plan of a pool to those found; one that was found for a part of the pool counts too."""
+    best = _search_pool(estimator, goal, method, pool, limit_s)
+    for smaller in found.values():
+        fits = smaller.iteration_s is not None and _is_part(smaller.pool, pool)
+        if fits and (smaller.iteration_s or 0.0) < (best.iteration_s or inf):
+            best = replace(smaller, pool=pool)
+    found[pool] = best
 
 
 def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limit_s: float) -> PoolPlan:
@@ -126,6 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
     parser.add_argument("--html", metavar="FILE", help="write one HTML page of what is printed")
+    add_pauses(parser)
+
+
+def add_pauses(parser: argparse.ArgumentParser) -> None:
+    """Options that say what changes of a job cost."""
     parser.add_argument(
         "--pauses", type=Path, metavar="FILE", help="what benchmarks.elastic wrote, for the pauses of this hardware"
     )
@@ -157,7 +169,7 @@ def replay(options: argparse.Namespace) -> int:
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
-    costs = _with_growth(costs, sources, each_byte_s, plans[full])
+    costs = with_growth(costs, sources, each_byte_s, plans[full])
     courses = run_all(trace, lambda pool: plans[pool].iteration_s, costs, full)
     body = body_of(trace, courses, list(plans.values()), ideal_s)
     body["pauses"] = {name: {"value": getattr(costs, name), "from": of} for name, of in sources.items()}
@@ -167,11 +179,10 @@ def replay(options: argparse.Namespace) -> int:
 
         draw(trace, courses, [node.gpu for node in estimator.cluster.nodes], options.picture)
         written.append(f"wrote {options.picture}")
-    names = [node.gpu for node in estimator.cluster.nodes]
     if options.html:
         write_page(page_of(estimator, body, courses, notes_of(options)), options.html)
         written.append(f"wrote {options.html}")
-    say(body, options, *_tables(body, names), *written)
+    say(body, options, *_tables(body, estimator.cluster.nodes), *written)
     return 0
 
 
@@ -231,7 +242,7 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict
     return Costs(**found), sources, each_byte_s
 
 
-def _with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[str, float], plan: PoolPlan) -> Costs:
+def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[str, float], plan: PoolPlan) -> Costs:
     """Defaults are of a small model, and sizes were measured: what grows with the full pool's plan comes on top."""
     more_s = {name: plan.grows_s for name in (f"{kind}_s" for kind in CHANGES) if sources[name] == DEFAULTS}
     more_s |= {name: seconds * plan.state_bytes for name, seconds in each_byte_s.items()}
@@ -288,7 +299,7 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
         seconds = pool["iteration_s"]
         pools.append(
             {
-                "what": _nodes(pool["nodes"], [node.gpu for node in cluster.nodes]),
+                "what": nodes_in_words(pool["nodes"], cluster.nodes),
                 "plan": pool["plan"] or None,
                 "iteration_s": seconds,
                 "tokens_per_s": None if seconds is None else tokens / seconds,
@@ -309,12 +320,17 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     }  # fmt: skip
 
 
-def _nodes(counts: Sequence[int], names: Sequence[str]) -> str:
+def nodes_in_words(counts: Sequence[int], nodes: Sequence[NodeGroup]) -> str:
     """A pool in words."""
-    return ", ".join(f"{n} {name}" for n, name in zip(counts, names, strict=True) if n) or "none"
+    zones = len({node.zone for node in nodes}) > 1
+    return ", ".join(
+        f"{n} node{'s' * (n > 1)} of {node.gpus_per_node} {node.gpu}" + (f" ({node.zone})" if zones else "")
+        for n, node in zip(counts, nodes, strict=True)
+        if n
+    ) or "none"  # fmt: skip
 
 
-def _tables(body: dict[str, Any], names: list[str]) -> list[Any]:
+def _tables(body: dict[str, Any], nodes: Sequence[NodeGroup]) -> list[Any]:
     policies = table("What the job gets done", "policy", "iterations", "goodput", "repeated", "training s", "paused s",
                      "idle s", "changes")  # fmt: skip
     for row in body["policies"]:
@@ -329,9 +345,10 @@ def _tables(body: dict[str, Any], names: list[str]) -> list[Any]:
     pools = table("Plans", "nodes", "s per iteration", "plan")
     for pool in body["pools"]:
         seconds = "no plan fits" if pool["iteration_s"] is None else f"{pool['iteration_s']:.4g}"
-        pools.add_row(_nodes(pool["nodes"], names), seconds, pool["plan"])
+        pools.add_row(nodes_in_words(pool["nodes"], nodes), seconds, pool["plan"])
     return [
         policies,
         "goodput: iterations that count, as a share of those with all nodes and no change in the same time",
         pools,
+        NOTATION,
     ]

@@ -1,8 +1,9 @@
-"""A replay as a picture: iterations that count over time, and the nodes that there were."""
+"""Pictures of a replay (iterations that count over time, and nodes) and of what to rent (tokens per USD)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .policies import Course, Trace
 
@@ -45,4 +46,35 @@ def draw(trace: Trace, courses: Sequence[Course], names: Sequence[str], file: st
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
+    figure.savefig(file, dpi=130)
+
+
+def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> None:
+    """Write the picture of ``rent``: tokens per second and the price of a token over USD per hour.
+
+    Args:
+        rungs: Rows of ``rent --json``.
+        chosen: Number of the rung that is marked.
+        file: SVG or PNG by its extension.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 5.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    usd = [rung["usd_per_hour"] for rung in rungs]
+    for axes, key, label in (
+        (upper, "tokens_per_s", "tokens/s"),
+        (lower, "usd_per_billion_tokens", "USD per 10⁹ tokens"),
+    ):
+        values = [rung[key] for rung in rungs]
+        axes.plot(usd, values, "o-", color=_COLOURS["elastic"])
+        axes.plot(usd[chosen], values[chosen], "o", color=_COLOURS["restart"], markersize=10)
+        axes.set_ylabel(label)
+        axes.set_ylim(0, 1.1 * max(values))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    for i, rung in enumerate(rungs):
+        place = (usd[i], rung["tokens_per_s"])
+        upper.annotate(f"+ {rung['added']}", place, (6, -12), textcoords="offset points", fontsize=8)
+    lower.set_xlabel("USD per hour")
     figure.savefig(file, dpi=130)

@@ -13,14 +13,14 @@ from megatron_het.plan import Plan
 from ..costs.build import build_plan
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
-from ..costs.schedules import schedule_of
+from ..costs.schedules import SCHEDULES, schedule_of
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
-from ..search.auto import search_auto
+from ..search.methods import search
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.seeds import sizes_over_replicas
 from ..simulate.simulation import simulate_block, with_costs
-from .tables import describe
+from .tables import describe, unpriced
 
 # What a homogeneous framework would run on a mixed cluster: the plans that others are compared with.
 
@@ -63,9 +63,13 @@ def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
                         yield from _replicated(estimator, seats, tp, count)
 
 
-def best_even_split(estimator: Estimator) -> tuple[Candidate, Estimate] | None:
-    """The fastest plan of stock Megatron that fits, None where none does."""
-    fitting = [(c, e) for c in stock_plans(estimator) if (e := estimator.estimate(c)) and estimator.fits(e)]
+def best_even_split(estimator: Estimator, goal: Goal | None = None) -> tuple[Candidate, Estimate] | None:
+    """The fastest plan of stock Megatron that fits, within the goal's limits; None where there is none."""
+    fitting = [
+        (c, e)
+        for c in stock_plans(estimator)
+        if (e := estimator.estimate(c)) and estimator.fits(e) and not (goal and goal.violation(c, e))
+    ]
     return min(fitting, key=lambda pair: pair[1].iteration_s) if fitting else None
 
 
@@ -148,14 +152,22 @@ def alternatives(estimator: Estimator, outcome: Outcome, best: Found, count: int
     return rows[:count]
 
 
-def row_of(estimator: Estimator, what: str, found: Found, best: Found) -> dict[str, Any]:
-    """One plan beside the best one."""
+def row_of(estimator: Estimator, what: str, found: Found | None, best: Found, why: str = "") -> dict[str, Any]:
+    """One plan beside the best one.
+
+    Args:
+        why: There is no plan.
+    """
+    if found is None:
+        names = ("plan", "iteration_s", "ratio", "usd_per_iteration", "gpus_without_price", "gpus")
+        return {"what": what, **dict.fromkeys(names), "why": why}
     return {
         "what": what,
         "plan": describe(estimator, found.candidate),
         "iteration_s": found.iteration_s,
         "ratio": found.iteration_s / best.iteration_s,
         "usd_per_iteration": found.usd_per_iteration,
+        "gpus_without_price": unpriced(estimator, found.candidate),
         "gpus": found.candidate.world_size,
     }
 
@@ -216,8 +228,8 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
     out = []
     slow = ", ".join(sorted({nodes[g.pool].gpu for g in c.stages[e.bottleneck].groups}))
     out.append(
-        f"stage {e.bottleneck} ({slow}) decides the pace: {e.busy_s:.4g} s of compute "
-        f"({100 * e.busy_s / e.iteration_s:.0f} % of the iteration)"
+        f"stage {e.bottleneck} ({slow}) decides the pace: it computes {100 * e.busy_s / e.iteration_s:.0f} % of the "
+        "iteration"
     )
     for label, seconds in (
         ("the pipeline's warm-up and drain", e.fill_s),
@@ -231,14 +243,14 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
     share = worst.total_bytes / worst.capacity_bytes
     out.append(
         f"memory is fullest on stage {worst.stage} ({nodes[worst.group.pool].gpu}): {100 * share:.0f} %"
-        + (" - it binds" if share > 0.9 * estimator.memory_margin else "")
+        + (", so memory keeps the plan from being faster" if share > 0.9 * estimator.memory_margin else "")
     )
     unused = {p: n.quota - c.gpus().get(p, 0) for p, n in enumerate(nodes)}
     for pool, count in unused.items():
         if count:
             out.append(
                 f"{count} of {nodes[pool].quota} {nodes[pool].gpu} ({nodes[pool].zone}) stay unused: "
-                "using them would not make the iteration shorter or cheaper"
+                "no plan with them was found that is clearly better"
             )
     for key, limit, value in (
         ("max_usd_per_iteration", goal.max_usd_per_iteration, best.usd_per_iteration),
@@ -253,8 +265,12 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
     return out
 
 
-def one_more_node(estimator: Estimator, goal: Goal, best: Found, limit_s: float = 1e9) -> list[dict[str, Any]]:
-    """The search again with one node more of each kind, for at most ``limit_s`` CPU seconds each."""
+def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progress) -> list[dict[str, Any]]:
+    """The search again with one node more of each kind.
+
+    Args:
+        progress: Its limit is that of each search; its text says which one runs.
+    """
     out = []
     for p, node in enumerate(estimator.cluster.nodes):
         wider = node.model_copy(
@@ -265,8 +281,8 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, limit_s: float 
             }
         )
         nodes = tuple(wider if i == p else n for i, n in enumerate(estimator.cluster.nodes))
-        found = search_auto(_with_nodes(estimator, nodes), goal, Progress(limit_s=limit_s)).best
-        if found is None or (goal.objective == "throughput" and found.iteration_s > best.iteration_s):
+        found = _searched(_with_nodes(estimator, nodes), goal, progress, f"one node more of {node.gpu}")
+        if found is None or found.value(goal) > best.value(goal):
             found = best  # nothing has to use the new node
         seconds = found.iteration_s
         out.append(
@@ -281,51 +297,52 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, limit_s: float 
     return out
 
 
-def _with_nodes(estimator: Estimator, nodes: tuple[Any, ...]) -> Estimator:
+def _with_nodes(estimator: Estimator, nodes: tuple[NodeGroup, ...]) -> Estimator:
+    """The estimator of a cluster of other nodes."""
     cluster = Cluster(
         name=estimator.cluster.name, nodes=nodes, links=estimator.cluster.links, gpus=estimator.cluster.gpus
     )
     return Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
 
 
-def comparison(estimator: Estimator, goal: Goal, mine: Found, limit_s: float = 1e9) -> list[dict[str, Any]]:
-    """A plan against the best even split (``baseline.stock_plans``), single GPU types and single schedules.
-
-    Args:
-        mine: The plan, which comes first.
-        limit_s: CPU seconds that each search may take.
-    """
-    rows = [_row(estimator, "this plan", mine)]
-    even = best_even_split(estimator)
-    rows.append(_row(estimator, "best even split", _simulated(estimator, *even) if even else None))
+def narrowed(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
+    """Yields each kind of GPU, and the estimator of a cluster of nothing else; nothing where there is one kind."""
     for gpu in dict.fromkeys(n.gpu for n in estimator.cluster.nodes):
         nodes = tuple(n for n in estimator.cluster.nodes if n.gpu == gpu)
         if len(nodes) < len(estimator.cluster.nodes):
-            narrow = _with_nodes(estimator, nodes)
-            rows.append(_row(narrow, f"{gpu} only", search_auto(narrow, goal, Progress(limit_s=limit_s)).best))
-    for schedule in goal.schedules:
-        only = replace(goal, schedules=(schedule,))
-        found = search_auto(estimator, only, Progress(limit_s=limit_s)).best
-        rows.append(_row(estimator, f"schedule {schedule} only", found))
-    for row in rows:
-        row["ratio"] = row["iteration_s"] / mine.iteration_s if row["iteration_s"] else None
+            yield gpu, _with_nodes(estimator, nodes)
+
+
+def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -> Found | None:
+    """The plan that ``plan`` would make there."""
+    progress.text = text
+    return search("auto", estimator, goal, Progress(limit_s=progress.limit_s), robust=False).best
+
+
+def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress) -> list[dict[str, Any]]:
+    """A plan against the best even split (``stock_plans``), single GPU types and single schedules.
+
+    Args:
+        mine: The plan, which comes first.
+        progress: Its limit is that of each search; its text says which one runs.
+    """
+    even = best_even_split(estimator, goal)
+    rows = [row_of(estimator, "this plan", mine, mine)]
+    rows.append(row_of(estimator, "best even split", simulated(estimator, *even) if even else None, mine))
+    for gpu, narrow in narrowed(estimator):
+        what = f"{gpu} only"
+        rows.append(row_of(narrow, what, _searched(narrow, goal, progress, what), mine))
+    for name in goal.schedules:
+        what, only = f"schedule {name} only", replace(goal, schedules=(name,))
+        needed = SCHEDULES[name].shards_parameters and not estimator.model.distributed_optimizer
+        why = "it needs distributed_optimizer: true in the model file" if needed else ""
+        rows.append(row_of(estimator, what, _searched(estimator, only, progress, what), mine, why))
     return rows
 
 
-def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found:
+def simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found:
+    """A plan with its simulated time, where it can be simulated."""
     try:
         return Found(candidate, estimate, simulate_block(estimator, candidate, estimate).iteration_s)
     except PlannerError:
         return Found(candidate, estimate)
-
-
-def _row(estimator: Estimator, what: str, found: Found | None) -> dict[str, Any]:
-    if found is None:
-        return {"what": what, "iteration_s": None, "usd_per_iteration": None, "gpus": None, "plan": None}
-    return {
-        "what": what,
-        "iteration_s": found.iteration_s,
-        "usd_per_iteration": found.usd_per_iteration,
-        "gpus": found.candidate.world_size,
-        "plan": describe(estimator, found.candidate),
-    }

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..costs.candidate import Candidate, Group
@@ -23,11 +24,17 @@ GIB = 2.0**30
 ROUNDING = 1e-9
 """Share of an iteration below which a difference of two sums is nothing."""
 NOTATION = (
-    "Plans: schedule, v chunks, n slices, mb micro batch; per stage 8L = 8 layers,\n"
-    "3xA100.tp2 = 3 replicas of 2 A100 (TP 2); / divides stages, + kinds in one stage."
+    "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
+    "microbatch, cp and ep ranks that share a sequence and experts; then the stages,\n"
+    "divided by /. 8L 3xA100.tp2+2xT4 is 8 layers on 3 replicas of 2 A100 (TP 2) and\n"
+    "2 replicas of one T4; (4 times) is 4 such stages one after the other."
 )
 WORTH_SAYING = 0.3
 """Gaps to the bound above this share are not printed."""
+HARDLY = 0.005
+"""Change of an iteration that is printed as none."""
+_MEMORY = {"optimizer": "optimizer state", "workspace": "temporaries", "reserved": "CUDA and NCCL"}
+"""What the parts of memory are called, where their names do not say it."""
 MOST_ROWS = 100
 """Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
 
@@ -179,7 +186,7 @@ def summary(
         "model_tflops": model.iteration_flops / seconds / 1e12,
         "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
         "usd_per_iteration": found.usd_per_iteration,
-        "gpus_without_price": _unpriced(estimator, candidate),
+        "gpus_without_price": unpriced(estimator, candidate),
         "catalog_prices": _catalog_prices(estimator, candidate),
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
@@ -226,7 +233,7 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
+def unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
     """Kinds of GPUs in use that have a price neither in the cluster file nor in the catalog."""
     nodes = [estimator.cluster.nodes[p] for p in candidate.gpus()]
     return sorted(
@@ -254,16 +261,16 @@ def _idle(estimator: Estimator, candidate: Candidate) -> dict[str, int]:
 
 def price_lines(body: dict[str, Any]) -> list[str]:
     """Returns what an iteration costs, and where prices are from."""
-    known, unpriced = body["catalog_prices"], ", ".join(body["gpus_without_price"])
+    known, without = body["catalog_prices"], ", ".join(body["gpus_without_price"])
     lines = []
     if body["usd_per_iteration"]:
         each = f"{body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
         lines.append(f"USD {each}")
     if known:
         rates = ", ".join(f"{gpu} {price:g}" for gpu, price in known.items())
-        lines.append(f"catalog price, not yours: USD per GPU hour {rates}; give usd_per_gpu_hour")
-    if unpriced:
-        lines.append(f"{unpriced}: no price known, give usd_per_gpu_hour")
+        lines.append(f"prices of the catalog, not yours: USD per GPU hour {rates}; give usd_per_gpu_hour")
+    if without:
+        lines.append(f"no price is known of {without}, whose hours are not counted; give usd_per_gpu_hour")
     if body["egress_bytes_per_iteration"]:
         lines.append(f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration")
     return lines
@@ -291,25 +298,26 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             row["gpu"],
             f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"),
             f"{row['capacity_bytes'] / GIB:.1f}",
-            f"{parts[0][0]} {parts[0][1] / GIB:.1f}" + _share(row),
+            f"{_MEMORY.get(parts[0][0], parts[0][0])} {parts[0][1] / GIB:.1f}" + _share(row),
         )
     utilisation = body["model_flops_utilisation"]
     seen = body["uncertainty_of"]
     lines = [
         f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
         + f"ZeRO-{body['zero_stage']}"
-        + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
-        + (f", {body['slices']} slices" if body["slices"] > 1 else "")
+        + (f", {body['chunks']} chunks per stage" if body["chunks"] > 1 else "")
+        + (f", {body['slices']} slices per sequence" if body["slices"] > 1 else "")
         + (", offload" if body["offload"] else "")
         + "".join(f", {name}" for name in body["extras"]),
         f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
-        f"+-{100 * body['uncertainty']:.0f} %: four of five of {seen['runs']} measured {seen['of']} were nearer",
+        f"+-{100 * body['uncertainty']:.0f} %: four fifths of {seen['runs']} measured {seen['of']} were predicted as "
+        "closely",
         f"{body['model_tflops']:.4g} model TFLOP/s"
         + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
         *price_lines(body),
     ]
     if body["idle_gpus"]:
-        lines.append("idle: " + ", ".join(f"{n} {kind}" for kind, n in body["idle_gpus"].items()))
+        lines.append("idle GPUs: " + ", ".join(f"{n} {kind}" for kind, n in body["idle_gpus"].items()))
     blocking = body["blocking_transfers_s"]
     if blocking is not None:
         lines.append(
@@ -335,26 +343,29 @@ def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[
         name = f"{i}: {row['what']}"
         if row["iteration_s"] is None:
             out.add_row(name, "no plan", "", "", "")
+            lines += [f"{i}: no plan: {row['why']}"] if row.get("why") else []
             continue
-        ratio, usd = f"{row['ratio']:.2f}", f"{row['usd_per_iteration']:.4g}"
-        out.add_row(name, f"{row['iteration_s']:.4g}", ratio, usd, str(row["gpus"]))
+        usd = "unknown" if row["gpus_without_price"] else f"{row['usd_per_iteration']:.4g}"
+        out.add_row(name, f"{row['iteration_s']:.4g}", f"{row['ratio']:.2f}", usd, str(row["gpus"]))
         lines.append(f"{i}: {row['plan']}")
     return [out, *lines, *([NOTATION] if lines else [])]
 
 
 def describe(estimator: Estimator, c: Candidate) -> str:
-    """A candidate in one line."""
-    stages = " / ".join(
+    """A candidate in one line (``NOTATION``)."""
+    stages = [
         f"{s.layers}L "
         + "+".join(
             f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "") for g in s.groups
         )
         for s in c.stages
-    )
+    ]
+    repeated = ((text, len(list(alike))) for text, alike in groupby(stages))
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""
     extra += "".join(f" {name}" for name in extras_in_words(c))
-    return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"
+    shown = " / ".join(text + (f" ({count} times)" if count > 1 else "") for text, count in repeated)
+    return f"{c.schedule}{extra} mb{c.micro_batch_size} {shown}"
 
 
 def extras_in_words(c: Candidate) -> list[str]:
@@ -369,32 +380,50 @@ def extras_in_words(c: Candidate) -> list[str]:
 
 def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
     """How far the plan is from what no plan can beat, and which faster plan was passed over."""
-    lines, gap, other = [], outcome.gap(goal), outcome.passed_over
-    if gap is not None and outcome.best is not None:
-        least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
-        said = f"no plan on these GPUs takes less than {least}"
+    best, lines, gap = outcome.best, [], outcome.gap(goal)
+    if gap is not None and best is not None:
+        unit = "USD {:.4g}" if goal.objective == "cost" else "{:.4g} s"
+        said = f"no plan on these GPUs takes less than {unit.format(outcome.bound)}"
         if gap <= WORTH_SAYING:
             lines.append(f"at most {100 * gap:.1f} % from the best possible: {said}")
         else:
-            e = outcome.best.estimate
-            free = {"bubbles": e.fill_s, "sums of gradients": e.sync_s, "gathers": e.gather_s}
-            most = max(free, key=lambda name: free[name])
-            lines.append(
-                f"{said}, but this says little: {most} ({free[most]:.3g} s here), transfers and uneven layers are "
-                "free in that bound"
-            )
+            most, left_out_s = _left_out(outcome, best, goal)
+            lines.append(f"{said}. That says little: it leaves out {most} ({left_out_s:.3g} s of this plan)")
+    if best is not None:
+        lines += _passed_over_lines(outcome, best)
+    small = [shift.condition for shift in outcome.shifts if abs(shift.share) < HARDLY]
+    lines += [f"if {s.condition}: {100 * s.share:+.0f} %" for s in outcome.shifts if abs(s.share) >= HARDLY]
+    return lines + ([f"if {' or '.join(small)}: less than 1 % of a difference"] if small else [])
+
+
+def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:
+    """Returns what makes the plan longer than its bound more than all else, and by how many seconds."""
+    e = best.estimate
+    parts = {"bubbles": e.fill_s, "sums of gradients": e.sync_s, "gathers of parameters": e.gather_s}
+    if goal.objective != "cost":
+        own_s = best.iteration_s - outcome.bound_in_use - sum(parts.values())
+        parts["that GPUs stay idle"] = outcome.bound_in_use - outcome.bound
+        parts["that replicas, passes and layers do not suit every GPU"] = own_s
+    return max(parts.items(), key=lambda part: part[1])
+
+
+def _passed_over_lines(outcome: Outcome, best: Found) -> list[str]:
+    """Returns which plan would have been faster, and why it was not taken."""
+    other, lines = outcome.passed_over, []
+
+    def passed_over(seconds: float) -> str:
+        return f"a plan of {seconds:.4g} s ({100 * (1 - seconds / best.iteration_s):.1f} % shorter) was passed over"
+
     if other is not None and other.plan:
-        lines.append(f"plainer than a plan of {other.iteration_s:.4g} s, which has {other.plan}")
+        lines.append(f"{passed_over(other.iteration_s)}, because it is less regular: {other.plan}")
     elif other is not None:
         lines.append(
-            f"chosen over a plan of {other.iteration_s:.4g} s, because it depends less on transfers beside compute: "
-            f"without them {other.chosen_blocking_s:.4g} s, the other one {other.blocking_s:.4g} s"
+            f"{passed_over(other.iteration_s)}, because it depends more on transfers beside compute: if they blocked, "
+            f"it would take {other.blocking_s:.4g} s, and this plan {other.chosen_blocking_s:.4g} s"
         )
     if outcome.steadier_than_s:
-        lines.append(
-            f"chosen over a plan of {outcome.steadier_than_s:.4g} s, because it loses less where figures are off"
-        )
-    return lines + [f"if {shift.condition}: {100 * shift.share:+.0f} %" for shift in outcome.shifts]
+        lines.append(f"{passed_over(outcome.steadier_than_s)}, because it loses more where figures are off")
+    return lines
 
 
 def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:

@@ -19,6 +19,8 @@ FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
+MOST_IN_USE = 3
+"""Parts that the best plans are on, to be searched."""
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
 
@@ -51,8 +53,8 @@ def search_auto(
             _join(ground, outcome, whole)
             if goal.objective != "cost" and not ground.has_many_pools:
                 _kinds_alone(ground, outcome, known)
-                if ground.is_small and not outcome.exact:  # a proof knows smaller clusters
-                    _nodes_left_out(ground, outcome, known)
+                if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
+                    _parts_alone(ground, outcome, known)
             _published_methods(ground, outcome, known)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
@@ -70,7 +72,7 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
     if len(kinds) == 1:
         return
-    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.ideal(item[1]), item[0])):
+    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
         if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
             if ground.is_near:
@@ -112,27 +114,43 @@ def _cheapest(ground: Ground, outcome: Outcome) -> None:
     _join(ground, outcome, theirs)
 
 
-def _nodes_left_out(ground: Ground, outcome: Outcome, known: float) -> None:
-    """The plans of a small cluster without a node, a pool or two nodes join the outcome, as if there were nothing else.
+def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
+    """The plans of parts of a cluster join the outcome, as if there were nothing else, as long as that is better.
 
-    What a further node changes is much there, and little time is needed.  From the best one, one node more is left out
-    as long as that is better.
+    A small cluster is searched without a node, a pool or two nodes: what a further node changes is much there, and
+    little time is needed.  From the best one, one node more is left out.  Of a larger one the nodes are searched that
+    the best plans are on: starting points on all of them are nearer to a good plan than those on nodes that are of no
+    use.
     """
     estimator, whole = ground.merged.estimator, ground.whole
-    parts = nodes_left_out(estimator, whole) + pools_left_out(whole) + nodes_left_out(estimator, whole, 2)
+    parts = _in_use(ground, outcome)
+    if ground.is_small:
+        parts = nodes_left_out(estimator, whole) + pools_left_out(whole) + nodes_left_out(estimator, whole, 2)
     effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in dict.fromkeys(parts):
             least = _least(ground, outcome, known)
             if limits not in seen and _may_be_better(ground, outcome, limits, known):
-                ground.progress.text = "without a node"
+                ground.progress.text = "parts alone"
                 _join(ground, outcome, thorough(ground, limits, least, effort=effort))
                 better = limits if _least(ground, outcome, known) < least else better
             seen.add(limits)
         if better is None:
             return
-        parts = nodes_left_out(estimator, better)
+        parts = nodes_left_out(estimator, better) if ground.is_small else _in_use(ground, outcome)
+
+
+def _in_use(ground: Ground, outcome: Outcome) -> list[Limits]:
+    """The whole nodes of several kinds that the best plans are on, those of the best plan first."""
+    nodes, goal, out = ground.merged.estimator.cluster.nodes, ground.goal, dict[Limits, None]()
+    for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
+        gpus = found.candidate.gpus()
+        used = [sum(gpus.get(p, 0) for p in members) for members in ground.merged.members]
+        limits = [min(n.quota, -(-k // n.gpus_per_node) * n.gpus_per_node) for n, k in zip(nodes, used)]
+        if len({n.gpu for n, k in zip(nodes, used) if k}) > 1 and len(out) < MOST_IN_USE:
+            out[tuple(limits)] = None
+    return list(out)
 
 
 def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, known: float) -> bool:
@@ -181,7 +199,11 @@ def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
 def _add(estimator: Estimator, goal: Goal, outcome: Outcome, theirs: Outcome) -> None:
     """The plans of another search, and what it has counted."""
     known = {found.candidate for found in outcome.found}
-    outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
+    outcome.found += [
+        found
+        for found in theirs.found
+        if found.candidate not in known and found.runnable and found.candidate.schedule in goal.schedules
+    ]
     outcome.found = confirm(estimator, goal, outcome.found)
     outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
     outcome.simulations += theirs.simulations

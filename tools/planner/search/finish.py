@@ -145,7 +145,7 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED, MOST_REFINED = 1.06, 4
+REFINED, MOST_REFINED = 1.06, 12
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 DEEPENED = 2
 """Plans of schedules with depths for which these are chosen, however large the plans are."""

@@ -189,6 +189,8 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 SIZES = (2, 4, 8, 16)
 CLEAR = 0.03
 """A change that is better by this share is taken without trying the others."""
+HOPELESS = 1.1
+"""A change that looks worse by this factor is not simulated."""
 EXCHANGING = 4
 """To simulate an exchange takes so many times as long."""
 
@@ -199,7 +201,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         return
     is_long = estimator.model.seq_length >= LONG
     starts = _starts(outcome, goal)
-    if not starts and outcome.nearest is not None:
+    if not starts and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
         first = _fitting(estimator, goal, outcome.nearest[0])
         starts = [] if first is None else [first]
         outcome.found += starts
@@ -263,13 +265,14 @@ def _work(estimator: Estimator, candidate: Candidate) -> int:
 def _promising(
     estimator: Estimator, goal: Goal, current: Found, tried: set[Candidate]
 ) -> list[tuple[Candidate, Estimate]]:
-    """Changes that fit into memory, in the order of their closed forms."""
+    """Changes that fit into memory and do not look much worse, in the order of their closed forms."""
     out: list[tuple[float, int, Candidate, Estimate]] = []
+    most = HOPELESS * goal.value(current.estimate)
     for candidate in changes(estimator, goal, current.candidate):
         if candidate in tried:
             continue
         estimate = _usable(estimator, goal, candidate)
-        if estimate is not None:
+        if estimate is not None and goal.value(estimate) < most:
             out.append((goal.value(estimate), len(out), candidate, estimate))
     return [(candidate, estimate) for _, _, candidate, estimate in sorted(out, key=lambda item: item[:2])]
 
@@ -427,10 +430,10 @@ def search(
         robust: Of plans that are about as fast, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
-    outcome, bound = Outcome(method), 0.0
+    outcome, bounds, bound = Outcome(method), None, 0.0
     try:
-        # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
-        bound = Bounds(estimator, goal).value(all_gpus(estimator))
+        bounds = Bounds(estimator, goal)
+        bound = bounds.value(all_gpus(estimator))  # before the search, so that its time counts
         outcome = _search(method, estimator, goal, progress)
         if method == "auto":
             choose(estimator, goal, progress, outcome)
@@ -445,6 +448,9 @@ def search(
     if method == "auto":
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
+    if bounds is not None and outcome.best is not None:
+        used = outcome.best.candidate.gpus()
+        outcome.bound_in_use = bounds.value(tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes))))
     return outcome
 
 

@@ -138,6 +138,7 @@ class Outcome:
         exact: The optimum of the search space is proven (small clusters).
         cpu_s: CPU time of the search, simulations included.
         bound: What no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``).
+        bound_in_use: The same on the GPUs that the best plan uses.
         passed_over: The fastest plan, where it is not the first (``overlap.py``).
         shifts: What an iteration of the first plan takes where figures are off (``overlap.py``).
         steadier_than_s: Time of the plan that was first before figures that are off were looked at; 0: the same one.
@@ -152,6 +153,7 @@ class Outcome:
     simulations: int = 0
     cpu_s: float = 0.0
     bound: float = 0.0
+    bound_in_use: float = 0.0
     passed_over: PassedOver | None = None
     shifts: tuple[Shift, ...] = ()
     steadier_than_s: float = 0.0

@@ -20,7 +20,6 @@ from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
 from ..search.pools import MOST_POOLS, Limits, all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from ..search.regions import Merged, expand, merge
-from ..search.replicas import Scope
 from ..search.seeds import WORTH, even_seeds, seeds
 from .outcome import Goal
 
@@ -197,8 +196,7 @@ class Ground:
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)
-        scope = Scope.of_searched_parts(self.estimator.model)
-        self.bounds = Bounds(self.merged.estimator, self.goal, scope)
+        self.bounds = Bounds(self.merged.estimator, self.goal, of_search=True)
 
     @property
     def whole(self) -> Limits:
@@ -298,7 +296,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
 
     def order(limits: Limits) -> tuple[bool, bool, float]:
         cut = any(n and n < most for n, most in zip(limits, whole))
-        return sum(map(bool, limits)) > 1, cut, bounds.ideal(limits)
+        return sum(map(bool, limits)) > 1, cut, bounds.value(limits)
 
     def is_better(limits: Limits, how: Effort) -> bool:
         """Whether the part has a better plan."""

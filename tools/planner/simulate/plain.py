@@ -1,6 +1,8 @@
-"""The time of 1F1B with any numbers of replicas by the compiled loops (``compiled/``), without a program.
+"""The time of programs that have nothing but forwards and backwards, without building their transfers.
 
-``quick.py`` says the same of the program's operations, for this and other schedules.
+The simulator (``megatron_het.schedule.simulate``) says the same of any program, with a time line and memory.  A search
+wants one number of many plans, most of which are such programs.  The loops are compiled (``compiled/``); without a
+compiler Python makes the same additions in the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +28,14 @@ from ..costs.candidate import Group
 from ..errors import PlannerError
 from .compiled import loops
 
-# The time of a program that has nothing but forwards and backwards, without building the program's transfers.
-#
-# The simulator (``megatron_het.schedule.simulate``) says the same for any program, with a time line and memory.  A
-# search wants one number of many plans, most of which are such programs.
-
-
+MOST_PAIRS = 1 << 20
+"""Pairs of devices of which each is taken for a link; of more devices only the links in use are counted."""
 _NOT_YET = -1.0
+_NOBODY = -1
+_STUCK = -2.0
+
+Ints = NDArray[np.int64]
+Doubles = NDArray[np.float64]
 
 
 def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
@@ -53,7 +56,7 @@ def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, .
 
 def can_price(shape: Shape, costs: Costs) -> bool:
     """Whether :func:`makespan_s` says what the simulator says."""
-    return not (
+    return isinstance(costs.link, Wiring) and not (
         costs.host_blocks
         or costs.post_s
         or costs.measured_s
@@ -64,124 +67,111 @@ def can_price(shape: Shape, costs: Costs) -> bool:
     )
 
 
-def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> float | None:
+def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> float:
     """End of the last operation or message, with what follows it on its device.
 
-    A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
-    occupy the link.
-
-    Returns:
-        None where links are shared by several pairs of devices.
+    Args:
+        orders: Of every device, forwards and backwards.
+        costs: Those of :func:`can_price`.
 
     Raises:
         PlannerError: The operations wait for each other.
     """
-    stages, count, slices = shape.stages, shape.microbatches, shape.slices
-    last = stages * len(shape.layers[0]) - 1
-    wires = _Wires(costs, costs.message_bytes / slices)
-    of_stage = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
-    each = count * slices
-    arrived = [_NOT_YET] * (2 * (last + 1) * each)  # by direction, place in the model, microbatch, slice
-    waiting = [-1] * len(arrived)
-    prices = _prices(shape, costs)
-    now, at = [0.0] * len(orders), [0] * len(orders)
-    ready = list(range(len(orders)))[::-1]
+    rows = [(op[0] is Kind.BACKWARD, op[1], op[2], op[3]) for order in orders for op in order]
+    back, microbatch, piece, chunk = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    device = np.repeat(np.arange(len(orders)), [len(order) for order in orders])
+    try:
+        return _Timing(shape, range(len(orders)), costs).seconds(device, back, microbatch, piece, chunk)
+    except ValueError as error:
+        raise PlannerError("plan", "schedule", shape.stages, str(error)) from None
+
+
+class _Steps(NamedTuple):
+    """Operations in the order in which devices run them, device after device, and the messages between them.
+
+    Attributes:
+        at: The first operation of every device, and the number of all.
+        messages, pairs: How many there are.
+        waits, sends: By operation, the message that it waits for and the one that it makes, -1 for none.
+        link: By operation, the link that its message takes, -1 where it stays on the device.
+        seconds, wire_s, latency_s: By operation, its time, how long its message occupies the link, and what the message
+            takes besides.
+        tails_s: By device, what follows its last operation.
+    """
+
+    at: NDArray[np.int32]
+    messages: int
+    pairs: int
+    waits: NDArray[np.int32]
+    sends: NDArray[np.int32]
+    link: NDArray[np.int32]
+    seconds: Doubles
+    wire_s: Doubles
+    latency_s: Doubles
+    tails_s: Doubles
+
+
+def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
+    """End of the last operation or message, with what follows it on its device.
+
+    A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
+    occupy the link.  All messages of a link are sent by one device, in the order in which it computes them.
+
+    Raises:
+        ValueError: The operations wait for each other.
+    """
+    if compiled is None:
+        seconds = _elapsed_s(steps)
+    else:
+        given = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in steps]
+        seconds = compiled.het_elapsed(len(steps.tails_s), *given)
+    if seconds < 0:
+        raise ValueError("its operations wait for each other") if seconds == _STUCK else MemoryError
+    return float(seconds)
+
+
+def _elapsed_s(steps: _Steps) -> float:
+    """The loop that is compiled."""
+    at, waits, sends, link, tails_s = (x.tolist() for x in (steps.at, *steps[3:6], steps.tails_s))
+    seconds, wire_s, latency_s = (x.tolist() for x in steps[6:9])
+    arrived, waiting = [_NOT_YET] * steps.messages, [_NOBODY] * steps.messages
+    now, last, following, busy = [0.0] * len(tails_s), [0.0] * len(tails_s), at[:-1], dict[int, float]()
+    ready = list(range(len(tails_s)))[::-1]
     while ready:
         d = ready.pop()
-        order, stage, time_s, place = orders[d], shape.devices[d].stage, now[d], at[d]
-        price, length = prices[d], len(order)
-        while place < length:
-            op = order[place]
-            back, microbatch, piece = op[0] is Kind.BACKWARD, op[1], op[2]
-            virtual = op[3] * stages + stage
-            if virtual != (last if back else 0):
-                key = (virtual + virtual + back) * each + microbatch * slices + piece
-                came = arrived[key]
+        time_s, i = now[d], following[d]
+        while i < at[d + 1]:
+            if waits[i] >= 0:
+                came = arrived[waits[i]]
                 if came < 0:
-                    waiting[key] = d
+                    waiting[waits[i]] = d
                     break
                 if came > time_s:
                     time_s = came
-            time_s += price[back][op[3]][piece]
-            place += 1
-            if virtual == (0 if back else last):
-                continue
-            to = virtual - 1 if back else virtual + 1
-            target = of_stage[to % stages][microbatch]
-            come = time_s if target == d else wires.carry(d, target, time_s)
-            if come is None:
-                return None
-            key = (to + to + back) * each + microbatch * slices + piece
-            arrived[key] = come
-            if waiting[key] >= 0:
-                ready.append(waiting[key])
-        now[d], at[d] = time_s, place
-    if any(place < len(order) for place, order in zip(at, orders)):
-        raise PlannerError("plan", "schedule", shape.stages, "its operations wait for each other")
-    tails = costs.tail_s or (0.0,) * len(orders)
-    ends = zip(range(len(orders)), now, tails, orders)
-    return max(max(t, wires.last_s.get(d, 0.0)) + tail for d, t, tail, order in ends if order)
-
-
-Prices = tuple[tuple[tuple[float, ...], ...], ...]
-"""Seconds of a device's forwards and of its backwards, by chunk and slice."""
-
-
-def _prices(shape: Shape, costs: Costs) -> list[Prices]:
-    """Prices every device; equal devices share their prices."""
-    known: dict[object, Prices] = {}
-    shares = [(piece + costs.diagonal) / costs.attention_total(shape.slices) for piece in range(shape.slices)]
-    tables = (costs.forward_s, costs.attention_forward_s), (costs.backward_s, costs.attention_backward_s)
-    out = []
-    for d in range(len(shape.devices)):
-        rows = tuple((whole[d], slices[d] if slices else ()) for whole, slices in tables)
-        if rows not in known:
-            known[rows] = tuple(
-                tuple(_of_slices(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole))
-                for whole, mine in rows
-            )
-        out.append(known[rows])
-    return out
+            time_s += seconds[i]
+            message = sends[i]
+            if message >= 0:
+                come = time_s
+                if link[i] >= 0:
+                    until = busy.get(link[i], 0.0)
+                    busy[link[i]] = until = (until if until > time_s else time_s) + wire_s[i]
+                    come = until + latency_s[i]
+                    if come > last[d]:
+                        last[d] = come
+                arrived[message] = come
+                if waiting[message] >= 0:
+                    ready.append(waiting[message])
+            i += 1
+        now[d], following[d] = time_s, i
+    if following != at[1:]:
+        return _STUCK
+    ends = zip(now, last, tails_s, at, at[1:])
+    return max([max(t, sent) + tail for t, sent, tail, first, after in ends if after > first], default=0.0)
 
 
 def _of_slices(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
     """Seconds of each slice of a pass."""
     return tuple(whole_s / len(shares) + attention_s * share + operation_s for share in shares)
-
-
-class _Wires:
-    """The links between devices, and until when each is busy.
-
-    All messages of a link are sent by one device, in the order in which it computes them.
-
-    Attributes:
-        last_s: By sender, when the last of its messages arrives.
-    """
-
-    def __init__(self, costs: Costs, size: float) -> None:
-        self._costs, self._size = costs, size
-        self._links: dict[tuple[int, int], list[float]] = {}
-        self.last_s: dict[int, float] = {}
-
-    def carry(self, source: int, target: int, time_s: float) -> float | None:
-        """When a message that is ready at a time arrives; None where other pairs share the link."""
-        known = self._links.get((source, target))
-        if known is None:
-            link = self._costs.link(source, target)
-            if link.shared:
-                return None
-            known = self._links[source, target] = [self._size / link.bytes_per_s, link.latency_s, 0.0]
-        wire, latency, busy = known
-        known[2] = end = (busy if busy > time_s else time_s) + wire
-        come = end + latency
-        if come > self.last_s.get(source, 0.0):
-            self.last_s[source] = come
-        return come
-
-
-MOST_LINKS = 20_000_000
-"""Pairs of replicas of neighbouring stages, each with a time of its own."""
-_STUCK = -2.0
 
 
 class Wiring:
@@ -212,6 +202,89 @@ class Wiring:
         return self.between(self.groups[source], self.groups[target], self.places[source] == self.places[target])
 
 
+class _Timing:
+    """Devices of a shape: what their passes and the messages between them take.
+
+    Args:
+        devices: By device of the shape, its number in the costs.
+    """
+
+    def __init__(self, shape: Shape, devices: Sequence[int], costs: Costs) -> None:
+        wiring, self._shape = costs.link, shape
+        assert isinstance(wiring, Wiring)  # the caller knows
+        self._stage = np.array([d.stage for d in shape.devices])
+        self._runner = np.array(shape.route) + np.array(shape.first_device)[:, None]
+        self._passes_s = _passes_s(shape, devices, costs)
+        tails = costs.tail_s or (0.0,) * len(wiring.groups)
+        self._tails_s = np.array([tails[d] for d in devices])
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(wiring.groups[d] for d in devices))}
+        nodes: dict[object, int] = {}
+        self._kind = np.array([kinds[wiring.groups[d]] for d in devices])
+        self._node = np.array([nodes.setdefault(wiring.places[d], len(nodes)) for d in devices])
+        links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
+        size, table = costs.message_bytes / shape.slices, (2, len(kinds), len(kinds))
+        self._wire_s = np.array([size / link.bytes_per_s for link in links]).reshape(table)
+        self._latency_s = np.array([link.latency_s for link in links]).reshape(table)
+
+    def seconds(
+        self, device: Ints, back: Ints, microbatch: Ints, piece: Ints | int = 0, chunk: Ints | int = 0
+    ) -> float:
+        """Returns the end of the last operation.
+
+        Args:
+            device, back, microbatch, piece, chunk: Of every operation, in the order of :class:`_Steps`; ``back`` is 1
+                for a backward.
+
+        Raises:
+            ValueError: The operations wait for each other.
+        """
+        shape, count = self._shape, len(self._tails_s)
+        each, places = shape.microbatches * shape.slices, shape.stages * len(shape.layers[0])
+        place, message = chunk * shape.stages + self._stage[device], microbatch * shape.slices + piece
+        to = place + 1 - 2 * back
+        is_sent = (to >= 0) & (to < places)
+        target = self._runner[to % shape.stages, microbatch]
+        price = (self._node[device] == self._node[target]).astype(int), self._kind[device], self._kind[target]
+        pair, pairs = device * count + target, count * count
+        if pairs > MOST_PAIRS:
+            used, pair = np.unique(pair, return_inverse=True)
+            pairs = len(used)
+        steps = _Steps(
+            at=np.concatenate(([0], np.cumsum(np.bincount(device, minlength=count)))).astype(np.int32),
+            messages=2 * places * each,
+            pairs=pairs,
+            waits=_where(place != back * (places - 1), (2 * place + back) * each + message),
+            sends=_where(is_sent, (2 * to + back) * each + message),
+            link=_where(is_sent & (target != device), pair),
+            seconds=self._passes_s[device, back, chunk, piece],
+            wire_s=self._wire_s[price],
+            latency_s=self._latency_s[price],
+            tails_s=self._tails_s,
+        )
+        return elapsed_s(steps, loops())
+
+
+def _where(there: NDArray[np.bool_], values: Ints) -> NDArray[np.int32]:
+    return np.where(there, values, _NOBODY).astype(np.int32)
+
+
+def _passes_s(shape: Shape, devices: Sequence[int], costs: Costs) -> Doubles:
+    """Seconds by device, direction, chunk and slice; equal devices share theirs."""
+    known: dict[object, Any] = {}
+    shares = [(piece + costs.diagonal) / costs.attention_total(shape.slices) for piece in range(shape.slices)]
+    tables = (costs.forward_s, costs.attention_forward_s), (costs.backward_s, costs.attention_backward_s)
+    out = []
+    for d in devices:
+        rows = tuple((whole[d], slices[d] if slices else ()) for whole, slices in tables)
+        if rows not in known:
+            known[rows] = [
+                [_of_slices(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole)]
+                for whole, mine in rows
+            ]
+        out.append(known[rows])
+    return np.array(out)
+
+
 class Pipelines:
     """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight.
 
@@ -220,11 +293,9 @@ class Pipelines:
     """
 
     def __init__(self, compiled: ctypes.CDLL, shape: Shape, speeds: Sequence[float], costs: Costs) -> None:
-        wiring = costs.link
-        assert isinstance(wiring, Wiring)  # the caller knows
         self._parts = [
-            _Part(compiled, part, [speeds[d] for d in part.devices], costs, wiring)
-            for part in _different(shape, parts_of(shape), speeds, costs, wiring)
+            _Part(compiled, part, [speeds[d] for d in part.devices], costs)
+            for part in _different(shape, parts_of(shape), speeds, costs)
         ]
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
@@ -248,14 +319,9 @@ def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Co
     Args:
         speeds: Of the generator.
     """
-    wiring = costs.link
     plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
-    if not plain or not isinstance(wiring, Wiring) or not can_price(shape, costs) or costs.attention_forward_s:
-        return None
-    compiled = loops()
-    if compiled is None or sum(a * b for a, b in zip(shape.replicas, shape.replicas[1:])) > MOST_LINKS:
-        return None
-    return Pipelines(compiled, shape, speeds, costs)
+    compiled = loops() if plain and can_price(shape, costs) else None
+    return None if compiled is None else Pipelines(compiled, shape, speeds, costs)
 
 
 def pipelines_s(
@@ -273,10 +339,12 @@ def pipelines_s(
     return None if found is None else found.seconds(parameters)
 
 
-def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs, wiring: Wiring) -> list[Part]:
+def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs) -> list[Part]:
     """Parts that are not alike in shape, speeds and kinds; where each is in a place of its own, all."""
     if len(parts) == 1:
         return parts
+    wiring = costs.link
+    assert isinstance(wiring, Wiring)  # the caller knows
     tails = costs.tail_s or (0.0,) * len(shape.devices)
     known: dict[object, Part] = {}
     for part in parts:
@@ -299,37 +367,19 @@ def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: 
 class _Part:
     """One part of the pipelines, as the compiled loops want it."""
 
-    def __init__(
-        self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs, wiring: Wiring
-    ) -> None:
-        shape, devices = part.shape, part.devices
-        self._compiled, self._shape, self._speeds = compiled, shape, speeds
-        self._layout = _Layout(shape)
-        tails = costs.tail_s or (0.0,) * len(wiring.groups)
-        own = costs.operation_s
-        forward, backward = ([rows[d][0] + own for d in devices] for rows in (costs.forward_s, costs.backward_s))
-        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(wiring.groups[d] for d in devices))}
-        nodes: dict[object, int] = {}
-        links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
-        self._first = _ints((*shape.first_device, len(devices)))
-        self._costs = (
-            _doubles(forward),
-            _doubles(backward),
-            _doubles([tails[d] for d in devices]),
-            _ints([kinds[wiring.groups[d]] for d in devices]),
-            _ints([nodes.setdefault(wiring.places[d], len(nodes)) for d in devices]),
-            len(kinds),
-            _doubles([costs.message_bytes / link.bytes_per_s for link in links]),
-            _doubles([link.latency_s for link in links]),
-        )
+    def __init__(self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs) -> None:
+        self._compiled, self._shape, self._speeds = compiled, part.shape, speeds
+        self._layout = _Layout(part.shape)
+        self._timing = _Timing(part.shape, part.devices, costs)
+        self._mine = np.array(self._layout.mine, dtype=np.int64)
+        self._device = np.repeat(np.arange(len(part.devices)), 2 * np.diff(self._layout.at))
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
         orders = ways(self._shape, self._speeds, merge=self._merge, **parameters)
-        flat = (c_uint8 * sum(map(len, orders))).from_buffer_copy(b"".join(map(bytes, orders)))
-        seconds = self._compiled.het_makespan(*self._layout.arguments, self._first, flat, *self._costs)
-        if seconds < 0:
-            raise MemoryError if seconds != _STUCK else ValueError("its operations wait for each other")
-        return float(seconds)
+        back = np.frombuffer(b"".join(map(bytes, orders)), dtype=np.uint8).astype(np.int64)
+        microbatch = np.empty_like(back)
+        microbatch[back == 0] = microbatch[back == 1] = self._mine  # both kinds run in ascending order
+        return self._timing.seconds(self._device, back, microbatch)
 
     def _merge(
         self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
@@ -345,6 +395,7 @@ class _Layout:
         count = len(shape.devices)
         mine = [shape.microbatches_of(d) for d in range(count)]
         self.at = [0, *accumulate(map(len, mine))]
+        self.mine = list(chain.from_iterable(mine))
         runner = np.array(shape.route, dtype=np.int32) + np.array(shape.first_device, dtype=np.int32)[:, None]
         self.arguments = (
             count,
@@ -352,7 +403,7 @@ class _Layout:
             shape.microbatches,
             _ints([d.stage for d in shape.devices]),
             _ints(runner.ravel()),
-            _ints(list(chain.from_iterable(mine))),
+            _ints(self.mine),
             _ints(self.at),
         )
 

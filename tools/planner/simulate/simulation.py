@@ -485,7 +485,7 @@ def simulate_candidate(
 def _quick_s(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> float:
-    """The iteration time of a plan by ``quick.py``, or simulated where its program does more than compute."""
+    """The iteration time of a plan by ``plain.py``, or simulated where its program does more than compute."""
     inputs = programs.generator_inputs(plan)
     if inputs is not None:
         seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
@@ -505,9 +505,8 @@ def _quick_s(
         if seconds is not None:
             return seconds
         found = compute_orders(plan, inputs) if can_price(shape, costs) else None
-        seconds = None if found is None else makespan_s(*found, costs)
-        if seconds is not None:
-            return seconds
+        if found is not None:
+            return makespan_s(*found, costs)
     return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s
 
 

@@ -81,9 +81,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     shape: list[Any] = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ints, ints, ints, ints]
     found.het_merge.argtypes = [*shape, ints, doubles, doubles, ctypes.c_int32, octets, ints]
     found.het_merge.restype = ctypes.c_int
-    links: list[Any] = [ints, ints, ctypes.c_int32, doubles, doubles]
-    found.het_makespan.argtypes = [*shape, ints, octets, doubles, doubles, doubles, *links]
-    found.het_makespan.restype = ctypes.c_double
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    found.het_elapsed.argtypes = [ctypes.c_int32, address, count, count, *[address] * 7]
+    found.het_elapsed.restype = ctypes.c_double
     found.het_stages.argtypes = [ctypes.c_int32, ctypes.c_char_p, ints, ctypes.c_int32, ctypes.c_double, doubles]
     found.het_stages.restype = ctypes.c_int32
     return found

@@ -1,6 +1,6 @@
 /* The loops that take a search longest: of plain 1F1B pipelines the merge of forwards and backwards
- * (megatron_het/schedule/generators/fast_merge.py) and the time of the merged orders (quick.py); and the division of
- * layers over stages with the guess at their time (search/sketch.py).
+ * (megatron_het/schedule/generators/one_f_one_b.py); the time of forwards and backwards in any order (plain.py); and
+ * the division of layers over stages with the guess at their time (search/sketch.py).
  *
  * All do what the Python code does, operation by operation, with the same additions in the same order, so that
  * results are equal to the last bit.  Compile without -ffast-math and without fused multiply-add.
@@ -209,111 +209,68 @@ int het_merge(int32_t devices, int32_t stages, int32_t microbatches, const int32
     return result;
 }
 
-typedef struct {
-    Shape s;
-    const int32_t *first; /* device of each stage */
-    const int32_t *kind;  /* of link ends, by device */
-    const int32_t *node;  /* by device */
-    int32_t kinds;
-    const double *wire_s, *latency_s; /* by (local, kind of the sender, kind of the receiver) */
-    double *busy;                     /* until when each link is, see `link_at` */
-    const int64_t *link_at;           /* by stage, of the links to the next stage; those back follow */
-    double *last_s;                   /* by sender, when its last message arrives */
-} Wires;
-
-static double carry(Wires *w, int32_t from, int32_t to, double time_s) {
-    int32_t a = w->s.stage_of[from], b = w->s.stage_of[to], low = a < b ? a : b;
-    int64_t wide = w->first[low + 2] - w->first[low + 1], count = w->first[low + 1] - w->first[low];
-    int64_t i = from - w->first[a], j = to - w->first[b];
-    int64_t place = w->link_at[low] + (a < b ? i * wide + j : count * wide + j * wide + i);
-    int64_t local = w->node[from] == w->node[to];
-    int64_t price = (local * w->kinds + w->kind[from]) * w->kinds + w->kind[to];
-    double end = (w->busy[place] > time_s ? w->busy[place] : time_s) + w->wire_s[price];
-    w->busy[place] = end;
-    double come = end + w->latency_s[price];
-    if (come > w->last_s[from]) w->last_s[from] = come;
-    return come;
-}
-
-/* End of the last operation or message, with what follows it on its device.
+/* End of the last operation or message, with what follows it on its device: `_elapsed_s` of plain.py.
  *
- * ways: 1 for a backward, as `het_merge` writes them; all operations of all devices are there.
+ * at: the first operation of every device, and the number of all.
+ * waits, sends: by operation, the message that it waits for and the one that it makes, negative for none.
+ * link: by operation, the link that its message takes, negative where it stays on the device.
  * Returns seconds, or NO_MEMORY or STUCK.
  */
-double het_makespan(int32_t devices, int32_t stages, int32_t microbatches, const int32_t *stage_of,
-                    const int32_t *runner, const int32_t *mine, const int32_t *at, const int32_t *first,
-                    const uint8_t *ways, const double *forward_s, const double *backward_s, const double *tail_s,
-                    const int32_t *kind, const int32_t *node, int32_t kinds, const double *wire_s,
-                    const double *latency_s) {
-    Wires w = {.s = {devices, stages, microbatches, stage_of, runner, mine, at},
-               .first = first,
-               .kind = kind,
-               .node = node,
-               .kinds = kinds,
-               .wire_s = wire_s,
-               .latency_s = latency_s};
-    int64_t each = microbatches, table = 2 * each * stages, links = 0, n = devices;
-    int64_t *link_at = malloc((size_t)(stages + 1) * sizeof(int64_t));
-    if (!link_at) return NO_MEMORY;
-    for (int32_t s = 0; s + 1 < stages; s++) {
-        link_at[s] = links;
-        links += 2 * (int64_t)(first[s + 1] - first[s]) * (first[s + 2] - first[s + 1]);
-    }
-    w.link_at = link_at;
-    double *times = malloc((size_t)(table + links + 2 * n + 1) * sizeof(double)), result = NO_MEMORY;
-    int32_t *places = malloc((size_t)(table + 4 * n + 1) * sizeof(int32_t));
+double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t links, const int32_t *waits,
+                   const int32_t *sends, const int32_t *link, const double *seconds, const double *wire_s,
+                   const double *latency_s, const double *tail_s) {
+    double *times = malloc((size_t)(messages + links + 2 * (int64_t)devices + 1) * sizeof(double)), result = NO_MEMORY;
+    int32_t *places = malloc((size_t)(messages + 2 * (int64_t)devices + 1) * sizeof(int32_t));
     if (times && places) {
-        double *arrived = times, *now = times + table + links;
-        int32_t *waiting = places, *next = places + table, *at_f = next + n, *at_b = at_f + n, *ready = at_b + n;
-        w.busy = times + table;
-        w.last_s = now + n;
-        for (int64_t i = 0; i < table; i++) {
+        double *arrived = times, *busy = times + messages, *now = busy + links, *last = now + devices;
+        int32_t *waiting = places, *next = places + messages, *ready = next + devices, waking = devices;
+        for (int64_t i = 0; i < messages; i++) {
             arrived[i] = UNKNOWN;
             waiting[i] = NOBODY;
         }
-        for (int64_t i = 0; i < links; i++) w.busy[i] = 0.0;
+        for (int64_t i = 0; i < links; i++) busy[i] = 0.0;
         for (int32_t d = 0; d < devices; d++) {
-            now[d] = w.last_s[d] = 0.0;
-            next[d] = at_f[d] = at_b[d] = 0;
+            now[d] = last[d] = 0.0;
+            next[d] = at[d];
             ready[d] = devices - 1 - d;
         }
-        int64_t waking = n;
         while (waking) {
-            int32_t d = ready[--waking], stage = stage_of[d], count = 2 * (at[d + 1] - at[d]);
-            const uint8_t *way = ways + 2 * (int64_t)at[d];
-            while (next[d] < count) {
-                int back = way[next[d]];
-                int32_t m = mine[at[d] + (back ? at_b[d] : at_f[d])];
-                if (stage != (back ? stages - 1 : 0)) {
-                    int64_t key = (2 * (int64_t)stage + back) * each + m;
-                    if (arrived[key] < 0) {
-                        waiting[key] = d;
+            int32_t d = ready[--waking], i = next[d];
+            double time = now[d];
+            for (; i < at[d + 1]; i++) {
+                if (waits[i] >= 0) {
+                    double came = arrived[waits[i]];
+                    if (came < 0) {
+                        waiting[waits[i]] = d;
                         break;
                     }
-                    if (arrived[key] > now[d]) now[d] = arrived[key];
+                    if (came > time) time = came;
                 }
-                now[d] += back ? backward_s[d] : forward_s[d];
-                next[d]++;
-                if (back) at_b[d]++;
-                else at_f[d]++;
-                if (stage == (back ? 0 : stages - 1)) continue;
-                int32_t to = back ? stage - 1 : stage + 1;
-                int64_t key = (2 * (int64_t)to + back) * each + m;
-                arrived[key] = carry(&w, d, runner[to * each + m], now[d]);
-                if (waiting[key] >= 0) ready[waking++] = waiting[key];
+                time += seconds[i];
+                if (sends[i] < 0) continue;
+                double come = time;
+                if (link[i] >= 0) {
+                    double *until = busy + link[i];
+                    *until = (*until > time ? *until : time) + wire_s[i];
+                    come = *until + latency_s[i];
+                    if (come > last[d]) last[d] = come;
+                }
+                arrived[sends[i]] = come;
+                if (waiting[sends[i]] >= 0) ready[waking++] = waiting[sends[i]];
             }
+            now[d] = time;
+            next[d] = i;
         }
         result = 0.0;
         for (int32_t d = 0; d < devices; d++) {
-            if (next[d] < 2 * (at[d + 1] - at[d])) {
+            if (next[d] < at[d + 1]) {
                 result = STUCK;
                 break;
             }
-            double end = (now[d] > w.last_s[d] ? now[d] : w.last_s[d]) + tail_s[d];
+            double end = (now[d] > last[d] ? now[d] : last[d]) + tail_s[d];
             if (at[d + 1] > at[d] && end > result) result = end;
         }
     }
-    free(link_at);
     free(times);
     free(places);
     return result;

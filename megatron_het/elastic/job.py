@@ -1,0 +1,271 @@
+"""Generation, board and signature: what the controller and the workers of a job share.
+
+The board is JSON documents in the controller's store.  Who does not know the job's token gets no connection
+(:mod:`megatron_het.store`), so that whatever is there was written by a member of the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import megatron_het
+from megatron_het.plan import Plan
+from megatron_het.safe_io import FileError, read_text, shown, write_json
+from megatron_het.store import Store, StoreError, StoreServer, client_tls, server_tls
+from megatron_het.store.job import address
+
+CHECK_S = 60.0
+"""Bound on checking the flags against a plan."""
+_CALL_S = 20.0
+_LONGEST_ADDRESS = 300
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Holds what every process is told about a generation.  Processes are known by numbers that never change.
+
+    Attributes:
+        number: Ascending from 0.
+        plan: The plan.
+        ranks: Process of each rank of the plan.
+        holders: Processes that may hold state of an earlier generation.
+        nodes: Name of the node of each rank.
+        loads: Whether the state comes from them; the first generation starts as the flags say.
+        unsaved: Iterations whose checkpoint could not be written, and is not tried again.
+        elsewhere: Iterations whose checkpoint could not be written into ``--save``, and is tried in ``fallback``.
+        fallback: Folder for them; empty for none.
+    """
+
+    number: int
+    plan: Plan
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    loads: bool = False
+    unsaved: tuple[int, ...] = ()
+    elsewhere: tuple[int, ...] = ()
+    fallback: str = ""
+
+    @property
+    def movers(self) -> tuple[int, ...]:
+        """Processes that take part in moving the state: the ranks in their order, then the others."""
+        return (*self.ranks, *sorted({*self.holders}.difference(self.ranks)))
+
+    @property
+    def lost_key(self) -> str:
+        """In the job's store: there once one of its processes is lost or its session has failed."""
+        return f"{self.number}/lost"
+
+    def rank_of(self, process: int) -> int | None:
+        """The process's rank; None if it has none."""
+        return self.ranks.index(process) if process in self.ranks else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return values | {"plan": self.plan.to_json()}
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Generation:
+        """Returns what :meth:`to_json` described.
+
+        Raises:
+            PlanError: The plan is not one.
+        """
+        known = {"elsewhere": (), "fallback": ""} | document
+        numbers = {name: tuple(map(int, known[name])) for name in ("ranks", "holders", "unsaved", "elsewhere")}
+        return Generation(
+            number=int(known["number"]),
+            plan=Plan.from_json(known["plan"]),
+            nodes=tuple(map(str, known["nodes"])),
+            loads=bool(known["loads"]),
+            fallback=str(known["fallback"]),
+            **numbers,
+        )
+
+
+class Board(Store):
+    """Access to the board, for all threads of a process.
+
+    Args:
+        host: Of the controller.
+        port: Of its store.
+        token: Shared by everybody in the job.
+        patience_s: How long a request is tried again before :class:`StoreError`.
+        address_file: Where the controller writes its address; read again before every connection.
+        tls_ca: File with the authority of the controller's certificate, where connections are encrypted.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        patience_s: float = _CALL_S,
+        address_file: Path | None = None,
+        tls_ca: Path | None = None,
+    ) -> None:
+        tls = None if tls_ca is None else _loaded(lambda: client_tls(tls_ca), "--tls-ca")
+        super().__init__(lambda: _addresses(host, port, address_file), token, patience_s, tls)
+
+
+class ServedBoard(StoreServer):
+    """The board in the process that keeps it.
+
+    Args:
+        host: To listen on.
+        port: To listen on.
+        token: Of the job.
+        certificate, key: Files, where connections are encrypted.
+
+    Raises:
+        StoreError: It cannot listen there.
+    """
+
+    def __init__(
+        self, host: str, port: int, token: str, certificate: Path | None = None, key: Path | None = None
+    ) -> None:
+        tls = None
+        if certificate is not None:
+            tls = _loaded(lambda: server_tls(certificate, key or certificate), "--tls-cert")
+        try:
+            super().__init__(host, port, token, tls)
+        except OSError as error:
+            raise StoreError(
+                f"--controller {host}:{port} cannot be listened on: {error}. Does a controller run there? Otherwise "
+                "take another port"
+            ) from None
+
+    def start_count(self, key: str, least: int) -> None:
+        """Let a count go on after a number, unless it is further already."""
+        present = int(self.get(key) or 0)
+        if present < least:
+            self.count(key, least - present)
+
+
+def _addresses(host: str, port: int, file: Path | None) -> list[tuple[str, int]]:
+    """Where the controller may be: what its file says, then what the command line says."""
+    found = None
+    if file is not None:
+        try:
+            found = address(read_text(file, _LONGEST_ADDRESS))
+        except FileError:
+            found = None
+    return list(dict.fromkeys(place for place in (found, (host, port)) if place is not None))
+
+
+def _loaded(load: Callable[[], Any], option: str) -> Any:
+    try:
+        return load()
+    except OSError as error:
+        raise StoreError(f"{option}: {shown(str(error))}. Give PEM files, readable here") from None
+
+
+def signature_of(flags: Sequence[str]) -> str:
+    """Returns what a node says of itself.
+
+    Args:
+        flags: Of the training.
+    """
+    release = str(getattr(megatron_het, "__version__", ""))
+    return json.dumps({"megatron_het": release, "megatron-core": version("megatron-core"), "flags": list(flags)})
+
+
+def refusal(own: str, first: str) -> str:
+    """Why a node cannot take part, and what to do; empty where it can.
+
+    Args:
+        own: What :func:`signature_of` gave on the node.
+        first: The same of the job's first node.
+    """
+    if own == first:
+        return ""
+    what = _difference(own, first)
+    return f"{what}; start all nodes of a job with the same command and the same release"
+
+
+def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[], list[str]]:
+    """Begin to check what the start of the training would refuse under a plan, in a process forked from this one.
+
+    Args:
+        plan: The plan.
+        flags: Of the training, without a plan.
+        folder: For the plan's file.
+
+    Returns:
+        Waits for the answer, in bounded time: the problems, none where nobody could say.
+    """
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reads)
+            os.write(writes, json.dumps(_problems(plan, flags, folder)).encode()[:65536])
+        finally:
+            os._exit(0)
+    os.close(writes)
+
+    def answer() -> list[str]:
+        text, deadline_s = b"", time.monotonic() + CHECK_S
+        try:
+            while select.select([reads], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                part = os.read(reads, 65536)
+                if not part:
+                    return [str(problem) for problem in json.loads(text)]
+                text += part
+        except ValueError:
+            pass
+        finally:
+            os.close(reads)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return []
+
+    return answer
+
+
+def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
+    """Returns what the start would refuse; for a process of its own."""
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
+    from megatron_het.doctor.flags import problems_of
+
+    device = platform.activate()
+    upstream.install("stock")
+    file = folder / "plan-to-check.json"
+    write_json(file, plan.to_json(), durable=False)
+    os.environ.update(RANK="0", WORLD_SIZE=str(plan.world_size))
+    missing, problems = problems_of((*flags, "--het-plan", str(file)), device)
+    return [f"missing: {text}" for text in missing.values()] + problems
+
+
+def _difference(own: str, first: str) -> str:
+    """In words."""
+    try:
+        mine, theirs = json.loads(own), json.loads(first)
+        for name in ("megatron_het", "megatron-core"):
+            if mine[name] != theirs[name]:
+                return f"{name} is {shown(mine[name])} here and {shown(theirs[name])} on the first node"
+        name = "the flags"
+        for here, there in itertools.zip_longest(mine["flags"], theirs["flags"]):
+            if here != there:
+                return f"{name} differ: {_word(here)} here and {_word(there)} on the first node"
+            name = f"the values of {shown(here)}" if here.startswith("--") else name
+    except (KeyError, TypeError, ValueError):
+        pass
+    return "it was started by another release than the first node"
+
+
+def _word(word: str | None) -> str:
+    return "none" if word is None else shown(word)

@@ -1,0 +1,318 @@
+"""The command ``rent``: which nodes of a cluster file to rent first, which next, and where more stops paying.
+
+The ladder is greedy.  Its first rung is what brings most tokens per USD alone.  Each further rung adds the nodes that
+bring most tokens per USD more.  Nodes whose lower bound (``search/bounds.py``) promises less than others have brought
+are not searched.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from megatron_het.safe_io import amount, count
+
+from ..costs.estimate import Estimator
+from ..errors import PlannerError
+from ..inputs.files import check_target, write_text
+from ..inputs.kept import cluster_text
+from ..report.tables import HARDLY, NOTATION, say, shown_progress, table
+from ..search.bounds import Bounds
+from ..search.limit import left_s
+from ..search.outcome import Goal, Progress
+from ..search.setup import check_prices, estimator_from, goal_from
+from .command import PoolPlan, add_pauses, costs_from, limited, nodes_in_words, plan_of_pool, with_growth
+from .policies import Costs, Pool
+
+STEPS = 4
+"""Rungs of a kind of node at most, apart from those that take all that is left of it."""
+SHARE = 8
+"""A search takes this part of the CPU time that is left, at most."""
+DAY_S, HOUR_S = 86400.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """Nodes that are rented together.
+
+    Attributes:
+        pool: All nodes so far, by group of the cluster file.
+        added: Those that the rung before has not.
+        plan: The best plan on them.
+        usd_per_h: Of all GPUs of the nodes, used or not.
+        goodput: Share of the time in which iterations count, with the interruptions that are expected.
+        tokens_per_s: That count.
+    """
+
+    pool: Pool
+    added: Pool
+    plan: PoolPlan
+    usd_per_h: float
+    goodput: float
+    tokens_per_s: float
+
+    @property
+    def usd_per_billion_tokens(self) -> float:
+        """Price of what counts."""
+        return self.usd_per_h / HOUR_S / self.tokens_per_s * 1e9
+
+    def hours(self, iterations: int) -> float:
+        """Duration of a job."""
+        assert self.plan.iteration_s is not None  # nothing is rented without a plan
+        return iterations * self.plan.iteration_s / self.goodput / HOUR_S
+
+    def more_per_usd(self, before: Rung | None) -> float:
+        """Tokens per second more for a USD per hour more."""
+        tokens, usd = (0.0, 0.0) if before is None else (before.tokens_per_s, before.usd_per_h)
+        gained, paid = self.tokens_per_s - tokens, self.usd_per_h - usd
+        return gained / paid if paid > 0 else inf if gained > 0 else 0.0
+
+
+class Ladder:
+    """Searches the rungs.
+
+    Args:
+        estimator: Of all nodes that can be rented.
+        goal: Of the searches.
+        costs: Of interruptions (``costs_from``).
+        options: With ``--search`` and ``--limit-s``.
+
+    Attributes:
+        progress: Its text says what is searched.
+        is_cut: The CPU time was over before the end of the ladder.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        goal: Goal,
+        costs: tuple[Costs, dict[str, str], dict[str, float]],
+        options: argparse.Namespace,
+    ) -> None:
+        self.estimator, self._goal, self._costs, self._options = estimator, goal, costs, options
+        self._bounds = Bounds(estimator, goal)
+        self._found: dict[Pool, PoolPlan] = {}
+        nodes = estimator.cluster.nodes
+        # Groups of the same nodes are rented together.
+        names = [node.shared_node or f"\n{i}" for i, node in enumerate(nodes)]
+        self._units = [[i for i, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
+        self.progress, self.is_cut = Progress(), False
+
+    def rungs(self) -> Iterator[Rung]:
+        """Yields the rungs, the first one first."""
+        rung = self._best([pool for unit in self._units for pool in self._alone(unit)], None)
+        everything = tuple(node.count for node in self.estimator.cluster.nodes)
+        rung = rung or self._best([everything], None)
+        while rung is not None:
+            yield rung
+            rung = self._best(list(self._next(rung.pool)), rung)
+
+    def _alone(self, unit: list[int]) -> Iterator[Pool]:
+        """Yields more and more nodes of a group, up to the first for which there is a plan."""
+        pool = tuple(0 for _ in self.estimator.cluster.nodes)
+        while (larger := self._with(pool, unit)) != pool:
+            pool = larger
+            if self._plan(pool).iteration_s is not None:
+                yield pool
+                return
+
+    def _next(self, pool: Pool) -> Iterator[Pool]:
+        """Yields some nodes more of each group, and all that are left of it."""
+        nodes = self.estimator.cluster.nodes
+        for unit in self._units:
+            whole = tuple(node.count if i in unit else n for i, (n, node) in enumerate(zip(pool, nodes)))
+            yield from dict.fromkeys(p for p in (self._with(pool, unit), whole) if p != pool)
+
+    def _with(self, pool: Pool, unit: list[int]) -> Pool:
+        nodes = self.estimator.cluster.nodes
+        return tuple(
+            min(node.count, n + -(-node.count // STEPS)) if i in unit else n
+            for i, (n, node) in enumerate(zip(pool, nodes))
+        )
+
+    def _best(self, pools: list[Pool], before: Rung | None) -> Rung | None:
+        """The pool that brings most for its price; None where none makes the training faster."""
+        best: Rung | None = None
+        least = before.tokens_per_s * (1 + HARDLY) if before is not None else 0.0
+        hopes = [(self._rung(pool, self._least_s(pool), before), pool) for pool in pools]
+        for hope, pool in sorted(hopes, key=lambda entry: -entry[0].more_per_usd(before)):
+            if hope.tokens_per_s <= least or (best and hope.more_per_usd(before) <= best.more_per_usd(before)):
+                continue
+            seconds = self._plan(pool).iteration_s
+            rung = self._rung(pool, inf if seconds is None else seconds, before)
+            more = rung.more_per_usd(before)
+            if rung.tokens_per_s > least and (best is None or more > best.more_per_usd(before)):
+                best = rung
+        return best
+
+    def _least_s(self, pool: Pool) -> float:
+        cluster = self.estimator.cluster
+        gpus = tuple(min(n * node.gpus_per_node, node.quota) for n, node in zip(pool, cluster.nodes))
+        return max(self._bounds.seconds(gpus), 1e-9)
+
+    def _plan(self, pool: Pool) -> PoolPlan:
+        if pool not in self._found:
+            left = left_s(self._options)
+            if left <= 0:
+                self.is_cut = True
+                return PoolPlan(pool, None)
+            self.progress.text = nodes_in_words(pool, self.estimator.cluster.nodes)
+            limit_s = max(1.0, left / SHARE)
+            plan_of_pool(self._found, self.estimator, self._goal, self._options.search, pool, limit_s)
+        return self._found[pool]
+
+    def _rung(self, pool: Pool, iteration_s: float, before: Rung | None) -> Rung:
+        cluster, model = self.estimator.cluster, self.estimator.model
+        plan = self._found.get(pool, PoolPlan(pool, None))
+        gpus = [min(n * node.gpus_per_node, node.quota) for n, node in zip(pool, cluster.nodes)]
+        usd = HOUR_S * sum(n * price for n, price in zip(gpus, self.estimator.price))
+        costs, sources, each_byte_s = self._costs
+        share = self._goodput(pool, with_growth(costs, sources, each_byte_s, plan), iteration_s)
+        return Rung(
+            pool=pool,
+            added=tuple(n - (before.pool[i] if before else 0) for i, n in enumerate(pool)),
+            plan=plan,
+            usd_per_h=usd,
+            goodput=share,
+            tokens_per_s=share * model.global_batch_size * model.seq_length / iteration_s,
+        )
+
+    def _goodput(self, pool: Pool, costs: Costs, iteration_s: float) -> float:
+        """Computes the share of the time that counts.
+
+        An interruption costs two changes, half an iteration, and the node's part until another one is there.
+        """
+        lost_s = costs.death_s + costs.join_s + iteration_s / 2 + costs.start_s / max(1, sum(pool))
+        often = sum(n * node.interruptions_per_day for n, node in zip(pool, self.estimator.cluster.nodes)) / DAY_S
+        return 1 / (1 + often * lost_s)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument("--train-iters", type=count(1, 10**12), metavar="N", help="iterations of the job")
+    parser.add_argument(
+        "--finish-by", type=amount(0.0, 1e7), metavar="HOURS", help="with --train-iters: end in this time"
+    )
+    parser.add_argument(
+        "--budget-total", type=amount(0.0, 1e12), metavar="USD", help="with --train-iters: cost no more"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write a cluster file of the rung that is chosen, for 'plan'")
+    parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
+    add_pauses(parser)
+
+
+def rent(options: argparse.Namespace) -> int:
+    """Search the ladder, choose a rung, say what each brings."""
+    goal, estimator = goal_from(options), estimator_from(options)
+    _check(options, goal, estimator)
+    ladder = Ladder(estimator, goal, costs_from(options), options)
+    with shown_progress(lambda: f"a plan for {ladder.progress.text}", options):
+        rungs = list(ladder.rungs())
+    if not rungs:
+        raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
+    chosen = choose(rungs, options)
+    body = body_of(rungs, chosen, options, estimator) | {"interrupted": ladder.is_cut}
+    written = []
+    if options.out:
+        cluster = limited(estimator.cluster, rungs[chosen].pool)
+        assert cluster is not None  # a plan was found on it
+        write_text(options.out, cluster_text(cluster))
+        written.append(f"wrote {options.out}")
+    if options.picture:
+        from .picture import draw_ladder
+
+        draw_ladder(body["rungs"], chosen, options.picture)
+        written.append(f"wrote {options.picture}")
+    say(body, options, *_tables(body), *written)
+    return 0
+
+
+def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> None:
+    """Check prices, places to write, and limits that go together, before long work."""
+    if goal.objective == "cost":
+        hint = "Give --budget-total or --finish-by"
+        raise PlannerError("command line", "--objective", "cost", "rent weighs speed and money itself", hint)
+    check_prices(estimator, replace(goal, objective="cost"), options.cluster)
+    for name in ("finish_by", "budget_total"):
+        if getattr(options, name) is not None and options.train_iters is None:
+            flag, hint = f"--{name.replace('_', '-')}", "Give --train-iters"
+            raise PlannerError("command line", flag, getattr(options, name), "the job's length is missing", hint)
+    if options.out:
+        check_target(options.out, "--out")
+    if options.picture:
+        check_target(options.picture, "--picture", (".svg", ".png"))
+
+
+def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
+    """The number of the rung that is cheapest within ``--finish-by``, or fastest within ``--budget-total`` alone.
+
+    Raises:
+        PlannerError: No rung keeps to the limits.
+    """
+    hours = [rung.hours(options.train_iters or 1) for rung in rungs]
+    usd = [rung.usd_per_h * each for rung, each in zip(rungs, hours)]
+    fitting = list(range(len(rungs)))
+    for flag, limit, values, unit in (
+        ("--finish-by", options.finish_by, hours, "hours"),
+        ("--budget-total", options.budget_total, usd, "USD"),
+    ):
+        nearest = min(values[i] for i in fitting)
+        if limit is not None and nearest > limit:
+            hint = f"The nearest one takes {nearest:.4g} {unit}"
+            raise PlannerError("command line", flag, limit, "no rung keeps to it", hint)
+        fitting = [i for i in fitting if limit is None or values[i] <= limit]
+    is_budget_alone = options.budget_total is not None and options.finish_by is None
+    return min(fitting, key=lambda i: hours[i] if is_budget_alone else usd[i])
+
+
+def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimator: Estimator) -> dict[str, Any]:
+    """Returns what is printed, as JSON values."""
+    nodes, rows = estimator.cluster.nodes, []
+    for rung, before in zip(rungs, [None, *rungs]):
+        hours = rung.hours(options.train_iters) if options.train_iters else None
+        rows.append(
+            {
+                "nodes": list(rung.pool),
+                "added": nodes_in_words(rung.added, nodes),
+                "gpus": sum(n * node.gpus_per_node for n, node in zip(rung.pool, nodes)),
+                "iteration_s": rung.plan.iteration_s,
+                "goodput": rung.goodput,
+                "tokens_per_s": rung.tokens_per_s,
+                "usd_per_hour": rung.usd_per_h,
+                "usd_per_billion_tokens": rung.usd_per_billion_tokens,
+                "usd_per_billion_more_tokens": 1e9 / HOUR_S / rung.more_per_usd(before),
+                "hours": hours,
+                "usd": None if hours is None else hours * rung.usd_per_h,
+                "plan": rung.plan.plan,
+            }
+        )
+    left = tuple(node.count - n for n, node in zip(rungs[-1].pool, nodes))
+    return {"rungs": rows, "chosen": chosen, "left": nodes_in_words(left, nodes) if any(left) else ""}
+
+
+def _tables(body: dict[str, Any]) -> list[Any]:
+    """Returns what people read."""
+    rows, chosen = body["rungs"], body["chosen"]
+    prices = ("USD per hour", "USD per 10⁹ tokens", "USD per 10⁹ more")
+    ladder = table("What to rent", "rung: nodes more", "GPUs", "tokens/s", *prices)
+    job = table("The job", "rung", "hours", "USD", "time that counts")
+    for i, row in enumerate(rows, 1):
+        usd = (row["usd_per_hour"], row["usd_per_billion_tokens"], row["usd_per_billion_more_tokens"])
+        tokens = f"{row['tokens_per_s']:.4g}"
+        ladder.add_row(f"{i}: {row['added']}", str(row["gpus"]), tokens, *(f"{x:.4g}" for x in usd))
+        if row["hours"] is not None:
+            job.add_row(str(i), f"{row['hours']:.4g}", f"{row['usd']:.4g}", f"{100 * row['goodput']:.1f} %")
+    cheapest = min(range(len(rows)), key=lambda i: rows[i]["usd_per_billion_tokens"])
+    lines = [
+        f"chosen: rung {chosen + 1}, which has all nodes up to there",
+        f"a token is cheapest with rung {cheapest + 1}; each rung after that buys speed at the last column's price",
+    ]
+    if body["interrupted"]:
+        lines.append("--limit-s is over: not all further nodes were searched")
+    elif body["left"]:
+        lines.append(f"more does not pay: no plan with {body['left']} more was found to be faster")
+    plans = [f"{i}: {row['plan']}" for i, row in enumerate(rows, 1)]
+    return [ladder, *([job] if rows[0]["hours"] is not None else []), *lines, *plans, NOTATION]
