@@ -21,13 +21,7 @@ from megatron_het.plan.placement import token_blocks
 from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION
 from megatron_het.schedule.ir import SLICED_SCHEDULES
 
-_FSDP = (
-    "FSDP replaces the process groups that a plan sets up. A plan has ZeRO of its own: --het-schedule data-parallel "
-    "--het-zero 3, or ministages with --het-window"
-)
 _REFUSED = (
-    Refusal("use_torch_fsdp2", _FSDP),
-    Refusal("use_megatron_fsdp", _FSDP),
     Refusal("fp4", "gradients are rounded at random, pass by pass: another order of passes is another training"),
     Refusal(
         "fp8_param_gather",

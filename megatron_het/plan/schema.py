@@ -227,8 +227,6 @@ def problem_of(pattern: str) -> str:
 
 PLAN_FORMAT = "megatron_het.plan"
 PLAN_VERSION = 1
-
-
 MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "mtp_num_layers")
 """Sizes of a model that have the same names among Megatron's arguments."""
 
