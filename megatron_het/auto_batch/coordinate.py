@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
-import select
 import subprocess
 import sys
 import time
@@ -56,34 +56,29 @@ class MeasuringProcess:
         self._log = folder / f"{name}.log"
         request_file = folder / f"{name}.json"
         request_file.write_text(json.dumps(request), encoding="utf-8")
-        commands, self._sink = os.pipe()
-        self._source, answers = os.pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") or k in IDENTITY}
-        with self._log.open("wb") as log:
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(request_file), str(commands), str(answers)],
+                [sys.executable, "-m", _MODULE, str(request_file), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(commands, answers),
+                pass_fds=(theirs.fileno(),),
                 env=environment,
             )
-        os.close(commands)
-        os.close(answers)
-        self._pending = b""
 
     def __enter__(self) -> MeasuringProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End the process, whatever it does."""
-        os.close(self._sink)  # which it takes for the end
+        self._connection.close()  # which it takes for the end
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._source)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and wait for the answer."""
@@ -97,8 +92,8 @@ class MeasuringProcess:
             MeasuringError: The process has ended.
         """
         try:
-            os.write(self._sink, json.dumps(command).encode() + b"\n")
-        except BrokenPipeError:
+            self._connection.send_bytes(json.dumps(command).encode())
+        except OSError:
             raise self._ended() from None
 
     def answer(self) -> dict[str, Any]:
@@ -108,18 +103,14 @@ class MeasuringProcess:
             MeasuringError: None came in time, or the process has ended.
         """
         end_s = time.monotonic() + self._timeout_s
-        while b"\n" not in self._pending:
+        while not self._connection.poll(_POLL_S):
             if time.monotonic() > end_s:
                 raise MeasuringError(f"no answer after {self._timeout_s:.0f} s\n{self._tail()}")
             self._watch()
-            if not select.select([self._source], [], [], _POLL_S)[0]:
-                continue
-            data = os.read(self._source, 1 << 16)
-            if not data:
-                raise self._ended()
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended() from None
 
     def _ended(self) -> MeasuringError:
         try:

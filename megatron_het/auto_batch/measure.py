@@ -1,9 +1,9 @@
-"""Measures one device: ``python -m megatron_het.auto_batch.measure REQUEST FD_IN FD_OUT`` in a process of its own.
+"""Measures one device: ``python -m megatron_het.auto_batch.measure REQUEST FD`` in a process of its own.
 
 The process runs the real training of one rank under the plan of a ZeRO stage: real layers, real optimizer state,
 real shards.  The other ranks are not there; collectives with them take no time and leave finite values, so that
-what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands come as lines of
-JSON, answers leave as lines of JSON.  Running out of memory is an answer.
+what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands and
+answers are JSON, over one connection.  Running out of memory is an answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 import gc
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +41,26 @@ class Commands:
     """Holds what the parent process asks, and the answers.
 
     Args:
-        source, sink: File descriptors.
+        connection: To the parent.
     """
 
-    def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
-        self._pending = b""
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def next(self) -> dict[str, Any]:
         """The next command; an end of the parent ends measuring."""
-        while b"\n" not in self._pending:
-            data = os.read(self._source, 1 << 16)
-            if not data:
-                raise _Done
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise _Done from None
 
     def is_waiting(self) -> bool:
         """Whether another command has come."""
-        return b"\n" in self._pending or bool(select.select([self._source], [], [], 0)[0])
+        return self._connection.poll()
 
     def answer(self, **values: Any) -> None:
         """Send an answer."""
-        os.write(self._sink, json.dumps(values).encode() + b"\n")
+        self._connection.send_bytes(json.dumps(values).encode())
 
 
 class MeasuringSession(HetSession):
@@ -196,9 +192,9 @@ def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure until the parent says that it is enough."""
-    request_file, source, sink = sys.argv[1:] if argv is None else argv
+    request_file, descriptor = sys.argv[1:] if argv is None else argv
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    commands = Commands(int(source), int(sink))
+    commands = Commands(Connection(int(descriptor)))
     with contextlib.ExitStack() as memory:
         try:
             _run(request, commands, memory)

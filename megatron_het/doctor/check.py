@@ -118,6 +118,21 @@ class Seat:
         return platform
 
 
+def meet(seat: Seat, place: str, value: Any, bound_s: float) -> Any:
+    """Wait for all ranks of the check; the value of the one that comes last, None where not all come in time.
+
+    Args:
+        seat: Of this rank.
+        place: Where they meet, once.
+        value: JSON.
+        bound_s: On the wait.
+    """
+    if seat.store.count(place) >= len(seat.hosts):
+        seat.store.put(f"{place}/open", value)
+    is_open = seat.store.wait([f"{place}/open"], [], bound_s) == "there"
+    return seat.store.get(f"{place}/open") if is_open else None
+
+
 def dtype_of(plan: Plan) -> Any:
     """torch's data type of the training's activations."""
     import torch

@@ -6,6 +6,7 @@ core, a PCIe switch, power) counts.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -31,6 +32,7 @@ from megatron_het.doctor.check import (
     amount,
     dtype_of,
     duration,
+    meet,
     ranks_by,
 )
 from megatron_het.planner_package import planner
@@ -205,7 +207,12 @@ class Devices(Check):
         """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
         platform, dtype = seat.platform(), dtype_of(seat.plan)
         throttling = Throttling(platform.device.index)
-        barrier = _Barrier(seat)
+        turns = itertools.count()
+
+        def barrier() -> None:
+            """All ranks, as far as they come in time: a measurement is better than none."""
+            meet(seat, f"barrier/{next(turns)}", True, _BARRIER_S)
+
         gemm_s = gemm_seconds(dtype, platform, barrier)
         answer: dict[str, Any] = {"gemm_s": gemm_s, "point": None, "layer_s": None, "note": "", "unloaded": ""}
         expected = seat.expectations.layer(seat.kind)
@@ -384,17 +391,3 @@ def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None], repeats
         platform.synchronize()
         times.append(time.perf_counter() - start_s)
     return statistics.median(times[2:])
-
-
-class _Barrier:
-    """All ranks of the check, over the store; gives up after a bound, because a measurement is better than none."""
-
-    def __init__(self, seat: Seat) -> None:
-        self._store, self._size, self._turn = seat.store, len(seat.hosts), 0
-
-    def __call__(self) -> None:
-        self._turn += 1
-        key = f"barrier/{self._turn}"
-        if self._store.count(key) >= self._size:
-            self._store.put(f"{key}/open", True)
-        self._store.wait([f"{key}/open"], [], _BARRIER_S)

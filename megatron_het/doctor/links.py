@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Expectations, Finding, Names, Seat, duration, rate
+from megatron_het.doctor.check import Answers, Check, Expectations, Finding, Names, Seat, duration, meet, rate
 from megatron_het.lowering.programs import build, choose_transport
 from megatron_het.lowering.ranks import boundary_map, edges
 from megatron_het.plan import Placement, Plan
-from megatron_het.store import Documents
 
 _CONNECT_S = 8.0
 _PINGS = 12
@@ -47,7 +46,7 @@ class Links(Check):
         platform = seat.platform()
         transport = chosen_transport(seat, platform).transport
         rounds = rounds_of(pairs_of(seat.plan), seat.hosts)
-        gate = _Gate(seat.store, len(seat.hosts), time.monotonic() + _BUDGET_S)
+        deadline_s = time.monotonic() + _BUDGET_S
         found: dict[str, Any] = {}
         for number, pairs in enumerate(rounds):
             for pair in pairs:
@@ -55,7 +54,10 @@ class Links(Check):
                     result = _measure_pair(seat, pair, transport, platform)
                     if seat.rank == pair[0] or "error" in result:
                         found[f"{pair[0]}-{pair[1]}"] = result
-            if not gate.next(number):
+            goes_on = meet(seat, f"round/{number}", time.monotonic() < deadline_s, 3 * _CONNECT_S)
+            if goes_on is None:
+                raise RuntimeError(f"not all ranks have ended round {number} within {3 * _CONNECT_S:g} s")
+            if not goes_on:
                 break
         return {"pairs": found, "transport": transport, "wanted": sum(map(len, rounds))}
 
@@ -146,22 +148,6 @@ def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[li
         rounds[number].append(pair)
         busy[number] |= here
     return rounds
-
-
-class _Gate:
-    """Ranks begin rounds together; the last one to come decides whether there is time for another."""
-
-    def __init__(self, store: Documents, size: int, deadline_s: float) -> None:
-        self._store, self._size, self._deadline_s = store, size, deadline_s
-
-    def next(self, number: int) -> bool:
-        """Wait for the end of a round; whether there is a next one."""
-        key = f"round/{number}"
-        if self._store.count(key) == self._size:
-            self._store.put(f"{key}/next", time.monotonic() < self._deadline_s)
-        if self._store.wait([f"{key}/next"], [], 3 * _CONNECT_S) != "there":
-            raise RuntimeError(f"not all ranks have ended round {number} within {3 * _CONNECT_S:g} s")
-        return bool(self._store.get(f"{key}/next"))
 
 
 def _measure_pair(seat: Seat, pair: tuple[int, int], transport: str, platform: Any) -> dict[str, Any]:

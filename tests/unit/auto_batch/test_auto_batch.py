@@ -260,7 +260,7 @@ def test_a_rank_that_failed_ends_the_others(two: list[Exchange]) -> None:
 
 def fake(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     """In place of the measuring process."""
-    (folder / "fake_measure.py").write_text("import os, sys, time\nsource, sink = map(int, sys.argv[2:])\n" + code)
+    (folder / "fake_measure.py").write_text("import os, sys, time\n" + code)
     monkeypatch.setattr(processes, "_MODULE", "fake_measure")
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
@@ -281,7 +281,7 @@ def test_a_measuring_process_that_dies_or_hangs_is_an_error_with_its_log(
 
 
 def test_waiting_ends_when_another_rank_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake(monkeypatch, tmp_path, "os.read(source, 1)")
+    fake(monkeypatch, tmp_path, "os.read(int(sys.argv[2]), 1)")
 
     def watch() -> None:
         raise ExchangeError("rank 1: no memory")

@@ -344,7 +344,7 @@ def test_real_torch_files_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     body = {"args": argparse.Namespace(num_layers=2, dtype=torch.bfloat16), "x": torch.ones(3)}
     torch.save(body, tmp_path / "common.pt")
-    from tools.planner.inputs.model import checkpoint_arguments
+    from tools.planner.inputs.model_arguments import checkpoint_arguments
 
     assert checkpoint_arguments(tmp_path / "common.pt")[0]["num_layers"] == 2
 
