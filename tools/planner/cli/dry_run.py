@@ -182,11 +182,11 @@ def run_ranks(
     """
     if folder is None:
         with TemporaryDirectory(prefix="het-dry-run-") as own:
-            return run_ranks(ranks, flags, limit_s, kernels, bound_s, cuda, Path(own))
+            return run_ranks(ranks, flags, limit_s, kernels, bound_s, cuda, folder=Path(own))
     count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
     parts = [list(ranks[i::count]) for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda, folder), parts)
+        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda, folder=folder), parts)
         found = {rank: figures for part in done for rank, figures in part.items()}
     return {rank: found[rank] for rank in ranks}
 
