@@ -318,7 +318,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
 def has_long_head(estimator: Estimator, group: Group, like: Candidate) -> bool:
     """Whether the output layer takes so long that the vocabulary should be split over the stages."""
     unit = estimator.unit_of(like, group)
-    if unit is None or estimator.model.mtp_num_layers:  # layers for later tokens read whole tables
+    if unit is None or not estimator.model.can_split_vocabulary:
         return False
     return unit.head_f + unit.head_b > LONG_HEAD * (unit.layer_f + unit.layer_b)
 
