@@ -88,7 +88,8 @@ def test_explain_and_compare(files, capsys):
     ],
 )
 def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, options, key):
-    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", *options)
+    few = [] if "--schedules" in options else ["--schedules", "1f1b"]
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", *few, *options)
     assert code == 2
     assert json.loads(out.out)["error"]["key"] == key
     assert not (files / "p.json").exists()
