@@ -18,7 +18,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, write_text
+from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, split_words, write_text
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
@@ -134,13 +134,16 @@ def _connection(parser: argparse.ArgumentParser) -> None:
 
 def _run(words: Sequence[str]) -> int:
     """A node, a controller, or both."""
-    own, flags = (list(words), []) if "--" not in words else _split(words)
+    own, given = split_words(words)
+    flags = given or []
     options = parser_of().parse_args(own)
     host, port = _address(options.controller)
     controls = options.start_controller or options.controller_only
     _check_options(options)
     if not options.controller_only:
         _check_flags(flags)
+    if controls:
+        _check_host(host)  # before a folder and a token are made
     planner = _planner(options) if controls else None
     token = _token(options.token_file or options.folder / "token", create=controls)
     if options.controller_only:
@@ -158,11 +161,6 @@ def _run(words: Sequence[str]) -> int:
                 helper.wait(timeout=20.0)
             except subprocess.TimeoutExpired:
                 helper.terminate()
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    at = list(words).index("--")
-    return list(words[:at]), list(words[at + 1 :])
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
@@ -277,6 +275,15 @@ def _address(text: str) -> tuple[str, int]:
     if found is None:
         raise UsageError(f"--controller {shown(text)} is not HOST:PORT; for one machine take 127.0.0.1:29400")
     return found
+
+
+def _check_host(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"--controller {shown(host)} cannot be listened on: {error}. Give a name or an address of this machine"
+        ) from None
 
 
 def _check_flags(flags: Sequence[str]) -> None:
