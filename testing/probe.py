@@ -83,10 +83,7 @@ class Observer:
                 self._keep_loss(result, "losses" if training else "validation")
                 if first:
                     feature = positional[0].feature("window") if positional else None
-                    if feature is not None:
-                        whole = feature.window.whole_gradients()
-                    else:
-                        whole = reduced_gradients(keywords["model"])
+                    whole = feature.whole_gradients() if feature is not None else reduced_gradients(keywords["model"])
                     write_gradients(keywords["model"], self._out, self._rank, whole)
             return result
 

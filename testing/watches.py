@@ -169,7 +169,7 @@ def watch_documents(*, rank: int, out: str) -> None:
 # Ministage runs: one meter sees whatever operators allocate and has been shown the state that was there before, so that
 # its peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is that of saved
 # tensors, boundary inputs, transfer buffers and workspace.  Neither counts host memory.
-_WINDOW_METHODS = ("begin", "handle", "before_backward")
+_WINDOW_METHODS = ("restart", "handle", "before_backward")
 _RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradients")
 
 
@@ -207,7 +207,7 @@ class WindowWatcher(Watcher):
                 result = setup(*positional, **keywords)
             self.found["start_bytes"] = visit.peak_bytes
             if self._loads is not None:
-                self.found["loading"] = self._loads.feature("window").window.use.as_json()
+                self.found["loading"] = self._loads.feature("window").use.as_json()
             return result
 
         return metered
@@ -219,7 +219,7 @@ class WindowWatcher(Watcher):
         def begun(session: Any, models: Any, optimizer: Any) -> Any:
             result = prepare(session, models, optimizer)
             self._loads = session
-            session.feature("window").window.use.restart()
+            session.feature("window").use.restart()
             return result
 
         return begun
@@ -229,7 +229,7 @@ class WindowWatcher(Watcher):
 
         @functools.wraps(settle)
         def begun(session: Any) -> Any:
-            session.feature("window").window.use.restart()
+            session.feature("window").use.restart()
             return settle(session)
 
         return begun
@@ -240,7 +240,7 @@ class WindowWatcher(Watcher):
         @functools.wraps(copies)
         def ended(session: Any, parameters: Any) -> Any:
             found = copies(session, parameters)
-            self.found["saving"] = session.feature("window").window.use.as_json()
+            self.found["saving"] = session.feature("window").use.as_json()
             return found
 
         return ended
@@ -276,7 +276,7 @@ def _state(session: Any) -> Iterator[torch.Tensor]:
     from megatron_het.runtime.feature import optimizer_of
 
     yield from optimizer_tensors(optimizer_of(get_model_config(session._models[0])))
-    for chunk in session.feature("window").window._chunks:
+    for chunk in session.feature("window")._chunks:
         yield from _tensors(chunk)
 
 

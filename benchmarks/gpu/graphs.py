@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_het.attention.kernel_choice import choose_kernel
-from megatron_het.attention.kernels import Setting
+from megatron_het.attention.kernels import Scores, Setting, forward_backward
 from megatron_het.safe_io import check_target, write_json
 
 _TOKENS, _SLICES, _HEADS, _GROUPS, _HEAD_DIM = 4096, 8, 8, 2, 128
@@ -50,8 +50,10 @@ def measure() -> dict[str, Any]:
         q, k, v, gradient = inputs
         own, before = slice(index * length, (index + 1) * length), slice(0, (index + 1) * length)
         causal = not index or kernel.takes_prefix(length, before.stop)
-        out, lse = kernel.forward(q[own], k[before], v[before], causal, scale)
-        return (out, *kernel.backward(gradient[own], q[own], k[before], v[before], out, lse, causal, scale))
+        out, _, *gradients = forward_backward(
+            kernel, (q[own], k[before], v[before]), gradient[own], Scores(causal, scale)
+        )
+        return out, *gradients
 
     for index in range(_SLICES):
         pass_of(index)  # kernels choose and compile before they can be captured

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.machine import save
 from megatron_het.attention.kernel_choice import choose_kernel
-from megatron_het.attention.kernels import KERNELS, Kernel, Setting
+from megatron_het.attention.kernels import KERNELS, Kernel, Scores, Setting, forward_backward
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
@@ -40,9 +40,7 @@ def _tensors(tokens: int, device: torch.device, dtype: torch.dtype) -> list[torc
 
 def unsliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float) -> None:
     """One forward and one backward of the kernel over the whole sequence."""
-    q, k, v, grad = tensors
-    out, lse = kernel.forward(q, k, v, True, scale)
-    kernel.backward(grad, q, k, v, out, lse, True, scale)
+    forward_backward(kernel, tensors[:3], tensors[3], Scores(causal=True, scale=scale))
 
 
 def sliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float, slices: int, cache: KVCache) -> None:

@@ -18,16 +18,10 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.registry import cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.placement import token_blocks
-from megatron_het.plan.schema import KINDS, SPARSE_ATTENTION
+from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION
 from megatron_het.schedule.ir import SLICED_SCHEDULES
 
-_FSDP = (
-    "FSDP replaces the process groups that a plan sets up. A plan has ZeRO of its own: --het-schedule data-parallel "
-    "--het-zero 3, or ministages with --het-window"
-)
 _REFUSED = (
-    Refusal("use_torch_fsdp2", _FSDP),
-    Refusal("use_megatron_fsdp", _FSDP),
     Refusal("fp4", "gradients are rounded at random, pass by pass: another order of passes is another training"),
     Refusal(
         "fp8_param_gather",
@@ -186,15 +180,9 @@ def _check_mixed(plan: Plan, args: Any) -> None:
 
 
 def _check_model(plan: Plan, args: Any) -> None:
-    heads = args.num_attention_heads
-    found = {
-        "num_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": args.num_query_groups if args.group_query_attention else heads,
-        "seq_length": args.seq_length,
+    found = {name: getattr(args, name, None) or 0 for name in MODEL_SIZES} | {
+        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
-        "mtp_num_layers": getattr(args, "mtp_num_layers", None) or 0,
         "pattern": family_of(args).pattern(args),
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:

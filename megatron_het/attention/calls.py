@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_het.attention.kernels import Gradients, Kernel
+from megatron_het.attention.kernels import Gradients, Kernel, Scores
 from megatron_het.attention.kv_cache import Run
 from megatron_het.schedule.cutting import Span, Starts, documents_in
 
@@ -373,8 +373,8 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 def _forward(kernel: Kernel, call: Call, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of a call."""
     if call.form is not Form.REVERSED:
-        return kernel.forward(q, call.keys, call.values, call.form is Form.CAUSAL, scale, call.window)
-    out, lse = kernel.forward(q.flip(0), call.keys.flip(0), call.values.flip(0), True, scale)
+        return kernel.forward(q, call.keys, call.values, Scores(call.form is Form.CAUSAL, scale, call.window))
+    out, lse = kernel.forward(q.flip(0), call.keys.flip(0), call.values.flip(0), Scores(True, scale))
     return out.flip(0), lse.flip(-1)
 
 
@@ -384,9 +384,7 @@ def _backward(
     """Gradients of a call, from the output and log-sum-exp of the whole attention."""
     k, v = call.keys, call.values
     if call.form is not Form.REVERSED:
-        return kernel.backward(
-            grad, q, k, v=v, out=out, lse=lse, causal=call.form is Form.CAUSAL, scale=scale, window=call.window
-        )
+        return kernel.backward(grad, (q, k, v, out, lse), Scores(call.form is Form.CAUSAL, scale, call.window))
     grad, q, out, k, v = (t.flip(0) for t in (grad, q, out, k, v))
-    dq, dk, dv = kernel.backward(grad, q, k, v=v, out=out, lse=lse.flip(-1), causal=True, scale=scale)
+    dq, dk, dv = kernel.backward(grad, (q, k, v, out, lse.flip(-1)), Scores(True, scale))
     return dq.flip(0), dk.flip(0), dv.flip(0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_het.attention.kernels import KERNELS, Kernel, Setting
+from megatron_het.attention.kernels import KERNELS, Kernel, Scores, Setting, forward_backward
 from megatron_het.attention.kv_pool import fused_addition
 
 _LOGGER = logging.getLogger(__name__)
@@ -101,12 +101,7 @@ def _failed(kernel: Kernel, setting: Setting) -> str | None:
     try:
         for causal, keys in ((True, most), (False, 2 * _TRIAL_TOKENS)):
             q, k, v, grad = _trial(setting, _TRIAL_TOKENS, keys)
-            out, lse = kernel.forward(q, k, v, causal, setting.head_dim**-0.5)
-            found = (
-                out,
-                lse,
-                *kernel.backward(grad, q, k, v=v, out=out, lse=lse, causal=causal, scale=setting.head_dim**-0.5),
-            )
+            found = forward_backward(kernel, (q, k, v), grad, Scores(causal, setting.head_dim**-0.5))
             wanted = written_out(q, k, v, grad, causal, setting.head_dim**-0.5)
             for part, reference in zip(found, wanted, strict=True):
                 error = (part.float() - reference).norm() / reference.norm()
@@ -161,8 +156,7 @@ def _took_ms(kernel: Kernel, setting: Setting) -> float:
     for _ in range(_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        out, lse = kernel.forward(q, k, v, False, setting.head_dim**-0.5)
-        kernel.backward(grad, q, k, v=v, out=out, lse=lse, causal=False, scale=setting.head_dim**-0.5)
+        forward_backward(kernel, (q, k, v), grad, Scores(causal=False, scale=setting.head_dim**-0.5))
         end.record()
         end.synchronize()
         times_ms.append(float(start.elapsed_time(end)))

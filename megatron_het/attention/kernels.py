@@ -15,13 +15,18 @@ import functools
 import importlib
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, override
+from typing import Any, ClassVar, NamedTuple, override
 
 import torch
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Output = tuple[torch.Tensor, torch.Tensor]
+"""Output and log-sum-exp."""
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values of a call, merged output and merged log-sum-exp."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -53,6 +58,20 @@ class Setting:
         return cls(device.type, dtype, head_dim, capability)
 
 
+class Scores(NamedTuple):
+    """Which scores of queries and keys count in a call.
+
+    Attributes:
+        causal: Whether a query sees the keys up to its own only; queries are the last tokens of the keys.
+        scale: Factor of the scores.
+        window: How many keys before its own a query of a causal call sees at most; None for all.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+
+
 class Kernel(abc.ABC):
     """One attention kernel.
 
@@ -77,34 +96,28 @@ class Kernel(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``.
 
         Args:
             q: ``[s, b, heads, d]``.
             k: ``[keys, b, groups, d]``; ``groups`` divides ``heads``.
             v: The same of the values.
-            causal: Whether a query sees the keys up to its own only; queries are the last tokens of the keys.
-            scale: Factor of the scores.
-            window: How many keys before its own a query of a causal call sees at most; None for all.
+            call: Which scores there are.
         """
 
     @abc.abstractmethod
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
-        """Gradients of q, k, v from the merged output and log-sum-exp; the other arguments are the forward's."""
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        """Gradients of q, k, v from those of the merged output."""
+
+
+def forward_backward(
+    kernel: Kernel, qkv: Sequence[torch.Tensor], grad: torch.Tensor, call: Scores
+) -> tuple[torch.Tensor, ...]:
+    """Output, log-sum-exp and gradients of q, k and v of one call that is all there is."""
+    q, k, v = qkv
+    out, lse = kernel.forward(q, k, v, call)
+    return out, lse, *kernel.backward(grad, (q, k, v, out, lse), call)
 
 
 class CpuFlash(Kernel):
@@ -118,29 +131,17 @@ class CpuFlash(Kernel):
         return None if setting.device == "cpu" else "runs on the CPU only"
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-            q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, causal, scale=scale
+            q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, call.causal, scale=call.scale
         )
         return out.permute(2, 0, 1, 3), lse
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse, 0.0, causal, scale=scale
+            *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse, 0.0, call.causal, scale=call.scale
         )
         return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
@@ -161,36 +162,24 @@ class CudaFlash(Kernel):
         return True
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         out, lse, *_ = aten._flash_attention_forward.default(
-            *(_swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, causal, False),
-            scale=scale,
-            **_flash_window(window),
+            *(_swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, call.causal, False),
+            scale=call.scale,
+            **_flash_window(call.window),
         )
         return _swap(out), lse
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
         offset = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward.default(
             *(_swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), _swap(out).contiguous(), lse, None, None),
-            *(q.shape[0], k.shape[0], 0.0, causal, seed, offset),
-            scale=scale,
-            **_flash_window(window),
+            *(q.shape[0], k.shape[0], 0.0, call.causal, seed, offset),
+            scale=call.scale,
+            **_flash_window(call.window),
         )
         return _swap(dq), _swap(dk), _swap(dv)
 
@@ -215,27 +204,15 @@ class CudaFlash3(Kernel):
         return True
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         out, lse, *_ = importlib.import_module("flash_attn_interface")._flash_attn_forward(
-            *(_swap(q), _swap(k), _swap(v)), softmax_scale=scale, causal=causal, **self._window(causal, window)
+            *(_swap(q), _swap(k), _swap(v)), softmax_scale=call.scale, causal=call.causal, **self._window(call)
         )
         return _swap(out), lse
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         tensors = [_swap(t) for t in (grad, q, k, v, out)]
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors[1:4])
         importlib.import_module("flash_attn_interface")._flash_attn_backward(
@@ -243,15 +220,16 @@ class CudaFlash3(Kernel):
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=scale,
-            is_causal=causal,
-            **self._window(causal, window),
+            softmax_scale=call.scale,
+            is_causal=call.causal,
+            **self._window(call),
         )
         return _swap(dq), _swap(dk), _swap(dv)
 
     @staticmethod
-    def _window(causal: bool, window: int | None) -> dict[str, int]:
-        return {"window_size_left": -1 if window is None else window, "window_size_right": 0 if causal else -1}
+    def _window(call: Scores) -> dict[str, int]:
+        left, right = _both_sides(call)
+        return {"window_size_left": left, "window_size_right": right}
 
 
 class CudaEfficient(Kernel):
@@ -277,37 +255,25 @@ class CudaEfficient(Kernel):
         return True
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         k, v = (_repeat(t, q.shape[2]) for t in (k, v))
         out, lse, *_ = aten._efficient_attention_forward.default(
-            *(_swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, self._mask(causal, q, k), True),
-            scale=scale,
+            *(_swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, self._mask(call.causal, q, k), True),
+            scale=call.scale,
         )
         return _swap(out), lse[..., : q.shape[0]]  # the kernel pads to a multiple of 32
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         groups = k.shape[2]
         padded = torch.nn.functional.pad(lse, (0, -q.shape[0] % 32), value=math.inf).contiguous()
         unused = torch.zeros((), dtype=torch.long)
         k, v = _repeat(k, q.shape[2]), _repeat(v, q.shape[2])
         dq, dk, dv, _ = aten._efficient_attention_backward.default(
             *(_swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), None, _swap(out).contiguous(), None, None),
-            *(q.shape[0], k.shape[0], padded, 0.0, unused, unused, self._mask(causal, q, k), False),
-            scale=scale,
+            *(q.shape[0], k.shape[0], padded, 0.0, unused, unused, self._mask(call.causal, q, k), False),
+            scale=call.scale,
         )
         return _swap(dq), _fold(_swap(dk), groups), _fold(_swap(dv), groups)
 
@@ -330,34 +296,22 @@ class CudnnFlash(Kernel):
         return _refused(setting, (8, 0), 128)
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal, scale=scale
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=call.causal, scale=call.scale
         )
         return out.permute(2, 0, 1, 3), lse.reshape(q.shape[:3])
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         queries, keys = q.shape[0], k.shape[0]
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)),
-            *(lse.unsqueeze(-1), seed, offset, None, None, None, queries, keys, 0.0, causal),
-            scale=scale,
+            *(lse.unsqueeze(-1), seed, offset, None, None, None, queries, keys, 0.0, call.causal),
+            scale=call.scale,
         )
         return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
@@ -386,32 +340,20 @@ class TransformerEngineFused(Kernel):
         return queries % self.granule_tokens == keys % self.granule_tokens == 0
 
     @override
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
         library = importlib.import_module(self.module)
         q, k, v = (t.contiguous() for t in (q, k, v))
         out, auxiliary, *_ = library.fused_attn_fwd(
             True,
             *self._lengths(q, k),
             *(q, k, v, q.dtype, library.FusedAttnBackend["F16_arbitrary_seqlen"]),
-            **self._options(q, k, causal, scale, window),
+            **self._options(q, k, call),
         )
         return out, auxiliary[0].squeeze(-1)
 
     @override
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-    ) -> Gradients:
+    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+        q, k, v, out, lse = saved
         library = importlib.import_module(self.module)
         q, k, v, out, grad = (t.contiguous() for t in (q, k, v, out, grad))
         kind = next(own for own, dtype in library.TORCH_DType.items() if dtype is q.dtype)
@@ -419,7 +361,7 @@ class TransformerEngineFused(Kernel):
             *self._lengths(q, k),
             *(q, k, v, out, grad, q.dtype, kind, [lse.contiguous().unsqueeze(-1), _unused_seed(q.device)]),
             library.FusedAttnBackend["F16_arbitrary_seqlen"],
-            **self._options(q, k, causal, scale, window),
+            **self._options(q, k, call),
         )
         return dq, dk, dv
 
@@ -429,13 +371,13 @@ class TransformerEngineFused(Kernel):
         return queries, keys, _cumulative(batch, queries, q.device), _cumulative(batch, keys, q.device)
 
     @staticmethod
-    def _options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, window: int | None) -> dict[str, Any]:
+    def _options(q: torch.Tensor, k: torch.Tensor, call: Scores) -> dict[str, Any]:
         square = "causal" if q.shape[0] == k.shape[0] else "causal_bottom_right"
         return {
-            "attn_scale": scale,
+            "attn_scale": call.scale,
             "qkv_layout": "sbhd_sbhd_sbhd",
-            "attn_mask_type": square if causal else "no_mask",
-            "window_size": (-1 if window is None else window, 0 if causal else -1),
+            "attn_mask_type": square if call.causal else "no_mask",
+            "window_size": _both_sides(call),
         }
 
 
@@ -466,6 +408,11 @@ def _refused(setting: Setting, capability: tuple[int, int], widest: int) -> str 
 
 def _missing(module: str, title: str) -> str | None:
     return None if importlib.util.find_spec(module) is not None else f"{title} is not installed"
+
+
+def _both_sides(call: Scores) -> tuple[int, int]:
+    """Keys before and after its own that a query sees; -1 for all."""
+    return -1 if call.window is None else call.window, 0 if call.causal else -1
 
 
 def _flash_window(window: int | None) -> dict[str, int]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from megatron_het.attention.kernel_choice import choose_kernel
-from megatron_het.attention.kernels import Kernel, Setting
+from megatron_het.attention.kernels import Kernel, Scores, Setting, forward_backward
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.device import Platform
 from megatron_het.features.plan_checks import check_plan_alone
@@ -158,8 +158,7 @@ def _work(plan: Plan, replica: Replica, device: torch.device) -> Callable[[], No
         for into, out in zip(ins, outs, strict=True):
             (hidden @ into)[:, : out.shape[0]].matmul(out).sum().backward()
         if kernel is not None:
-            found, lse = kernel.forward(q, k, v, False, scale)
-            kernel.backward(grad, q, k, v=v, out=found, lse=lse, causal=False, scale=scale)
+            forward_backward(kernel, (q, k, v), grad, Scores(causal=False, scale=scale))
 
     return work
 

@@ -19,9 +19,9 @@ from megatron_het.plan.schema import (
     RECURRENT,
     SPARSE_ATTENTION,
     WITH_ATTENTION,
-    later_layers,
     layers_of,
     problem_of,
+    sizes_of,
     with_chunks,
     without_chunks,
 )
@@ -98,8 +98,7 @@ class HybridFamily(ModelFamily):
                 )
         _check_recurrent(plan, given, args)
         args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
-        args.num_layers = len(layers_of(given))
-        args.mtp_num_layers = len(later_layers(given)) or None
+        vars(args).update({name: count or None for name, count in sizes_of(given).items()})
         if LATENT_ATTENTION in given or SPARSE_ATTENTION in given:
             args.multi_latent_attention = True
 

@@ -236,6 +236,7 @@ class Feature:
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
         packing_flags: Flags with which a user says what a document is.
         no_graphs: Why CUDA graphs of layers cannot go with it; "" where they can.
+        no_local_graphs: Likewise of those that Megatron captures itself, without Transformer Engine.
         show_flags: Flags of the command line's ``show`` alone; see :meth:`shown`.
         runtime: Dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature
             that lies in no ``spec.py``.
@@ -258,6 +259,7 @@ class Feature:
     holds_rows_once: ClassVar[bool] = False
     packing_flags: ClassVar[frozenset[str]] = frozenset()
     no_graphs: ClassVar[str] = ""
+    no_local_graphs: ClassVar[str] = ""
     runtime: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -431,6 +433,11 @@ class Feature:
         """Megatron's argument that asks for several documents in a sequence; "" if none does."""
         del args
         return ""
+
+    def runs_of_a_layer(self, args: Any) -> int:
+        """Returns how often one layer runs in a pass at most, as Megatron's arguments say."""
+        del args
+        return 1
 
     def attention_units(self, options: Any) -> int:
         """Parts of a slice in which it moves attention between devices; 0 if it moves none."""

@@ -101,6 +101,11 @@ def part_grain(plan: Plan, replica: Replica) -> int:
     return math.lcm(divided, max(attention_units(plan), 1))
 
 
+def runs_of_a_layer(args: Any) -> int:
+    """How often one layer runs in a pass at most, as Megatron's arguments say."""
+    return max(feature.runs_of_a_layer(args) for feature in FEATURES)
+
+
 def packing_argument(args: Any) -> str:
     """Megatron's argument that asks for documents that do not see each other; "" if none does."""
     return next(filter(None, (feature.packing_argument(args) for feature in FEATURES)), "")

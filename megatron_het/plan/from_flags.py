@@ -14,15 +14,15 @@ from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import (
     CHUNK,
     LATER,
+    MODEL_SIZES,
     ModelShape,
     Plan,
     Replica,
     ScheduleSpec,
     Stage,
     TrainingShape,
-    later_layers,
-    layers_of,
     problem_of,
+    sizes_of,
     without_chunks,
 )
 from megatron_het.schedule.ir import path_of, placement_of
@@ -40,16 +40,15 @@ _UNEVEN_FLAGS = (
 def _parser() -> argparse.ArgumentParser:
     """The flags of Megatron that decide a layout, with Megatron's defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in (
-        "global-batch-size",
-        "ffn-hidden-size",
-        "num-query-groups",
-        "mtp-num-layers",
-        "expert-tensor-parallel-size",
-    ):
-        parser.add_argument(f"--{name}", type=int)
+    other = (
+        "micro_batch_size",
+        "global_batch_size",
+        "ffn_hidden_size",
+        "num_query_groups",
+        "expert_tensor_parallel_size",
+    )
+    for name in (*MODEL_SIZES, *other):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
     for name in _CHUNK_FLAGS:
@@ -74,8 +73,7 @@ def _read_pattern(flags: argparse.Namespace) -> None:
     problem = problem_of(flags.hybrid_layer_pattern)
     if problem:
         raise PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem)
-    flags.num_layers = len(layers_of(flags.hybrid_layer_pattern))
-    flags.mtp_num_layers = len(later_layers(flags.hybrid_layer_pattern))
+    vars(flags).update(sizes_of(flags.hybrid_layer_pattern))
 
 
 def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpec) -> tuple[Plan, list[str]]:
@@ -102,17 +100,11 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         if getattr(flags, name) is None:
             raise PlanError("--" + name.replace("_", "-"), None, "required with --het-schedule")
     stages = _stages(flags, world_size, schedule.name)
-    heads = flags.num_attention_heads
-    groups = (flags.num_query_groups or 1) if flags.group_query_attention else heads
     model = ModelShape(
-        num_layers=flags.num_layers,
-        hidden_size=flags.hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        seq_length=flags.seq_length,
+        **{name: getattr(flags, name) or 0 for name in MODEL_SIZES},
+        num_query_groups=(flags.num_query_groups or 1) if flags.group_query_attention else flags.num_attention_heads,
         ffn_hidden_size=flags.ffn_hidden_size,
         tied_embeddings=not flags.untie_embeddings_and_output_weights,
-        mtp_num_layers=flags.mtp_num_layers or 0,
         pattern=without_chunks(flags.hybrid_layer_pattern or ""),
     )
     recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")

@@ -184,6 +184,11 @@ def later_layers(pattern: str) -> tuple[str, ...]:
     return tuple(pattern.split(LATER)[1:])
 
 
+def sizes_of(pattern: str) -> dict[str, int]:
+    """Sizes of a model that its pattern says: the numbers of its layers."""
+    return {"num_layers": len(layers_of(pattern)), "mtp_num_layers": len(later_layers(pattern))}
+
+
 def without_chunks(pattern: str) -> str:
     """A pattern without boundaries of chunks."""
     return pattern.replace(CHUNK, "")
@@ -222,6 +227,8 @@ def problem_of(pattern: str) -> str:
 
 PLAN_FORMAT = "megatron_het.plan"
 PLAN_VERSION = 1
+MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "mtp_num_layers")
+"""Sizes of a model that have the same names among Megatron's arguments."""
 
 
 @dataclass(frozen=True, slots=True)

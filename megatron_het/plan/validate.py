@@ -20,9 +20,8 @@ from megatron_het.plan.schema import (
     TrainingShape,
     _plain,
     check_costs,
-    later_layers,
-    layers_of,
     problem_of,
+    sizes_of,
 )
 from megatron_het.safe_io import MAX_PASSES, FileError, read_json, write_json
 from megatron_het.schedule.ir import PLACEMENTS, placement_of
@@ -198,8 +197,7 @@ def _check_pattern(model: ModelShape) -> None:
     problem = "chunks are in stages[*].layers, so | has no place in it" if CHUNK in pattern else problem_of(pattern)
     if problem:
         raise PlanError(where, pattern, problem)
-    counts = (("num_layers", len(layers_of(pattern))), ("mtp_num_layers", len(later_layers(pattern))))
-    for name, count in counts:
+    for name, count in sizes_of(pattern).items():
         if getattr(model, name) != count:
             raise PlanError(where, pattern, f"has {count} layers where model.{name} is {getattr(model, name)}")
 

@@ -2,7 +2,7 @@
 
 The session opens the features of a plan once, in the order of their list, and closes them in the reverse order.
 Session and executor call the methods of :class:`RuntimeFeature` on all of them and know none by name.  The
-runtime half of a feature is a module ``runtime.py`` in the feature's folder with a function
+runtime half of a feature is the module ``runtime.py`` of its room with a function
 ``open_feature(context) -> RuntimeFeature``; ``Feature.runtime`` of the other half names it.
 """
 
@@ -312,10 +312,6 @@ class OpenContext:
         )
         self.opened.append(channels)
         return channels
-
-
-OpenChannels = Callable[[str, Iterable[Edge], int | None], Channels]
-"""As :meth:`OpenContext.new_channels`."""
 
 
 def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:

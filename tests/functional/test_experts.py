@@ -261,6 +261,7 @@ def test_balancing_losses_in_the_log_are_those_of_one_process(
         assert mine[iteration] == pytest.approx(values, rel=1e-5), iteration
 
 
+@pytest.mark.full
 def test_a_refusal_names_the_flag_before_anything_starts(lab: Lab) -> None:
     case = BY_NAME["mixed-tp"]
     done = lab.runner.run(lab.job(case, "--moe-router-load-balancing-type", "global_aux_loss"), check=False)

@@ -122,6 +122,7 @@ def test_from_flags(lab: Lab, tmp_path: Path) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
+@pytest.mark.full
 def test_refused_before_training(lab: Lab, tmp_path: Path) -> None:
     job = _from_flags(lab, tmp_path / "refused", "--attention-dropout", "0.1")
     done = lab.runner.run(job, check=False)

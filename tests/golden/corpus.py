@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,9 +278,9 @@ def read(kind: str) -> Corpus:
     return {name: body.removesuffix("\n") for name, _, body in parts}
 
 
-def differences(kind: str, corpus: Corpus) -> list[str]:
-    """How outputs differ from the recorded ones: a text per name."""
-    recorded = read(kind)
+def differences(kind: str, corpus: Corpus, *, of: Collection[str] | None = None) -> list[str]:
+    """How outputs differ from the recorded ones, of all names or of those in ``of``: a text per name."""
+    recorded = {name: text for name, text in read(kind).items() if of is None or name in of}
     found = []
     for name in recorded.keys() | corpus.keys():
         old, new = (side.get(name, "(none)").splitlines() for side in (recorded, corpus))

@@ -236,10 +236,15 @@ class BalancedRouter(TopKRouter):
             _LOGGED[kind],
             (sums.scores * whole).sum() * factor,
             self._layer_in_log(),
-            self.config.num_layers + (self.config.mtp_num_layers or 0),
+            layers_in_log(self.config),
             reduce_group=self.tp_cp_group,
             needs_dp_avg=kind != _MEAN_OF_BATCH,
         )
+
+
+def layers_in_log(config: Any) -> int:
+    """Returns how many layers Megatron's log has a place for, those for later tokens included."""
+    return int(config.num_layers + (config.mtp_num_layers or 0))
 
 
 def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:

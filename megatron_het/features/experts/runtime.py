@@ -120,7 +120,7 @@ class Experts(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    from megatron_het.features.experts.balancing import Passes
+    from megatron_het.features.experts.balancing import Passes, layers_in_log
 
     where = context.placement.locate(context.rank)
     replica = context.placement.replica(where.stage, where.replica)
@@ -128,5 +128,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     sizes = {"tp": replica.tp, "cp": replica.cp}
     groups = [context.groups[role] for role, size in sizes.items() if size > 1]
     whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing_of(context.args)
-    layers = context.args.num_layers + (context.args.mtp_num_layers or 0)
-    return Experts(replica.cut, Passes(slices, groups), layers, whole=whole)
+    return Experts(replica.cut, Passes(slices, groups), layers_in_log(context.args), whole=whole)

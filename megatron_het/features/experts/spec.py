@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal, is_given
+from megatron_het.features.registry import runs_of_a_layer
 from megatron_het.features.window.spec import Window
 from megatron_het.plan import Plan, PlanError
 
@@ -262,7 +263,7 @@ def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:
     """A layer that runs several times in a pass, where the losses of passes are put together."""
     parts = _parts_of_a_sequence(plan) or ("the loss counts all passes before it" if GLOBAL in kinds else "")
     balanced = any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none")
-    runs = (getattr(args, "mtp_num_layers", None) or 0) if getattr(args, "mtp_use_repeated_layer", False) else 0
+    runs = runs_of_a_layer(args)
     if runs > 1 and parts and balanced:
         raise PlanError(
             "--mtp-use-repeated-layer",

@@ -103,9 +103,9 @@ def _problems_of_local(plan: Plan, args: Any, parts: frozenset[str]) -> Iterator
     if parts & {"attn", "mlp"}:
         problem = f"{LOCAL} graphs of a GPTModel hold whole layers, whatever part of them is named"
         yield _PARTS_FLAG, " ".join(sorted(parts)), problem, f"Leave the flag out, or use {_FLAG} {BY_TE}"
-    if getattr(args, "mtp_num_layers", None):
-        problem = f"multi-token prediction under a plan runs its layers at other times than {LOCAL} graphs expect"
-        yield _FLAG, LOCAL, problem, f"Use {BY_TE}, which leaves these layers out"
+    for feature, _ in features_of(plan):
+        if feature.no_local_graphs:
+            yield _FLAG, LOCAL, feature.no_local_graphs, f"Use {BY_TE}, which leaves these layers out"
 
 
 def _problems_of_te(args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature
+from megatron_het.features.registry import features_of
 from megatron_het.plan import Plan, PlanError
 
 _MTP = "megatron.core.transformer.multi_token_prediction"
@@ -34,6 +35,7 @@ class MultiTokenPrediction(Feature):
     name = "mtp"
     title = "multi-token prediction"
     options = MtpOptions
+    no_local_graphs = "multi-token prediction under a plan runs its layers at other times than local graphs expect"
     upstream_names: ClassVar[Mapping[str, str]] = {
         f"{_MTP}.process_mtp_loss": "4b175647aeca8a06cdf1922ec6e8c05e56d95f1e34f7484b19153f05bacec78c",
         f"{_MTP}.MTPLossLoggingHelper": "56157a499dfc2febe2e6a88a07b17bcfe102604cf50b86724e8a8102e3b0f179",
@@ -63,7 +65,15 @@ class MultiTokenPrediction(Feature):
         return MtpOptions(plan.model.mtp_num_layers) if plan.model.mtp_num_layers else None
 
     def check_plan(self, plan: Plan, options: MtpOptions) -> None:
-        """Refuse unequal microbatches; a feature that takes tables apart refuses the layers itself."""
+        """Refuse tables that are taken apart, and unequal microbatches."""
+        for other, _ in features_of(plan):
+            if other.holds_rows_once:
+                raise PlanError(
+                    "model.mtp_num_layers",
+                    options.layers,
+                    "its layers read the embedding of later tokens, whose rows are spread over the stages",
+                    f"Leave out {other.named(plan)}",
+                )
         if len(set(plan.training.micro_batch_sizes)) > 1:
             raise PlanError(
                 "model.mtp_num_layers",
@@ -72,6 +82,10 @@ class MultiTokenPrediction(Feature):
                 "different sizes would weigh tokens differently",
                 "Use microbatches of one size",
             )
+
+    def runs_of_a_layer(self, args: Any) -> int:
+        """Returns 1, or with one layer for all later tokens as many as there are of those."""
+        return (getattr(args, "mtp_num_layers", None) or 0) if getattr(args, "mtp_use_repeated_layer", False) else 1
 
     def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
         """Refuse what Megatron's layers do not do everywhere."""

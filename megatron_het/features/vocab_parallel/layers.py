@@ -25,7 +25,7 @@ from megatron_het.plan.placement import stage_rows, tp_unit
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
-from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
+from megatron_het.runtime.feature import Call, Handler, Iteration, OpenContext
 from megatron_het.schedule.ir import Kind
 
 # What the messages of the embedding and of the output layer have in common.
@@ -367,33 +367,20 @@ class EmbeddingTeam:
     """One rank's part in the embedding operations.
 
     Args:
-        placement: The plan's lookup tables.
-        rank: This rank.
-        open_channels: Opens transfers of a purpose; collective.
-        tp_group: This rank's TP group.
-        timeline: Is told about waiting.
-        batches: What forwards read.
-        tokens: Tokens of a slice.
+        team: This rank among those that share the vocabulary.
+        context: Opens channels, which is collective.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        rank: int,
-        open_channels: OpenChannels,
-        tp_group: dist.ProcessGroup,
-        timeline: Timeline,
-        batches: Batches,
-        tokens: int,
-    ) -> None:
-        self._placement, self._rank, self._tp_group = placement, rank, tp_group
-        self._team = Team(placement, rank, tokens, batches)
-        self._timeline, self._batches = timeline, batches
-        self._is_first = self._team.where.stage == 0
+    def __init__(self, team: Team, context: OpenContext) -> None:
+        placement, tokens = context.placement, context.boundaries.tokens
+        self._placement, self._rank, self._tp_group = placement, context.rank, context.groups["tp"]
+        self._team, self._timeline, self._batches = team, context.timeline, context.batches
+        self._is_first = team.where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
-        self._tokens = open_channels("tokens", token_edges(placement, tokens), PENDING_SENDS)
+        self._tokens = context.new_channels("tokens", token_edges(placement, tokens), PENDING_SENDS)
         divided = placement.plan.training.sequence_parallel
-        self._channels = open_channels("embeddings", edges(placement, 0, tokens, divided=divided), PENDING_SENDS)
+        pairs = edges(placement, 0, tokens, divided=divided)
+        self._channels = context.new_channels("embeddings", pairs, PENDING_SENDS)
         self._divided = False  # whether TP ranks of the model's first chunk take a part of the sequence each
         self._layer: SplitEmbedding | None = None
         self._current: Slice = (-1, -1)

@@ -21,16 +21,12 @@ from megatron_het.features.vocab_parallel.layers import (
     edges,
 )
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.plan import Placement
-from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
     ForwardPass,
     Handler,
     Iteration,
-    OpenChannels,
     OpenContext,
     RuntimeFeature,
 )
@@ -143,51 +139,26 @@ class _Work:
     loss_func: Callable[..., Any] | None = None
 
 
-class SplitVocabulary:
-    """One rank's part in the vocabulary operations.
+class SplitVocabulary(RuntimeFeature):
+    """One rank's part in embeddings, output layer and loss, which are operations of their own.
 
     Args:
-        placement: The plan's lookup tables.
-        rank: This rank.
-        open_channels: Opens transfers of a purpose; collective.
-        tp_group: This rank's TP group.
-        timeline: Is told about waiting.
-        batches: What forwards read.
-        tokens: Tokens of a slice.
-        chunks: Model chunks on this rank.
+        context: Opens channels, which is collective.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        rank: int,
-        open_channels: OpenChannels,
-        tp_group: dist.ProcessGroup,
-        timeline: Timeline,
-        batches: Batches,
-        tokens: int,
-        chunks: int = 1,
-    ) -> None:
-        self._chunks, self._attached = chunks, 0
-        self._placement = placement
-        self._rank = rank
-        self._team = Team(placement, rank, tokens, batches)
+    def __init__(self, context: OpenContext) -> None:
+        self._chunks, self._attached = len(context.lowered[False].backwards), 0
+        self._last_chunk = self._chunks - 1 if context.has_loss else -1
+        placement, tokens = context.placement, context.boundaries.tokens
+        self._placement, self._rank, self._tp_group = placement, context.rank, context.groups["tp"]
+        self._timeline = context.timeline
+        self._team = Team(placement, context.rank, tokens, context.batches)
         self._last_stage = placement.last[0]
         self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
-        self._tp_group = tp_group
-        self._timeline = timeline
         self._is_last = self._team.where.stage == self._last_stage
         pairs = edges(placement, self._last_stage, tokens, divided=self._divided)
-        self._channels = open_channels("output layer", pairs, PENDING_SENDS)
-        self._embedding = EmbeddingTeam(
-            placement=placement,
-            rank=rank,
-            open_channels=open_channels,
-            tp_group=tp_group,
-            timeline=timeline,
-            batches=batches,
-            tokens=tokens,
-        )
+        self._channels = context.new_channels("output layer", pairs, PENDING_SENDS)
+        self._embedding = EmbeddingTeam(self._team, context)
         self._layer: SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
         self._labels: torch.Tensor | None = None
@@ -239,12 +210,28 @@ class SplitVocabulary:
 
     # -- FORWARD and BACKWARD of the model's ends ------------------------------------------------
 
-    def enter(self, op: RankOp) -> None:
-        """A FORWARD begins."""
-        if op.chunk == 0:
-            self._embedding.enter(op)
+    @contextlib.contextmanager
+    def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
+        """The model ends with hidden states, and the loss comes later."""
+        if forward.op.chunk == 0:
+            self._embedding.enter(forward.op)
+        if forward.op.chunk != self._last_chunk:
+            yield
+            return
+        forward.ends_in_loss = False
+        forward.forward_step_func = self._capture(forward.forward_step_func)
+        yield
+        assert forward.output is not None
+        self._put(forward.op, forward.output.detach())
 
-    def capture(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
+        """The last chunk's gradient comes from all parts of the vocabulary."""
+        if backward.op.chunk == self._last_chunk:
+            backward.gradient = self._hidden_gradient(backward.op)
+        yield
+
+    def _capture(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """The script's forward step, for the last chunk of the last stage; keeps its loss function."""
 
         def forward_step(*positional: Any, **keywords: Any) -> Any:
@@ -253,7 +240,7 @@ class SplitVocabulary:
 
         return forward_step
 
-    def put(self, op: RankOp, hidden: torch.Tensor) -> None:
+    def _put(self, op: RankOp, hidden: torch.Tensor) -> None:
         """Keep what the FORWARD of the last chunk left, for the VOCAB_FORWARD that follows.
 
         Args:
@@ -269,7 +256,7 @@ class SplitVocabulary:
         self._labels = self._loss_func = None
         self._output_dtype = hidden.dtype  # under bf16 Megatron widens what the last stage returns
 
-    def hidden_gradient(self, op: RankOp) -> torch.Tensor:
+    def _hidden_gradient(self, op: RankOp) -> torch.Tensor:
         """Gradient of the last chunk's output: the sum over all parts of the vocabulary."""
         own, arriving = self._gradients.pop((op.microbatch, op.slice))
         total = own.to(self._output_dtype)
@@ -281,8 +268,8 @@ class SplitVocabulary:
 
     # -- operations ------------------------------------------------------------------------------
 
-    def handlers(self) -> dict[Kind, Handler]:
-        """Returns what the executor runs."""
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """See :class:`RuntimeFeature`."""
         own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
         return own | self._embedding.handlers()
 
@@ -449,66 +436,6 @@ class SplitVocabulary:
         return merge(parts)
 
 
-class VocabularyFeature(RuntimeFeature):
-    """Embedding, output layer and loss as operations of their own.
-
-    Args:
-        vocabulary: Does the work.
-        ends_pipeline: Whether the model's last chunk is on this rank.
-        chunks: Model chunks on this rank.
-    """
-
-    def __init__(self, vocabulary: SplitVocabulary, ends_pipeline: bool, chunks: int) -> None:
-        self._vocabulary, self._last = vocabulary, chunks - 1 if ends_pipeline else -1
-
-    def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
-        return self._vocabulary.handlers()
-
-    def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._vocabulary.attach(models)
-
-    @contextlib.contextmanager
-    def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
-        """The model ends with hidden states, and the loss comes later."""
-        self._vocabulary.enter(forward.op)
-        if forward.op.chunk != self._last:
-            yield
-            return
-        forward.ends_in_loss = False
-        forward.forward_step_func = self._vocabulary.capture(forward.forward_step_func)
-        yield
-        assert forward.output is not None
-        self._vocabulary.put(forward.op, forward.output.detach())
-
-    @contextlib.contextmanager
-    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
-        """The last chunk's gradient comes from all parts of the vocabulary."""
-        if backward.op.chunk == self._last:
-            backward.gradient = self._vocabulary.hidden_gradient(backward.op)
-        yield
-
-    def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._vocabulary.finish(call, state)
-
-    def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._vocabulary.close()
-
-
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
-    chunks = len(context.lowered[False].backwards)
-    vocabulary = SplitVocabulary(
-        placement=context.placement,
-        rank=context.rank,
-        open_channels=context.new_channels,
-        tp_group=context.groups["tp"],
-        timeline=context.timeline,
-        batches=context.batches,
-        tokens=context.boundaries.tokens,
-        chunks=chunks,
-    )
-    return VocabularyFeature(vocabulary, context.has_loss, chunks)
+    return SplitVocabulary(context)

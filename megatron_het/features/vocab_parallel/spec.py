@@ -228,16 +228,6 @@ class Vocabulary(Feature):
         """One switch."""
         return VocabularyOptions() if flags["vocabulary"] else None
 
-    def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
-        """Refuse stages that cannot share it."""
-        if plan.model.mtp_num_layers:
-            raise PlanError(
-                "model.mtp_num_layers",
-                plan.model.mtp_num_layers,
-                "its layers read the embedding of later tokens, whose rows are spread over the stages",
-                f"Leave out {_SWITCH}",
-            )
-
     def named(self, plan: Plan) -> str:
         """The flag."""
         return _SWITCH

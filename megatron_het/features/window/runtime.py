@@ -33,12 +33,12 @@ from megatron_het.schedule.kinds import Direction, chunk_of, executed_by
 # device.
 
 
-class ParameterWindow:
-    """All chunks of a rank, with the operations on them.
+class ParameterWindow(RuntimeFeature):
+    """All chunks of a rank, with the operations that open, close and update them.
 
-    Chunks are closed as soon as they have been built (``adopt``).  Before ``attach``, which comes with the loading of
-    a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
-    as an evaluation without training, opens all of them (``open_all``).
+    Chunks are closed as soon as they have been built (``adopt``).  Before ``take_over``, which comes with the loading
+    of a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
+    as an evaluation without training, opens all of them (``materialise``).
 
     Args:
         options: From the plan.
@@ -48,7 +48,10 @@ class ParameterWindow:
             every replica of the last stage).
         sums: Sums beyond the replicas that share shards.
         divisor: What losses were divided by (``Plan.loss_divisor``).
+        shares: This rank's stage's shares of its state, None for equal ones.
     """
+
+    roles = ("stage",)
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class ParameterWindow:
         counts_tokens: bool,
         sums: StageSums | None = None,
         divisor: int = 1,
+        shares: tuple[float, ...] | None = None,
     ) -> None:
         self.options = options
         self.use = WindowUse()
@@ -65,7 +69,7 @@ class ParameterWindow:
         self._stage_group = stage_group
         self._counts_tokens = counts_tokens
         self._sums = sums or StageSums()
-        self._divisor = divisor
+        self._divisor, self._shares = divisor, shares
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
         self._config: Any = None
@@ -80,6 +84,17 @@ class ParameterWindow:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWindow:
         """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
         return self
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """See :class:`RuntimeFeature`."""
+        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.handle(op))
+
+    def prepare_config(self, model_config: Any) -> None:
+        """See :class:`RuntimeFeature`; the window finalises gradients itself."""
+        model_config.transformer.finalize_model_grads_func = self.finalize
+        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self._shares))
+        model_config.post_wrap_hooks.append(self.adopt)
+        model_config.builder = family_of_config(model_config).window_builder
 
     def adopt(self, models: list[Any]) -> list[Any]:
         """Take over chunks that Megatron's DDP has just wrapped, and close them.
@@ -98,7 +113,12 @@ class ParameterWindow:
                 self._close(self._chunks[-1])
         return models
 
-    def attach(self, models: Sequence[Any], optimizer: Any) -> None:
+    def before_loading(self, models: Sequence[Any], optimizer: Any) -> None:
+        """See :class:`RuntimeFeature`; from here on state is where it is between updates, one ministage at a time."""
+        if optimizer is not None:
+            self.take_over(models, optimizer)
+
+    def take_over(self, models: Sequence[Any], optimizer: Any) -> None:
         """Take over the optimizer, and what open chunks have been given, once, and close all chunks."""
         if self._optimizer is not None:
             return
@@ -113,13 +133,8 @@ class ParameterWindow:
         self._optimizer.store_all()
         self.use.restart()
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether the operations of programs do something."""
-        return self._optimizer is not None
-
-    def open_all(self) -> None:
-        """Make every update that is due and materialise all parameters."""
+    def materialise(self) -> None:
+        """See :class:`RuntimeFeature`."""
         for c, chunk in enumerate(self._chunks):
             chunk.fetch()
             if not chunk.is_open:
@@ -132,9 +147,9 @@ class ParameterWindow:
             self._optimizer.fetch_all()
 
     def settle(self) -> None:
-        """Make every update that is due, ministage by ministage; before ``attach`` all parameters are made whole."""
+        """See :class:`RuntimeFeature`; before ``take_over`` all parameters are made whole."""
         if self._optimizer is None:
-            self.open_all()
+            self.materialise()
             return
         for c, chunk in enumerate(self._chunks):
             chunk.fetch()
@@ -145,10 +160,7 @@ class ParameterWindow:
 
     @torch.no_grad()
     def copies(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Copies in host memory of the given parameters of closed ministages, one of which is whole at a time.
-
-        Collective over the replicas that share shards: they ask for the same parameters.
-        """
+        """See :class:`RuntimeFeature`; of closed ministages, one of which is whole at a time."""
         wanted, found = set(parameters), dict[torch.Tensor, torch.Tensor]()
         if self._optimizer is not None:
             self._optimizer.give_back()
@@ -167,8 +179,16 @@ class ParameterWindow:
             chunk.store()
         return found
 
-    def begin(self) -> None:
-        """Start of an iteration or evaluation: whatever ``open_all`` left open is closed."""
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; before training all parameters are whole."""
+        if not call.forward_only:
+            self.take_over(call.models, call.optimizer)
+        elif self._optimizer is None:
+            self.materialise()
+        self.restart()
+
+    def restart(self) -> None:
+        """An iteration or evaluation begins: whatever ``materialise`` left open is closed."""
         if self._optimizer is None:
             return
         for chunk in self._chunks:
@@ -180,8 +200,16 @@ class ParameterWindow:
         self._ends_are_summed = False
         self.use.restart()
 
-    def shards(self) -> dict[str, list[torch.Tensor]]:
-        """Returns what this rank holds of closed ministages: shards of parameters and of reduced gradients."""
+    def end_when_waited_for(self) -> None:
+        """Gradients are freed at the same place whenever reductions end."""
+        self.use.ends_when_waited_for = True
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes and collectives in the latest iteration."""
+        return {"window": self.use.as_json()}
+
+    def kept(self) -> dict[str, list[torch.Tensor]]:
+        """Shards of parameters and of reduced gradients, besides what Megatron's buffers hold."""
         buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
         gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         return {"parameters": [bucket.shard for bucket in buckets], "gradients": gradients}
@@ -199,25 +227,18 @@ class ParameterWindow:
 
     # -- what the executor calls ---------------------------------------------------------------
 
-    def count_tokens(self, num_tokens: torch.Tensor) -> None:
+    def losses_known(self, call: Call, state: Iteration) -> None:
         """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them.
 
-        All ranks get here as soon as all their losses are known: an update on one stage waits for all of them, and the
-        backwards of another stage may come after that update.
-
-        Args:
-            num_tokens: Of all of this rank's losses.
+        An update on one stage waits for all of them, and the backwards of another stage may come after that update.
         """
+        assert state.num_tokens is not None
         if self._optimizer is not None and self.options.updates_early:
-            self._total_tokens = self._own_tokens(num_tokens)
+            self._total_tokens = self._own_tokens(state.num_tokens)
             self._counting = dist.all_reduce(self._total_tokens, async_op=True)
 
     def handle(self, op: RankOp) -> None:
-        """Run one parameter operation.
-
-        Args:
-            op: The operation.
-        """
+        """Run one parameter operation."""
         if self._optimizer is None:
             return
         chunk = self._chunks[op.chunk]
@@ -237,8 +258,17 @@ class ParameterWindow:
             case Kind.OPTIMIZER_STEP:
                 self._step_at_once(op.chunk)
 
-    def before_part(self, op: RankOp) -> None:
-        """Makes the chunk that has the rows ready; a forward needs the parameters alone."""
+    @contextlib.contextmanager
+    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
+        """See :class:`RuntimeFeature`."""
+        self.before_backward(backward.op.chunk)
+        yield
+
+    def before_part(self, op: RankOp, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; the rows of a split vocabulary are in the first and the last chunk.
+
+        A forward needs the parameters alone.
+        """
         if self._optimizer is None:
             return
         chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
@@ -382,94 +412,18 @@ class ParameterWindow:
         return found
 
 
-class WindowFeature(RuntimeFeature):
-    """Opens, closes and updates ministages.
-
-    Args:
-        window: Does the work.
-        shares: This rank's stage's shares of its state, None for equal ones.
-    """
-
-    roles = ("stage",)
-
-    def __init__(self, window: ParameterWindow, shares: tuple[float, ...] | None) -> None:
-        self.window, self._shares = window, shares
-
-    def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
-        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op))
-
-    def prepare_config(self, model_config: Any) -> None:
-        """See :class:`RuntimeFeature`; the window finalises gradients itself."""
-        model_config.transformer.finalize_model_grads_func = self.window.finalize
-        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self._shares))
-        model_config.post_wrap_hooks.append(self.window.adopt)
-        model_config.builder = family_of_config(model_config).window_builder
-
-    def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; before training all parameters are whole."""
-        if not call.forward_only:
-            self.window.attach(call.models, call.optimizer)
-        elif not self.window.is_attached:
-            self.window.open_all()
-        self.window.begin()
-
-    def losses_known(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        assert state.num_tokens is not None
-        self.window.count_tokens(state.num_tokens)
-
-    @contextlib.contextmanager
-    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
-        """See :class:`RuntimeFeature`."""
-        self.window.before_backward(backward.op.chunk)
-        yield
-
-    def before_part(self, op: RankOp, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; the rows of a split vocabulary are in the first and the last chunk."""
-        self.window.before_part(op)
-
-    def before_loading(self, models: Sequence[Any], optimizer: Any) -> None:
-        """See :class:`RuntimeFeature`; from here on state is where it is between updates, one ministage at a time."""
-        if optimizer is not None:
-            self.window.attach(models, optimizer)
-
-    def materialise(self) -> None:
-        """See :class:`RuntimeFeature`."""
-        self.window.open_all()
-
-    def settle(self) -> None:
-        """See :class:`RuntimeFeature`."""
-        self.window.settle()
-
-    def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
-        """See :class:`RuntimeFeature`; one ministage is whole at a time."""
-        return self.window.copies(parameters)
-
-    def end_when_waited_for(self) -> None:
-        """Gradients are freed at the same place whenever reductions end."""
-        self.window.use.ends_when_waited_for = True
-
-    def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """Bytes and collectives in the latest iteration."""
-        return {"window": self.window.use.as_json()}
-
-    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """Shards, besides what Megatron's buffers hold."""
-        return self.window.shards()
-
-    def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
-        self.window.close()
-
-
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
     groups = context.groups
     tied = tied_exchange(groups) if tied_copies(context.plan) else None
     sums = StageSums(class_exchange(groups), tied)
-    window = ParameterWindow(
-        context.options, groups["tp"], groups["stage"], counts_tokens, sums, context.plan.loss_divisor
+    return ParameterWindow(
+        options=context.options,
+        tp_group=groups["tp"],
+        stage_group=groups["stage"],
+        counts_tokens=counts_tokens,
+        sums=sums,
+        divisor=context.plan.loss_divisor,
+        shares=rank_shares(context.placement, context.rank),
     )
-    return WindowFeature(window, rank_shares(context.placement, context.rank))

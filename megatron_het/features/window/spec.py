@@ -23,6 +23,10 @@ SCHEDULE = "ministage"
 ALONE = "data-parallel"
 """The schedule without a pipeline, where the window is ZeRO-2 or 3."""
 UPDATES = ("exact", "at-once", "undo", "per-ministage")
+_FSDP = (
+    "FSDP replaces the process groups that a plan sets up. A plan has ZeRO of its own: --het-schedule data-parallel "
+    "--het-zero 3, or ministages with --het-window"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,7 @@ class Window(Feature):
         ),
     }
     no_graphs = "a graph reads weights and adds to gradients where they were at its capture; a window moves them"
+    refused_by_plans = tuple(Refusal(name, _FSDP) for name in ("use_torch_fsdp2", "use_megatron_fsdp"))
     refused = (
         Refusal("log_params_norm", "it reads parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_het.checkpoint.choice import CheckpointError
-from megatron_het.checkpoint.translation import Translation, translation_for
+from megatron_het.checkpoint.loading import Translation, translation_for
 
 FOLDER = Path("iter_0000001")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.families.gpt import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
@@ -18,6 +23,7 @@ from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingSh
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS
+from testing.cases import build_plan
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.plan.megatron_flags import flags
 
@@ -208,3 +214,79 @@ def test_later_tokens_are_predicted_after_the_last_layer(plan: Plan) -> None:
     assert pipeline_layout(later(plan, 2)) == pipeline_layout(plan).removesuffix("L") + "mmL"
     with pytest.raises(PlanError, match=r"model.mtp_num_layers = 5: must be 0 to 4"):
         check_plan(later(plan, 5))
+
+
+# What a file of a plan can say wrong.
+
+
+Document = dict[str, Any]
+PLAN = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
+
+
+def _set(path: str, value: Any) -> Callable[[Document], None]:
+    """An edit of one field, named as in error messages: ``stages[0].layers``."""
+    *parents, last = [
+        int(word) if word.isdigit() else word for word in path.replace("[", ".").replace("]", "").split(".")
+    ]
+
+    def edit(document: Document) -> None:
+        target: Any = document
+        for word in parents:
+            target = target[word]
+        target[last] = value
+
+    return edit
+
+
+# name: (edit of the plan, what the one message must contain)
+BAD_FILES: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
+    "overlapping ranks": (
+        _set("stages[1].replicas[1].ranks", [2]),
+        ("stages[1].replicas[1].ranks", "[2]", "already used"),
+    ),
+    "missing rank": (_set("stages[1].replicas[1].ranks", [4]), ("stages[*].replicas[*].ranks", "rank 3 is missing")),
+    "layers that do not add up": (
+        _set("stages[0].layers", [3]),
+        ("stages[*].layers", "add up to 6", "model.num_layers is 5"),
+    ),
+    "heads not divisible by TP": (
+        _set("model.num_attention_heads", 9),
+        ("model.num_query_groups", "4", "does not divide the 9 attention heads"),
+    ),
+    "KV groups not divisible by TP": (
+        _set("model.num_query_groups", 1),
+        ("stages[1].replicas[0].ranks", "TP size 2", "model.num_query_groups = 1"),
+    ),
+    "replica without microbatches": (
+        _set("stages[1].replicas[1].microbatches", []),
+        ("stages[1].replicas[1].microbatches", "[]"),
+    ),
+    "microbatch of nobody": (
+        _set("stages[0].replicas[0].microbatches", [0, 1, 2, 3, 4]),
+        ("stages[0].replicas[*].microbatches", "microbatch 5"),
+    ),
+    "another batch": (_set("training.micro_batch_size", 2), ("stages[0].replicas[0].microbatches",)),
+    "unknown version": (_set("version", 99), ("version", "99", "unknown plan version")),
+    "another file": (_set("format", "recipe"), ("format", "'recipe'", "not a plan")),
+    "unknown key": (_set("training.speed", 3), ("training", "speed")),
+    "wrong type": (_set("training.global_batch_size", "6"), ("training.global_batch_size", "'6'")),
+    "unknown precision": (_set("training.precision", "int4"), ("training.precision", "'int4'")),
+    "a V of one chunk": (
+        _set("schedule.name", "zb-v"),
+        ("stages[*].layers = [1]", "2 in every stage", "--num-virtual-stages-per-pipeline-rank 2"),
+    ),
+    "unknown schedule": (_set("schedule.name", "2f2b"), ("schedule", "2f2b")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused(name: str, tmp_path: Path) -> None:
+    edit, parts = BAD_FILES[name]
+    document = PLAN.to_json()
+    edit(document)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError) as refused:
+        split_arguments(["--het-plan", str(path)])
+    for part in parts:
+        assert part in str(refused.value)

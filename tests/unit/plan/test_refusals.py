@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_het.arguments import hooks
+from megatron_het.arguments.flags import split_arguments
 from megatron_het.arguments.megatron_args import check_arguments
 from megatron_het.features.experts.spec import Experts
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
@@ -59,6 +60,15 @@ def test_accepted() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
+        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2"),
+        ({"context_parallel_size": 2}, "--context-parallel-size = 2"),
+        ({"tensor_model_parallel_size": 4}, "--tensor-model-parallel-size = 4"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 = True"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp = True"),
+        ({"fp4": "e2m1"}, "--fp4 = 'e2m1'"),
+        ({"bf16": True}, "--bf16 = True"),
+        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers = 1"),
+        ({"calculate_per_token_loss": False}, "--calculate-per-token-loss = False"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
@@ -105,6 +115,18 @@ def test_accepted() -> None:
 def test_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_arguments(made(), arguments(**changed), 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_another_world_size_is_refused(world_size: int) -> None:
+    with pytest.raises(PlanError, match=f"WORLD_SIZE = {world_size}: the plan has 2 ranks"):
+        check_arguments(made(), arguments(), world_size)
+
+
+def test_an_unknown_transport_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        split_arguments(["--het-schedule", "1f1b", "--het-transport", "pigeon"])
+    assert "--het-transport" in (said := capsys.readouterr().err) and "pigeon" in said
 
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_impl": "transformer_engine"}

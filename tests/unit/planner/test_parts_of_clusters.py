@@ -25,8 +25,7 @@ from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.effort import Effort
-from tools.planner.search.outcome import Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
@@ -68,7 +67,7 @@ def test_a_part_is_cut_by_its_own_bandwidth_graph():
     cluster, model = random_pool(97)  # five nodes with fast links, six with slow ones
     fewer = tuple(n.model_copy(update={"count": n.count - (i == 0)}) for i, n in enumerate(cluster.nodes))
     found = [
-        thorough(Ground(with_catalog(c, model), Goal(), Progress()), (4, 6)).best
+        thorough(Ground(with_catalog(c, model), Goal(schedules=("1f1b",)), Progress()), (4, 6)).best
         for c in (cluster, Cluster(nodes=fewer))
     ]
     part, alone = [f.iteration_s for f in found if f is not None]
@@ -152,23 +151,28 @@ def test_a_node_more_is_not_worse(seed):
         before = best.iteration_s
 
 
+_ALL = tuple(SCHEDULES)
+_BOUNDED = [
+    (seed, objective, names)
+    for names in (_ALL, ("1f1b",), ("1f1b", "interleaved"))
+    for seed in range(2)
+    for objective in ("throughput", "cost")
+]
+_USUAL = ((0, "throughput", _ALL), (1, "cost", _ALL))
+
+
 @pytest.mark.parametrize(
-    "schedules",
-    [
-        tuple(SCHEDULES),
-        *(pytest.param(names, marks=pytest.mark.full) for names in (("1f1b",), ("1f1b", "interleaved"))),
-    ],
+    ("seed", "objective", "schedules"),
+    [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.full) for case in _BOUNDED],
 )
-def test_no_plan_is_below_the_bound(schedules):
-    for seed in range(2):
-        clusters, model = growing(seed)
-        for objective in ("throughput", "cost"):
-            nodes = tuple(n.model_copy(update={"usd_per_gpu_hour": 1.0 + i}) for i, n in enumerate(clusters[0].nodes))
-            estimator = estimator_of(Cluster(nodes=nodes), model)
-            goal = Goal(objective, schedules=schedules)
-            best = search_auto(estimator, goal, effort=Effort(seeds=60, beam=1, steps=60)).best
-            assert best is not None
-            assert best.value(goal) >= Bounds(estimator, goal).value(all_gpus(estimator))
+def test_no_plan_is_below_the_bound(seed, objective, schedules):
+    clusters, model = growing(seed)
+    nodes = tuple(n.model_copy(update={"usd_per_gpu_hour": 1.0 + i}) for i, n in enumerate(clusters[0].nodes))
+    estimator = estimator_of(Cluster(nodes=nodes), model)
+    goal = Goal(objective, schedules=schedules)
+    best = search_auto(estimator, goal, effort=Effort(seeds=60, beam=1, steps=60)).best
+    assert best is not None
+    assert best.value(goal) >= Bounds(estimator, goal).value(all_gpus(estimator))
 
 
 def test_a_power_of_two_of_one_pool():

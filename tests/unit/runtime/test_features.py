@@ -14,7 +14,7 @@ PLATFORM = activate()  # before Megatron is imported, which binds what the platf
 
 from megatron_het.features import FEATURES  # noqa: E402
 from megatron_het.features.window.chunk import WindowUse  # noqa: E402
-from megatron_het.features.window.runtime import ParameterWindow, WindowFeature  # noqa: E402
+from megatron_het.features.window.runtime import ParameterWindow  # noqa: E402
 from megatron_het.features.window.spec import WindowOptions  # noqa: E402
 from megatron_het.lowering.ranks import RankOp, RankProgram  # noqa: E402
 from megatron_het.plan.run_config import HetConfig  # noqa: E402
@@ -108,17 +108,16 @@ def test_a_closed_window_leaves_no_memory_and_another_one_can_be_opened(monkeypa
         buffer.param_data.copy_(whole)
         group: Any = None
         window = ParameterWindow(options, group, group, counts_tokens=False)
-        feature = WindowFeature(window, None)
         window.adopt([ddp])
-        window.open_all()
+        window.materialise()
         assert torch.equal(buffer.param_data, whole)
         shards = [bucket.shard for bucket in window._chunks[0].buckets]
-        feature.close()
+        window.close()
         # Sizes alone: to show a tensor without memory in a failure would end the process.
         sizes = [tensor.untyped_storage().size() for tensor in (buffer.param_data, buffer.grad_data, *shards)]
         assert not any(sizes)
         assert not [hook for module in ddp.module.modules() for hook in module._forward_pre_hooks]
         assert not hasattr(buffer, "het_window") and not window._chunks
-        assert not window.is_attached
+        assert window._optimizer is None
         assert set(window.use.held_bytes.values()) == {0}
     assert WindowUse().streams is not WindowUse().streams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice
 from math import gcd, inf
@@ -34,8 +34,7 @@ from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
 from .candidate import Candidate, Group, Stage, chunk_layers, normalised
 from .estimate import Estimate, Estimator, allocate
-from .extras import extra_parameters, extras_of_plan
-from .passes import mean_size, routes_of, sizes_of_plan
+from .extras import extra_parameters, extras_of_plan, mean_size, routes_of, sizes_of_plan
 from .schedules import is_ordered, schedule_of
 
 
@@ -69,19 +68,8 @@ def _single(groups: tuple[Group, ...]) -> list[Group]:
 
 def model_shape(model: Model) -> ModelShape:
     """The model as plans describe it."""
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.groups,
-        seq_length=model.seq_length,
-        ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=model.vocab_size,
-        tied_embeddings=model.tied_embeddings,
-        mtp_num_layers=model.mtp_num_layers,
-        pattern=model.pattern,
-        head_size=model.head_size,
-    )
+    found = {each.name: getattr(model, each.name) for each in fields(ModelShape)}
+    return ModelShape(**found | {"num_query_groups": model.groups})
 
 
 def _stored(model: Model) -> str:

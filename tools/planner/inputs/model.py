@@ -18,8 +18,8 @@ from megatron_het.plan.schema import (
     LATENT_ATTENTION,
     MAMBA,
     MLP,
-    later_layers,
     layers_of,
+    sizes_of,
 )
 from megatron_het.plan.validate import LARGEST
 
@@ -395,6 +395,11 @@ class Model(BaseModel):
             return 1.0
         return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
 
+    @property
+    def can_split_vocabulary(self) -> bool:
+        """Whether stages can share the vocabulary; layers for later tokens read whole tables."""
+        return not self.mtp_num_layers
+
     def share_sent(self, cp: int, slices: int) -> float:
         """Share of its queries that a context-parallel rank sends to another one, averaged over layers."""
         if self.document_lengths is None and self.attention_window is None:
@@ -550,5 +555,5 @@ def model_from_document(document: Any, file: str) -> Model:
         raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping")
     pattern = document.get("pattern")
     if isinstance(pattern, str) and pattern:  # which says how many layers there are
-        document = {"num_layers": len(layers_of(pattern)), "mtp_num_layers": len(later_layers(pattern))} | document
+        document = sizes_of(pattern) | document
     return validated(Model, document, file)

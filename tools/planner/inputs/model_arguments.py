@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het import safe_io as untrusted
-from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, without_chunks
+from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, MODEL_SIZES, without_chunks
 from megatron_het.safe_io.reading import Inert, read_pickled
 
 from ..errors import PlannerError, from_file_error
@@ -81,10 +81,7 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
         # Megatron clears it where TP is 1, and with experts TP needs it.
         "sequence_parallel": switched("sequence_parallel") or bool(arguments.get("num_experts")),
     }
-    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"):
-        document[name] = number(name)
-    document["global_batch_size"] = number("global_batch_size")
-    document["mtp_num_layers"] = number("mtp_num_layers", 0)
+    document |= {name: number(name) for name in (*MODEL_SIZES, "ffn_hidden_size", "global_batch_size")}
     if arguments.get("position_embedding_type") == "learned_absolute":
         document["learned_positions"] = number("max_position_embeddings")
     document |= _parts(arguments, number, document) | _hybrid(arguments, number)

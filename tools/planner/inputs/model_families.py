@@ -14,9 +14,9 @@ from megatron_het.plan.schema import (
     LATER,
     MAMBA,
     MLP,
-    later_layers,
     layers_of,
     problem_of,
+    sizes_of,
 )
 from megatron_het.plan.schema import EXPERTS as SPARSE
 
@@ -481,11 +481,11 @@ def read_kinds_of_layers(r: Reading) -> None:
         if r.kind in HYBRID:
             raise PlannerError(r.file, "layers_block_type", None, "the file says no layers")
         return
-    layers, later = len(layers_of(pattern)), len(later_layers(pattern))
+    layers = len(layers_of(pattern))
     listed = layers // 2 if r.kind == "qwen3_next" else layers  # whose layers are two of Megatron's
     if r.whole("num_hidden_layers", listed) != listed:
         raise PlannerError(r.file, "num_hidden_layers", r.whole("num_hidden_layers"), f"{listed} layers are listed")
-    r.document |= {"pattern": pattern, "num_layers": layers, "mtp_num_layers": later}
+    r.document |= {"pattern": pattern} | sizes_of(pattern)
     if MAMBA in pattern:
         r.document["mamba"] = {
             "heads": r.whole("mamba_num_heads"),

@@ -17,9 +17,8 @@ from megatron_het.plan.schema import (
     LATENT_ATTENTION,
     MAMBA,
     SPARSE_ATTENTION,
-    later_layers,
-    layers_of,
     problem_of,
+    sizes_of,
 )
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -348,11 +347,9 @@ def check_pattern(model: Any) -> None:
     problem = f"{CHUNK} has no place in it: plans say where chunks begin" if CHUNK in model.pattern else ""
     if problem := problem or problem_of(model.pattern):
         raise ValueError(f"pattern = {model.pattern!r}: {problem}")
-    for name, count in (("num_layers", layers_of(model.pattern)), ("mtp_num_layers", later_layers(model.pattern))):
-        if getattr(model, name) != len(count):
-            raise ValueError(
-                f"pattern = {model.pattern!r} has {len(count)} layers, and {name} = {getattr(model, name)}"
-            )
+    for name, count in sizes_of(model.pattern).items():
+        if getattr(model, name) != count:
+            raise ValueError(f"pattern = {model.pattern!r} has {count} layers, and {name} = {getattr(model, name)}")
     for symbol, name in _SIZES_OF.items():
         if (symbol in model.pattern) != (getattr(model, name) is not None):
             has = "has" if symbol in model.pattern else "has no"

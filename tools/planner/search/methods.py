@@ -381,8 +381,8 @@ def _sliced(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
 
 def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
     """Embeddings and output layer split over the stages, evenly and by speed, and layers balanced anew."""
-    if estimator.model.mtp_num_layers:
-        return  # their layers read whole tables
+    if not estimator.model.can_split_vocabulary:
+        return
     if c.rows:
         yield c.with_(rows=())
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from heapq import nsmallest
 from itertools import chain, product
 from math import gcd
@@ -246,14 +247,18 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
     points = operating_points(estimator, book.goal, limits)
     subset = tuple(p for p, n in enumerate(limits) if n)
     ways = partitions(estimator, subset)
+
+    @cache
+    def sizes(at: int, mixed: bool) -> list[dict[int, int]]:
+        return tp_choices(estimator, subset, points[at], mixed)
+
     for share in USAGE:
         given, whole = 0, share == USAGE[0]
-        choices = ((point, tp) for point in points for tp in tp_choices(estimator, subset, point, whole))
-        for like, tp in choices:
+        for like, tp in ((point, tp) for at, point in enumerate(points) for tp in sizes(at, whole)):
+            if given >= limit:
+                break
             used = {p: max(tp[p], limits[p] * share) for p in subset}
-            if given >= limit or _least(book, like, tp, used) > min(
-                SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated
-            ):
+            if _least(book, like, tp, used) > min(SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated):
                 continue
             cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, like, limits)) for blocks in ways]
             for (least, cut), stages in product(cuts, STAGE_COUNTS):
@@ -313,7 +318,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
 def has_long_head(estimator: Estimator, group: Group, like: Candidate) -> bool:
     """Whether the output layer takes so long that the vocabulary should be split over the stages."""
     unit = estimator.unit_of(like, group)
-    if unit is None or estimator.model.mtp_num_layers:  # layers for later tokens read whole tables
+    if unit is None or not estimator.model.can_split_vocabulary:
         return False
     return unit.head_f + unit.head_b > LONG_HEAD * (unit.layer_f + unit.layer_b)
 

@@ -107,13 +107,13 @@ class WaitingKernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(KERNEL, name)
 
-    def forward(self, *tensors: Any) -> Any:
+    def forward(self, *given: Any) -> Any:
         self._wait()
-        return KERNEL.forward(*tensors)
+        return KERNEL.forward(*given)
 
-    def backward(self, *tensors: Any, **more: Any) -> Any:
+    def backward(self, *given: Any) -> Any:
         self._wait()
-        return KERNEL.backward(*tensors, **more)
+        return KERNEL.backward(*given)
 
     def _wait(self) -> None:
         for ends in self.ends:
@@ -311,12 +311,20 @@ def run_all(made: list[Device]) -> list[float]:
 
 
 ALL = {"exchange_idle": True, "exchange_keep": True}
+SMALL, LARGE = (2, 4, 2, 2), (4, 8, 1, 3)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"exchange_units": 1}, {"exchange_idle": True}, {"exchange_keep": True}, ALL], ids=str
+def shaped(*options: dict[str, Any], small: Sequence[tuple[int, int, int, int]] = (SMALL,)) -> Any:
+    """Small programs with each of the options, and a large one with all of them; with others in the full tier only."""
+    rows = [pytest.param(shape, each) for shape in small for each in options]
+    rows += [pytest.param(LARGE, each, marks=() if each == ALL else pytest.mark.full) for each in options]
+    return pytest.mark.parametrize(("shape", "options"), rows, ids=str)
+
+
+@shaped(
+    *({}, {"exchange_units": 1}, {"exchange_idle": True}, {"exchange_keep": True}, ALL),
+    small=[(2, 4, 1, 2), (4, 4, 1, 1), (3, 6, 2, 2)],
 )
-@pytest.mark.parametrize("shape", [(2, 4, 1, 2), (4, 4, 1, 1), (3, 6, 2, 2), (4, 8, 1, 3)], ids=str)
 def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> None:
     """Every layer of every microbatch, outputs and all gradients."""
     made = devices(*shape, **options)
@@ -325,8 +333,7 @@ def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("seen_by", [(None, None), ([(0, 3, 11, 12, 29), (0,), (0, 20)], 19)], ids=str)
-@pytest.mark.parametrize("options", [{}, ALL], ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+@shaped({}, ALL)
 def test_the_host_may_wait_for_the_device_at_every_kernel(
     shape: tuple[int, int, int, int], options: dict[str, Any], seen_by: tuple[Sequence[Starts] | None, int | None]
 ) -> None:
@@ -337,11 +344,8 @@ def test_the_host_may_wait_for_the_device_at_every_kernel(
 DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]
 
 
-@pytest.mark.parametrize(
-    "options", [{"exchange_units": 4}, {"exchange_idle": True}, {"exchange_keep": True}, ALL], ids=str
-)
 @pytest.mark.parametrize("seen_by", [(DOCUMENTS, None), (None, 11), (None, 3), (DOCUMENTS, 19)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+@shaped({"exchange_units": 4}, {"exchange_idle": True}, {"exchange_keep": True}, ALL)
 def test_documents_and_windows(
     shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
 ) -> None:
@@ -351,9 +355,8 @@ def test_documents_and_windows(
     assert max(run_all(made)) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange_units": 4, "exchange_idle": True}, ALL], ids=str)
 @pytest.mark.parametrize("seen_by", [(None, None), (DOCUMENTS, None), (DOCUMENTS, 19)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+@shaped({}, {"exchange_units": 4, "exchange_idle": True}, ALL)
 def test_slices_of_equal_work(
     shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
 ) -> None:

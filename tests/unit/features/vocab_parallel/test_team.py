@@ -60,7 +60,18 @@ def made(rank: int, rows: torch.Tensor, tied: bool) -> team.SplitVocabulary:
     stages = (Stage((1,), (Replica((0,), (0,)),)), Stage((1,), (Replica((1,), (0,)),)))
     placement = Placement(Plan(ModelShape(2, HIDDEN, 1, 1, TOKENS), TrainingShape(1, 1), stages))
     alone: Any = SimpleNamespace(size=lambda: 1)
-    found = team.SplitVocabulary(placement, rank, lambda *_: Letters(rank), alone, Timeline(), Batches(), TOKENS)
+    context: Any = SimpleNamespace(
+        placement=placement,
+        rank=rank,
+        groups={"tp": alone},
+        timeline=Timeline(),
+        batches=Batches(),
+        boundaries=SimpleNamespace(tokens=TOKENS),
+        lowered={False: SimpleNamespace(backwards=[()])},
+        has_loss=rank == 1,
+        new_channels=lambda *_: Letters(rank),
+    )
+    found = team.SplitVocabulary(context)
     found._layer = Layer(rows, rank * ROWS, tied)  # type: ignore[assignment]
     found._tied_weight = torch.nn.Parameter(rows) if tied else None
     return found
@@ -99,11 +110,11 @@ def test_computes_in_the_type_of_the_weight(
     call, state = fp32_residuals(), Iteration()
     forward, backward = (RankOp(kind, 0, 0, 0, kind.name) for kind in (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD))
     owner._labels, owner._loss_func = labels, lambda: None
-    owner.put(forward, hidden)
+    owner._put(forward, hidden)
     for op, handler in ((forward, "_forward"), (backward, "_backward")):
         for part in (owner, helper):
             getattr(part, handler)(op, call, state)
-    found = owner.hidden_gradient(backward)
+    found = owner._hidden_gradient(backward)
     assert found.dtype == hidden_dtype and not any(MAIL.values())
 
     whole = hidden.detach().bfloat16().float().requires_grad_()
