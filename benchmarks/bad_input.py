@@ -2,17 +2,21 @@
 
 Every case starts a command (the planner's, the schedule tool's, or the beginning of a training start) in a
 folder of its own with one thing wrong.  Wanted is one clear error in time.  Counted, and wanted to be 0, are
-tracebacks, answers that take longer than 5 s of CPU time or 20 s on the clock (``hang``), wrong input that is
-accepted, commands in the input that a shell executed, and files that were changed or made in the wrong place.
-Cases are run by processes forked from one that has imported everything, because importing takes a second.
+tracebacks, answers that take longer than 5 s of CPU time or 20 s on the clock of a machine with nothing else to do
+(``hang``), wrong input that is accepted, commands in the input that a shell executed, and files that were changed or
+made in the wrong place.  Cases are run by processes forked from one that has imported everything, because importing
+takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -25,9 +29,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.bad_input_cases import (
@@ -50,6 +55,11 @@ from benchmarks.bad_input_cases import (
 )
 from benchmarks.bad_input_listed import listed
 from benchmarks.machine import machine
+from megatron_het.checkpoint import choice
+from megatron_het.doctor.flags import main as check_flags
+from megatron_het.plan import PlanError
+from testing import rank_server
+from tools.planner.emit import checks
 
 # Malformed inputs that once ran a command, hung, ended in a traceback or were accepted; all are in every test run.
 
@@ -119,29 +129,12 @@ CPU_S, CLOCK_S = 5.0, 20.0
 KEYS = ("clear", "accepted", "unclear", "traceback", "hang", "accepted_wrong", "executed", "written")
 _OUTPUTS = ("out.json", "plan.json.x", "run", "target", "t.svg")
 _MODULES = (
-    *(
-        "yaml",
-        "rich.table",
-        "rich.console",
-        "matplotlib.figure",
-        "megatron_het.arguments.flags",
-        "megatron_het.lowering.programs",
-    ),
-    *(
-        "megatron_het.schedule.view.cli",
-        "tools.planner.cli.commands",
-        "tools.planner.cli.commands",
-        "tools.planner.cli.commands",
-        "tools.planner.emit.command",
-    ),
-    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.emit.command"),
-    *("tools.planner.replay.command", "tools.planner.replan.command"),
-    *(
-        "tools.planner.profile.command",
-        "tools.planner.search.sailor",
-        "tools.planner.search.zorse",
-        "tools.planner.simulate.simulation",
-    ),
+    *("yaml", "rich.table", "rich.console", "matplotlib.figure"),
+    *("megatron_het.arguments.flags", "megatron_het.lowering.programs", "megatron_het.schedule.view.cli"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.cli.commands"),
+    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.command"),
+    *("tools.planner.profile.command", "tools.planner.search.sailor", "tools.planner.search.zorse"),
+    "tools.planner.simulate.simulation",
 )
 _STUBS = {
     "python": '#!/bin/bash\n[[ " $* " == *" --no-python "* ]] && RANK=0 exec bash -c as_rank\nexit 0\n',
@@ -168,53 +161,104 @@ class Answer:
     case: Case = field(repr=False)
 
 
+_MAINS = {
+    "planner": "tools.planner.__main__",
+    "schedule": "megatron_het.schedule.view.cli",
+    "job": "megatron_het.elastic.__main__",
+}
+
+
 def _run_tool(case: Case) -> int:
     """The command, in this process."""
     words = list(case.words)
-    if case.tool == "planner":
-        from tools.planner.__main__ import main
-
-        return main(words)
-    if case.tool == "schedule":
-        from megatron_het.schedule.view.cli import main as schedule
-
-        return schedule(words)
-    if case.tool == "job":
-        from megatron_het.elastic.__main__ import main as job
-
-        return job(words)
-    if case.tool == "doctor":
-        return _doctor(words)
-    return _begin(words)
-
-
-def _doctor(words: list[str]) -> int:
-    """Returns what rank 0 of the doctor reads before it meets others."""
-    from megatron_het.doctor.options import parse, read_inputs
-    from megatron_het.plan import PlanError
-
+    if case.tool in _MAINS:
+        return int(importlib.import_module(_MAINS[case.tool]).main(words))
+    run, refusals = _BEGINNINGS[case.tool]
     try:
-        read_inputs(parse(words), world_size=3)
-    except (PlanError, ValueError, OSError, ImportError) as error:
+        run(words)
+    except refusals as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def _begin(words: list[str]) -> int:
-    """Returns what a training start does with the flags and the plan before Megatron is imported."""
+def _doctor(words: list[str]) -> None:
+    """What rank 0 of the doctor reads before it meets others."""
+    from megatron_het.doctor.options import parse, read_inputs
+
+    read_inputs(parse(words), world_size=3)
+
+
+def _begin(words: list[str]) -> None:
+    """What a training start does with the flags and the plan before Megatron is imported."""
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.lowering.programs import build
-    from megatron_het.plan import PlanError
 
-    try:
-        config, _ = split_arguments(words)
-        if config.plan is not None:
-            build(config.plan)
-    except PlanError as error:
-        sys.stderr.write(f"megatron_het: {error}\n")
-        return 2
-    return 0
+    config, _ = split_arguments(words)
+    if config.plan is not None:
+        build(config.plan)
+    if config.report_dir is not None:
+        from megatron_het.arguments.hooks import check_outputs
+
+        check_outputs(config)
+
+
+def _choose_checkpoint(words: list[str]) -> None:
+    """What a training start finds to load in a folder."""
+
+    def agree(candidate: choice.Candidate) -> list[str]:
+        if not (found := choice.problems(candidate.folder)):
+            choice.common_state(candidate.folder)
+        return found
+
+    given = {"load": words[0], "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": True}
+    choice.choose(SimpleNamespace(**given), agree)
+
+
+_BEGINNINGS: dict[str, tuple[Callable[[list[str]], None], tuple[type[Exception], ...]]] = {
+    "doctor": (_doctor, (PlanError, ValueError, OSError, ImportError)),
+    "start": (_begin, (PlanError,)),
+    "checkpoint": (_choose_checkpoint, (choice.CheckpointError, choice.UnreadableError)),
+}
+"""By tool: what is called, and how it refuses."""
+
+
+@functools.cache
+def saved_checkpoint() -> dict[str, bytes]:
+    """A small checkpoint in torch's format, by name of the file; a process of its own saves it, with threads."""
+    with tempfile.TemporaryDirectory() as base:
+        pid = os.fork()
+        if pid == 0:
+            _save_checkpoint(Path(base) / "saved")
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError("the checkpoint was not saved")
+        files = [file for file in Path(base).rglob("*") if file.is_file()]
+        return {str(file.relative_to(base)): file.read_bytes() for file in files}
+
+
+def _save_checkpoint(saved: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder = saved / "iter_0000004"
+    folder.mkdir(parents=True)
+    save({"weight": torch.arange(64.0)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    torch.save({"iteration": 4}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    choice.write_checksums(folder, 0)
+    (saved / choice.TRACKER).write_text("4")
+
+
+def _parse_here(command: Sequence[str], *, env: Mapping[str, str], **_unused: Any) -> subprocess.CompletedProcess[str]:
+    """Ask Megatron's parser in this process, which has imported it, instead of in one that would import it first."""
+    said = io.StringIO()
+    os.environ.clear()
+    os.environ.update(env)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        check_flags(tuple(command[command.index("-m") + 2 :]))
+    return subprocess.CompletedProcess(command, 0, said.getvalue())
 
 
 def _child(case: Case, folder: Path, log: Path) -> None:
@@ -225,6 +269,7 @@ def _child(case: Case, folder: Path, log: Path) -> None:
     os.dup2(target, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
     os.chdir(folder)
+    checks.subprocess = SimpleNamespace(run=_parse_here, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
     resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     try:
@@ -241,7 +286,7 @@ def _child(case: Case, folder: Path, log: Path) -> None:
 
 def _wait(pid: int) -> tuple[int, float, bool]:
     """(exit code, CPU seconds, whether it had to be ended)."""
-    deadline = time.monotonic() + CLOCK_S
+    deadline = time.monotonic() + CLOCK_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
     pause = 0.002
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -327,9 +372,10 @@ def run_case(case: Case, stubs: Path) -> Answer:
     folder.mkdir()
     os.environ["MARK_FOLDER"] = str(folder)
     try:
-        for name, content in {**good_files(), **case.files}.items():
+        saved = saved_checkpoint() if case.tool == "checkpoint" else {}
+        for name, content in {**good_files(), **saved, **case.files}.items():
             path = folder / name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if callable(content):
                 here = os.getcwd()
                 os.chdir(folder)
@@ -375,7 +421,8 @@ def _judge(case: Case, code: int, seconds: float, ended: bool, text: str) -> tup
 
 def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
     """All cases, one after the other."""
-    _import_everything()
+    asks_parser = os.environ.get("HET_PLAN_VERIFY") != "0"
+    _import_everything(with_megatron=asks_parser or any(case.tool == "checkpoint" for case in cases))
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         stubs = Path(folder)
@@ -392,8 +439,10 @@ def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
     return answers
 
 
-def _import_everything() -> None:
+def _import_everything(*, with_megatron: bool) -> None:
     """What the commands import late, so that forked processes have it."""
+    if with_megatron:
+        rank_server.import_everything()
     for module in _MODULES:
         importlib.import_module(module)
 

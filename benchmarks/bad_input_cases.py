@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import socket
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # The good files that ``benchmarks.bad_input`` makes bad ones of.
@@ -224,16 +228,16 @@ def document_text(document: Any) -> str:
 
 MARK = "executed.mark"
 """Injected commands make a file of this name."""
-_COMMAND = f"touch $MARK_FOLDER/{MARK}"
+COMMAND = f"touch $MARK_FOLDER/{MARK}"
 INJECTIONS = (
-    f"x$({_COMMAND})",
-    f"x`{_COMMAND}`",
-    f"x; {_COMMAND};",
-    f"x\n{_COMMAND}\n",
-    f'x"; {_COMMAND}; "',
-    f"x'; {_COMMAND}; '",
-    f"x}}; {_COMMAND}; ${{y",
-    f"x & {_COMMAND} &",
+    f"x$({COMMAND})",
+    f"x`{COMMAND}`",
+    f"x; {COMMAND};",
+    f"x\n{COMMAND}\n",
+    f'x"; {COMMAND}; "',
+    f"x'; {COMMAND}; '",
+    f"x}}; {COMMAND}; ${{y",
+    f"x & {COMMAND} &",
 )
 _PLANNER = ("check", "simulate", "emit", "plan")
 
@@ -244,7 +248,8 @@ class Case:
 
     Attributes:
         kind: What was done to the input.
-        tool: ``planner``, ``start`` (the beginning of training) or ``schedule``.
+        tool: ``planner``, ``schedule``, ``job``, ``doctor``, ``start`` (the beginning of training) or ``checkpoint``
+            (the choice of one to load).
         words: Its command line.
         files: Text or bytes of files, by name; a callable makes a special file at the path.
         wrong: Whether the input must be refused; else it may be accepted, but must do no harm.
@@ -407,7 +412,7 @@ def _shape_case(rng: random.Random, name: str, document: Any, targets: list[tupl
         "deep mappings": lambda: '{"a":' * deep + "1" + "}" * deep,
         "deep value": lambda: text.replace("{", '{"deep": ' + "[" * deep + "]" * deep + ", ", 1),
         "half of a surrogate pair": lambda: text.replace('": "', '": "\\ud800', 1),
-        "a tag": lambda: text.replace("{", '{"a": !!python/object/apply:os.system ["' + _COMMAND + '"], ', 1),
+        "a tag": lambda: text.replace("{", '{"a": !!python/object/apply:os.system ["' + COMMAND + '"], ', 1),
         "an endless alias": lambda: "a: &a [*a]",
         "aliases that multiply": _bomb,
         "aliases that multiply in a field": lambda: _bomb() + "name: *h\nnum_layers: *h\nnodes: *h\n",
@@ -446,6 +451,52 @@ def _removed_case(rng: random.Random, name: str, document: Any, targets: list[tu
     return Case(f"missing: {_where(path)}", tool, words, {name: _text(out)})
 
 
+# Files that are none: made at the path where a file is expected.
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    """Like /dev/full where devices can be made (root); else a pipe."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+    except PermissionError:
+        os.mkfifo(path)
+
+
+def _zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _socket(path: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _kernel(path: Path) -> None:
+    path.symlink_to("/proc/self/environ")
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "a pipe": _fifo,
+    "a device": _device,
+    "/dev/zero": _zero,
+    "a socket": _socket,
+    "a link to itself": _loop,
+    "a folder": _folder,
+    "a file of the kernel": _kernel,
+}
+
+
 def _planner(*names: str) -> list[tuple[str, tuple[str, ...]]]:
     return [("planner", command(name)) for name in names]
 
@@ -477,12 +528,14 @@ def mutated(rng: random.Random, count: int) -> Iterator[Case]:
 
 def random_numbers(rng: random.Random, count: int) -> Iterator[Case]:
     """Numbers that may or may not be wrong: any answer is fine, if it comes in time and in order."""
+    # A plan that is found would train dry first, which takes its time in processes of its own.
+    planned = [("planner", command("plan", "--no-verify")), *_planner("simulate")]
     sources = (
         ("plan.json", PLAN, [*_planner("check", "simulate"), _start()]),
         ("plan.json", sliced_plan(), [*_planner("check", "simulate"), _start()]),
         *(("plan.json", plan, [*_planner("check", "simulate"), _start()]) for plan in other_plans().values()),
-        ("cluster.yaml", CLUSTER, _planner("plan", "simulate")),
-        ("model.yaml", MODEL, _planner("plan", "simulate")),
+        ("cluster.yaml", CLUSTER, planned),
+        ("model.yaml", MODEL, planned),
     )
     for _ in range(count):
         name, document, targets = rng.choice(sources)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
-import socket
-import stat
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.bad_input_cases import (
     CLUSTER,
+    COMMAND,
     INJECTIONS,
     MODEL,
     PLAN,
+    SPECIAL,
     Case,
     _replaced,
     _start,
@@ -23,6 +23,7 @@ from benchmarks.bad_input_cases import (
     document_text,
     sliced_plan,
 )
+from megatron_het.checkpoint.choice import TRACKER
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
@@ -32,15 +33,8 @@ from megatron_het.watch.monitor import FORMAT, VERSION, identity
 _HUGE = "9" * 400
 _TOKEN = {"token": "0123456789abcdef0123456789abcdef\n"}
 _NO_FILES: tuple[Any, ...] = (
-    "",
-    "{}",
-    "[]",
-    "null",
-    "\x00",
-    "[" * 100_000,
-    '{"a": 1, "a": 2}',
+    *("", "{}", "[]", "null", "\x00", "[" * 100_000, "{" * 9, '{"a": 1, "a": 2}'),
     b"\xff\xfe\x00",
-    "{" * 9,
 )
 _TRACE = "time_s,gpu,nodes,notice\n0,A100-40,1,\n100,mine,1,no\n"
 
@@ -211,8 +205,60 @@ def _replans() -> Iterator[Case]:
     yield Case("no run", "planner", ("replan", "missing"))
 
 
+def _onto_files() -> Iterator[Case]:
+    """Outputs onto files that the command reads, and onto files of another kind."""
+    own = {"mine.txt": "notes\n", "program.txt": "program: x\n", "watch.json": "{}", "trace.csv": _TRACE}
+    simulated, planned = command("simulate"), command("plan")[:-2]
+    outputs: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+        ("planner", (*planned, "--profile", "profile.json", "--out"), ("cluster.yaml", "model.yaml", "profile.json")),
+        ("planner", (*simulated, "--trace"), ("plan.json", "cluster.yaml", "model.yaml")),
+        ("planner", ("replan", ".", "--out"), ("cluster.yaml", "model.yaml", "watch.json")),
+        ("doctor", ("--plan", "plan.json", "--cluster", "cluster.yaml", "--json"), ("plan.json", "cluster.yaml")),
+        ("schedule", ("simulate", "program.txt", "--json"), ("program.txt", "plan.json")),
+        ("schedule", ("simulate", "program.txt", "--trace"), ("program.txt", "plan.json")),
+    )
+    for tool, words, names in outputs:
+        for name in (*names, "mine.txt"):
+            yield Case(f"output onto {name}", tool, (*words, name), own)
+    yield Case("output onto plan.json", "planner", (*command("emit")[:-2], "--out", "."), own)
+
+
+def _reports() -> Iterator[Case]:
+    """Folders for a run's report."""
+    words = ("--num-layers", "4", "--het-plan", "plan.json", "--het-report")
+    for kind, make in SPECIAL.items():
+        if kind != "a folder":
+            yield Case(f"{kind} as --het-report", "start", (*words, "target"), {"target": make})
+        yield Case(f"{kind} as rank-0.json", "start", (*words, "report"), {"report/rank-0.json": make})
+    for target in ("plan.json", "plan.json/x", "/proc/self/x", "/sys/x", "x" * 300):
+        yield Case("bad --het-report", "start", (*words, target))
+
+
+def _side_files() -> Iterator[Case]:
+    """What stands beside the data of a checkpoint: whatever it is, it is refused or passed over, and never run."""
+    for name in (TRACKER, "het-checksums-0.json", "metadata.json", ".metadata", "common.pt"):
+        place = name if name == TRACKER else f"iter_0000004/{name}"
+        # The newest checkpoint is found without a tracker, and is believed as far as checksums go that are there.
+        wrong = name not in (TRACKER, "het-checksums-0.json")
+        unnoted = {} if name == "het-checksums-0.json" else {"saved/iter_0000004/het-checksums-0.json": ""}
+        for content in (*_NO_FILES, b"\x80\x04N.", pickle.dumps(Planted()), *SPECIAL.values()):
+            for beside in ({}, unnoted) if unnoted else ({},):
+                files = {**beside, f"saved/{place}": content}
+                yield Case(f"{name} of a checkpoint", "checkpoint", ("saved",), files, wrong)
+
+
+class Planted:
+    """Runs a command in whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (COMMAND,)
+
+
 def jobs() -> Iterator[Case]:
     """All of them."""
+    yield from _onto_files()
+    yield from _reports()
+    yield from _side_files()
     yield from _runs()
     yield from _job_files()
     yield from _doctors()
@@ -220,126 +266,58 @@ def jobs() -> Iterator[Case]:
     yield from _replans()
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    """Like /dev/full where devices can be made (root); else a pipe."""
-    try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
-    except PermissionError:
-        os.mkfifo(path)
-
-
-def _zero(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _socket(path: Path) -> None:
-    socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _kernel(path: Path) -> None:
-    path.symlink_to("/proc/self/environ")
-
-
-SPECIAL: dict[str, Callable[[Path], None]] = {
-    "a pipe": _fifo,
-    "a device": _device,
-    "/dev/zero": _zero,
-    "a socket": _socket,
-    "a link to itself": _loop,
-    "a folder": _folder,
-    "a file of the kernel": _kernel,
-}
-
-
 def special_files() -> Iterator[Case]:
     """Every kind of special file as input and as output."""
+    check, plan, emit = command("check"), (*command("plan")[:-2], "--out"), (*command("emit")[:-2], "--out")
+    rows: list[tuple[str, str, tuple[str, ...], str]] = [
+        *((name, "planner", check, name) for name in ("plan.json", "cluster.yaml", "model.yaml")),
+        ("profile.json", "planner", (*check, "--profile", "profile.json"), "profile.json"),
+        ("plan", "start", _start()[1], "plan.json"),
+        ("program", "schedule", ("check", "program.txt"), "program.txt"),
+        ("plan --out", "planner", (*plan, "target"), "target"),
+        ("simulate --trace", "planner", (*command("simulate"), "--trace", "target"), "target"),
+        ("simulate --picture", "planner", (*command("simulate"), "--picture", "t.svg"), "t.svg"),
+        ("schedule --trace", "schedule", ("simulate", "1f1b", "--trace", "target"), "target"),
+        ("schedule --json", "schedule", ("simulate", "1f1b", "--json", "target"), "target"),
+        ("schedule --picture", "schedule", ("show", "1f1b", "--picture", "t.svg"), "t.svg"),
+        ("emit --out", "planner", (*emit, "target"), "target"),
+    ]
     for kind, make in SPECIAL.items():
-        for name in ("plan.json", "cluster.yaml", "model.yaml"):
-            yield Case(f"{kind} as {name}", "planner", command("check"), {name: make})
-        yield Case(
-            f"{kind} as profile.json",
-            "planner",
-            (*command("check"), "--profile", "profile.json"),
-            {"profile.json": make},
-        )
-        yield Case(f"{kind} as plan", "start", _start()[1], {"plan.json": make})
-        yield Case(f"{kind} as program", "schedule", ("check", "program.txt"), {"program.txt": make})
-        targets = {
-            "plan --out": (*command("plan")[:-2], "--out", "target"),
-            "simulate --trace": (*command("simulate"), "--trace", "target"),
-        }
-        for option, words in targets.items():
-            yield Case(f"{kind} as {option}", "planner", words, {"target": make})
-        yield Case(
-            f"{kind} as simulate --picture", "planner", (*command("simulate"), "--picture", "t.svg"), {"t.svg": make}
-        )
-        yield Case(
-            f"{kind} as schedule --trace", "schedule", ("simulate", "1f1b", "--trace", "target"), {"target": make}
-        )
-        yield Case(f"{kind} as schedule --json", "schedule", ("simulate", "1f1b", "--json", "target"), {"target": make})
-        yield Case(f"{kind} as schedule --picture", "schedule", ("show", "1f1b", "--picture", "t.svg"), {"t.svg": make})
-        if kind != "a folder":
-            words = (*command("emit")[:-2], "--out", "target")
-            yield Case(f"{kind} as emit --out", "planner", words, {"target": make})
-    for target in (
-        f"/dev/het-bad-input-{os.getpid()}",
-        "/proc/self/comm",
-        "/sys/het-bad-input",
-        "/nope\0x",
-        "plan.json/x",
-    ):
-        if "\0" not in target:
-            yield Case(f"plan --out {target}", "planner", (*command("plan")[:-2], "--out", target))
-            yield Case(f"simulate --trace {target}", "planner", (*command("simulate"), "--trace", target))
-            yield Case(f"emit --out {target}", "planner", (*command("emit")[:-2], "--out", target))
-    yield Case("a name of 300 characters", "planner", (*command("plan")[:-2], "--out", "x" * 300))
+        for what, tool, words, file in rows:
+            if (kind, what) != ("a folder", "emit --out"):
+                yield Case(f"{kind} as {what}", tool, words, {file: make})
+    for target in (f"/dev/het-bad-input-{os.getpid()}", "/proc/self/comm", "/sys/het-bad-input", "plan.json/x"):
+        yield Case(f"plan --out {target}", "planner", (*plan, target))
+        yield Case(f"simulate --trace {target}", "planner", (*command("simulate"), "--trace", target))
+        yield Case(f"emit --out {target}", "planner", (*emit, target))
+    yield Case("a name of 300 characters", "planner", (*plan, "x" * 300))
 
 
 def injections() -> Iterator[Case]:
     """Shell text in everything that becomes part of a script."""
+
+    def case(kind: str, *more: str, files: dict[str, Any] | None = None, wrong: bool = True) -> Case:
+        words = command("emit") if "--out" not in more else command("emit")[:-2]
+        return Case(kind, "planner", (*words, *more), files or {}, wrong, scripts=True)
+
     places: list[tuple[Any, ...]] = [("nodes", 0, "hosts", 0), ("nodes", 1, "hosts", 0), ("nodes", 0, "gpu")]
     places += [("nodes", n, "slurm", key) for n in (0, 1) for key in CLUSTER["nodes"][0]["slurm"]]
     for text in INJECTIONS:
+        broken = "\n" in text
         for place in places:
-            file = document_text(_replaced(CLUSTER, place, text))
             key = [name for name in place if isinstance(name, str)][-1]
-            yield Case(f"shell text in {key}", "planner", command("emit"), {"cluster.yaml": file}, scripts=True)
+            yield case(f"shell text in {key}", files={"cluster.yaml": document_text(_replaced(CLUSTER, place, text))})
         gpu = {**CLUSTER, "gpus": {text: CLUSTER["gpus"]["mine"]}}
         gpu["nodes"] = [CLUSTER["nodes"][0], {**CLUSTER["nodes"][1], "gpu": text}]
         plan = _replaced(PLAN, ("stages", 1, "replicas", 0, "device"), text)
         files = {"cluster.yaml": document_text(gpu), "plan.json": document_text(plan)}
-        yield Case("shell text as name of a GPU", "planner", command("emit"), files, "\n" in text, scripts=True)
-        for option, wrong in (
-            ("--job-name", True),
-            ("--time-limit", True),
-            ("--run-dir", True),
-            ("--lr", True),
-            ("--python", "\n" in text),
-            ("--extra", True),
-        ):
-            yield Case(f"shell text in {option}", "planner", (*command("emit"), option, text), {}, wrong, scripts=True)
-        folder = text.replace("/", "_")
-        yield Case(
-            "shell text as folder", "planner", (*command("emit")[:-2], "--out", folder), {}, "\n" in text, scripts=True
-        )
-        flag = f"--data-path {json.dumps(text)}"
-        yield Case(
-            "shell text as value of --extra", "planner", (*command("emit"), "--extra", flag), {}, False, scripts=True
-        )
+        yield case("shell text as name of a GPU", files=files, wrong=broken)
+        for option in ("--job-name", "--time-limit", "--run-dir", "--lr", "--python", "--extra"):
+            yield case(f"shell text in {option}", option, text, wrong=broken or option != "--python")
+        yield case("shell text as folder", "--out", text.replace("/", "_"), wrong=broken)
+        yield case("shell text as value of --extra", "--extra", f"--data-path {json.dumps(text)}", wrong=False)
         quoted = "--data-path '\"" + text.replace("'", "") + "\"'"
-        yield Case("quoted text of --extra", "planner", (*command("emit"), "--extra", quoted), {}, False, scripts=True)
+        yield case("quoted text of --extra", "--extra", quoted, wrong=False)
 
 
 _BAD_NUMBERS = ("nan", "inf", "-inf", "-1", "x", "", "1e400", "9" * 400, "0x10", "1 2", "true")
@@ -364,38 +342,25 @@ def options() -> Iterator[Case]:
 
 
 def _emit_options() -> Iterator[Case]:
-    for value in ("never", "1:99", "24:00:00:00", "-5", "", "1h", "24:00:00 --exclusive", "\uff11"):
-        yield Case("bad --time-limit", "planner", (*command("emit"), f"--time-limit={value}"))
-    for value in ("", "a b", "-x", "a/b", "x" * 300, "%j"):
-        yield Case("bad --job-name", "planner", (*command("emit"), f"--job-name={value}"))
-    for value in ("relative", "/a%b", "/a\\b"):
-        yield Case("bad --run-dir", "planner", (*command("emit"), f"--run-dir={value}"))
-    for value in (
-        "--num-layers 99",
-        "--num-lay=99",
-        "--seq-length 1",
-        "--het-plan other.json",
-        "--bf16",
-        "--save x",
-        "'",
-        "word",
-        "--load=x",
-        "--yaml-cfg x.yaml",
-    ):
-        yield Case("bad --extra", "planner", (*command("emit"), f"--extra={value}"))
+    bad = {
+        "--time-limit": ("never", "1:99", "24:00:00:00", "-5", "", "1h", "24:00:00 --exclusive", "\uff11"),
+        "--job-name": ("", "a b", "-x", "a/b", "x" * 300, "%j"),
+        "--run-dir": ("relative", "/a%b", "/a\\b"),
+        "--extra": (
+            *("--num-layers 99", "--num-lay=99", "--seq-length 1", "--het-plan other.json", "--bf16", "--save x"),
+            *("'", "word", "--load=x", "--yaml-cfg x.yaml"),
+        ),
+    }
+    for option, values in bad.items():
+        for value in values:
+            yield Case(f"bad {option}", "planner", (*command("emit"), f"{option}={value}"))
 
 
 def _profile_options() -> Iterator[Case]:
     for value in ("-1", "x", "9" * 400, "1.5"):
         yield Case("bad --processes", "planner", ("profile", "--model", "model.yaml", f"--processes={value}"))
-    for option in (
-        "--window-s",
-        "--windows",
-        "--largest-batch-layers",
-        "--tp",
-        "--micro-batch-sizes",
-        "--slice-tokens",
-    ):
+    numbers = "--window-s --windows --largest-batch-layers --tp --micro-batch-sizes --slice-tokens"
+    for option in numbers.split():
         for value in ("nan", "-1", "x", "9" * 400, "inf"):
             yield Case(f"bad {option}", "planner", ("profile", "--model", "model.yaml", f"{option}={value}"))
     for words in (
@@ -546,25 +511,11 @@ def _clusters() -> Iterator[Case]:
 
 
 def _models() -> Iterator[Case]:
-    for change in (
-        {"num_layers": 10**6},
-        {"global_batch_size": 10**6},
-        {"global_batch_size": 10**9},
-        {"hidden_size": 66},
-        {"num_layers": 10**18},
-    ):
+    batches = ({"global_batch_size": 10**6}, {"global_batch_size": 10**9})
+    for change in ({"num_layers": 10**6}, {"num_layers": 10**18}, *batches, {"hidden_size": 66}):
         yield Case(f"model: {change}", "planner", command("plan"), {"model.yaml": json.dumps({**MODEL, **change})})
-    for text in (
-        "yes",
-        "012",
-        "1:30",
-        "0x10",
-        "2024-01-01",
-        "2024-01-01 10:00:00",
-        "!!binary aGk=",
-        "!!set {a}",
-        "!!float 4",
-    ):
+    times = ("1:30", "2024-01-01", "2024-01-01 10:00:00")
+    for text in ("yes", "012", "0x10", *times, "!!binary aGk=", "!!set {a}", "!!float 4"):
         lines = "\n".join(f"{k}: {json.dumps(v)}" for k, v in MODEL.items() if k != "num_layers")
         yield Case(f"num_layers: {text}", "planner", command("plan"), {"model.yaml": f"{lines}\nnum_layers: {text}\n"})
 

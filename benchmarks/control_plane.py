@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import command_line, free_port, scratch, write_report
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.controller import Bounds, Controller
@@ -136,9 +136,7 @@ class Meeting:
 
     def __init__(self, folder: Path) -> None:
         del folder
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), TOKEN_VARIABLE: TOKEN}
+        self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), TOKEN_VARIABLE: TOKEN}
         with self._launched():
             self.stores = [job_store(rank, _START_S, _SOON_S) for rank in range(2)]
             self.port = next(port for host, port in places() if _is_store(host, port))

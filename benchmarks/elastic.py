@@ -29,7 +29,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,7 +41,7 @@ from typing import Any
 
 from benchmarks.fault_processes import Forked, descendants, end, het_run
 from benchmarks.faults import prepare
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import command_line, free_port, scratch, write_report
 from megatron_het.elastic.worth import HOST_BYTES_PER_S, LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from testing.cases import VOCABULARY, Weights, common_flags
@@ -152,9 +151,7 @@ class ElasticJob:
         plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
         for file, replicas in zip(plans, (3, 2, 1), strict=True):
             save_plan(make(replicas), file)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._base = ["--controller", f"127.0.0.1:{port}"]
+        self._base = ["--controller", f"127.0.0.1:{free_port()}"]
         leave_s = "30" if device == "cuda" else "10"
         self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", leave_s]
         self._flags = flags(iterations, folder / "report", make(1), device, data)
@@ -409,8 +406,7 @@ def ranks(folder: Path, plan: Plan, words: list[str]) -> Iterator[Callable[[], L
     """Plain ranks of a plan, killed at the end; gives what they have logged."""
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     logs = [folder / f"rank-{rank}.log" for rank in range(plan.world_size)]
     processes = []
     try:

@@ -1,6 +1,6 @@
-"""Changes of plan by a script, without a controller: what a rank of a test or a measurement runs.
+"""Processes of elastic jobs without agents: workers of a controller, and changes of plan by a script.
 
-Every process of a job reads the same list of steps: a plan, the processes that are its ranks, the iteration after
+Every process of a script reads the same list of steps: a plan, the processes that are its ranks, the iteration after
 which all of them leave (none: until the training is over), and the processes whose state is lost before it.
 """
 
@@ -9,16 +9,44 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
+
+
+def work() -> None:
+    """The entry of a process: its settings are in the file that HET_JOB names, by rank."""
+    from megatron_het import gpt_training
+    from megatron_het.elastic.worker import Setting, Worker
+
+    rank = int(os.environ["RANK"])
+    job = json.loads(Path(os.environ["HET_JOB"]).read_text(encoding="utf-8"))
+    own = job["workers"][rank]
+    folder = Path(os.environ["HET_JOB"]).parent / f"worker-{own['process']}"
+    folder.mkdir(exist_ok=True)
+    _wait_for(Path(os.environ["HET_JOB"]).parent / own["after"] if own["after"] else None)
+    number = own["process"]
+    shared: dict[str, Any] = {"host": "127.0.0.1", "copy_every": 1, "signature": "same", "folder": str(folder)}
+    shared |= {key: job[key] for key in ("port", "token", "timeout_s")}
+    setting = Setting(**shared, process=number, node=own["node"], device=own.get("device", ""), identity=str(number))
+    code = Worker(setting, sys.argv[1:], gpt_training.main).run()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _wait_for(file: Path | None) -> None:
+    """A node that comes later waits until a file is there."""
+    deadline_s = time.monotonic() + 200.0
+    while file is not None and not file.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
 
 _WAIT_S = 60.0
 
 
 def run() -> None:
     """The entry of every process: go through the steps of the script that HET_SCRIPT names."""
-    import sys
-
     from megatron_het import gpt_training
     from megatron_het.elastic.copies import Copies
     from megatron_het.elastic.job import Generation

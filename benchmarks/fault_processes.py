@@ -12,6 +12,7 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -127,6 +128,7 @@ def _work(command: Sequence[str], prepare: Any, setup: Callable[[], None]) -> in
 
     if prepare is not None:
         prepare()
+    let_go_of_connections()
     # The agent's handlers are no part of a new process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     module = list(command).index("-m") + 1
@@ -134,6 +136,16 @@ def _work(command: Sequence[str], prepare: Any, setup: Callable[[], None]) -> in
     setup()
     worker.main()  # ends the process
     return 1
+
+
+def let_go_of_connections() -> None:
+    """Close what a new process would not have got from its agent; the numbers stay in use, as objects here own them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.dup2(nothing, number)
+    os.close(nothing)
 
 
 def adopt_orphans() -> None:

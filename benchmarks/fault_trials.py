@@ -9,12 +9,11 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks import control_plane, fault_points
 from benchmarks.fault_points import Fault
 from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
+from benchmarks.machine import free_port
 from megatron_het.elastic.__main__ import main as plain_het_run
 from megatron_het.elastic.pool import Process, assign
 from megatron_het.plan import Plan, PlanError
@@ -245,22 +245,9 @@ class Processes:
 
     def __init__(self, trial: Trial, folder: Path, flags: tuple[str, ...]) -> None:
         self._trial, self._folder, self._flags = trial, folder, flags
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._where = ["--controller", f"127.0.0.1:{port}"]
-        self._base = [
-            "--folder",
-            str(folder / "job"),
-            "--lost-s",
-            "8",
-            "--leave-s",
-            "10",
-            "--timeout-s",
-            "25",
-            "--return-s",
-            "20",
-            *trial.options,
-        ]
+        self._where = self._somewhere()
+        bounds = "--lost-s 8 --leave-s 10 --timeout-s 25 --return-s 20"
+        self._base = ["--folder", str(folder / "job"), *bounds.split(), *trial.options]
         self._environment: Mapping[str, str] = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self._known: list[Forked] = []
         self.controller = self._start_controller()
@@ -274,39 +261,33 @@ class Processes:
         self._begun: set[str] = set()
         self._vanished: set[str] = set()
 
-    def _control(self, words: list[str]) -> int:
-        fault_points.have_jumping_clock(self._folder)
-        return plain_het_run(words)
+    @staticmethod
+    def _somewhere() -> list[str]:
+        return ["--controller", f"127.0.0.1:{free_port()}"]
+
+    def _fork(self, name: str, run: Callable[[], int]) -> Forked:
+        def jumping() -> int:
+            fault_points.have_jumping_clock(self._folder)
+            return run()
+
+        process = Forked(jumping, self._folder / f"{name}.txt", self._environment)
+        self._known.append(process)
+        return process
 
     def _start_controller(self, name: str = "controller") -> Forked:
         files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
-        words = [
-            *self._where,
-            *self._base,
-            "--controller-only",
-            "--nodes",
-            str(len(self._trial.pool.nodes)),
-            "--plans",
-            *files,
-        ]
-        log = self._folder / f"{name}.txt"
-        process = Forked(lambda: self._control(words), log, self._environment)
+        count = str(len(self._trial.pool.nodes))
+        words = [*self._where, *self._base, "--controller-only", "--nodes", count, "--plans", *files]
+        process = self._fork(name, lambda: plain_het_run(words))
         if name == "controller":
             (self._folder / "controller.pid").write_text(f"{process.pid}\n", encoding="utf-8")
-        self._known.append(process)
         return process
 
     def _start_agent(self, name: str) -> Forked:
         workers = self._trial.pool.nodes[self._trial.pool.names.index(name)]
         words = [*self._where, *self._base, "--node", name, "--workers", str(workers), "--", *self._flags]
         setup = functools.partial(fault_points.install, self._folder)
-        process = Forked(lambda: self._serve(words, setup), self._folder / f"{name}.txt", self._environment)
-        self._known.append(process)
-        return process
-
-    def _serve(self, words: list[str], setup: Callable[[], None]) -> int:
-        fault_points.have_jumping_clock(self._folder)
-        return het_run(words, setup)
+        return self._fork(name, lambda: het_run(words, setup))
 
     def look_after(self) -> bool:
         """One round; whether the job is over."""
@@ -319,8 +300,7 @@ class Processes:
             self._dies_s = self._dies_s or time.monotonic()
             if time.monotonic() - self._dies_s > _AWAY_S:
                 if self._trial.controller_moves:
-                    with socket.create_server(("127.0.0.1", 0)) as probe:
-                        self._where = ["--controller", f"127.0.0.1:{probe.getsockname()[1]}"]
+                    self._where = self._somewhere()
                 self._spoil_state()
                 self.controller, self._dies_s = self._start_controller(), 0.0
             return False
@@ -343,14 +323,18 @@ class Processes:
                 text = state.read_text(encoding="utf-8")
                 if json.loads(text)["history"]:
                     stale.write_text(text, encoding="utf-8")
-        for fault in self._trial.faults:
-            name, mark = fault["name"], self._folder / f"happened-{fault['name']}"
-            if fault["act"] not in fault_points.OUTSIDE or name in self._continued or not mark.exists():
-                continue
-            begins = name not in self._begun
-            if begins or time.time() - mark.stat().st_mtime > _OUTSIDE_S:
-                (self._begun if begins else self._continued).add(name)
+        for fault, since_s in self._happened(*fault_points.OUTSIDE):
+            begins = fault["name"] not in self._begun
+            if begins or since_s > _OUTSIDE_S:
+                (self._begun if begins else self._continued).add(fault["name"])
                 self._outside(fault["act"], begins)
+
+    def _happened(self, *acts: str) -> Iterator[tuple[Fault, float]]:
+        """Faults that have happened and are not over, and for how many seconds."""
+        for fault in self._trial.faults:
+            mark = self._folder / f"happened-{fault['name']}"
+            if fault["act"] in acts and fault["name"] not in self._continued and mark.exists():
+                yield fault, time.time() - mark.stat().st_mtime
 
     def _outside(self, act: str, begins: bool) -> None:
         job = self._folder / "job"
@@ -361,7 +345,7 @@ class Processes:
         elif act == "full folder":
             (job / "filling").unlink(missing_ok=True)
         elif act == "read-only folder":
-            subprocess.run(["mount", "-o", f"remount,{'ro' if begins else 'rw'}", str(job)], check=True)
+            make_read_only(job) if begins else _unmount(job, 1)
         elif act == "junk" and begins:
             port = int(self._where[1].rpartition(":")[2])
             stranger = control_plane.Stranger(port, random.Random(port))
@@ -379,28 +363,20 @@ class Processes:
             os.truncate(state, state.stat().st_size // 2)
 
     def _note_vanished(self) -> None:
-        for fault in self._trial.faults:
-            mark = self._folder / f"happened-{fault['name']}"
-            if fault["act"] != "vanish" or fault["name"] in self._continued or not mark.exists():
-                continue
+        for fault, since_s in self._happened("vanish"):
             self._vanished.add(fault["node"])
-            if self._trial.node_returns and time.time() - mark.stat().st_mtime > _GONE_S:
+            if self._trial.node_returns and since_s > _GONE_S:
                 self._continued.add(fault["name"])
                 self._vanished.discard(fault["node"])
                 agent = self.agents[fault["node"]].pid
-                for process in (*descendants(agent), agent):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGCONT)
+                _go_on(*descendants(agent), agent)
 
     def _end_moments(self) -> None:
-        for fault in self._trial.faults:
-            mark = self._folder / f"happened-{fault['name']}"
-            if fault["act"] != "moment" or fault["name"] in self._continued or not mark.exists():
-                continue
-            if time.time() - mark.stat().st_mtime > _MOMENT_S and (text := mark.read_text(encoding="utf-8")):
+        for fault, since_s in self._happened("moment"):
+            text = (self._folder / f"happened-{fault['name']}").read_text(encoding="utf-8")
+            if since_s > _MOMENT_S and text:
                 self._continued.add(fault["name"])
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(text), signal.SIGCONT)
+                _go_on(int(text))
 
     def is_controller_over(self) -> bool:
         """Whether the controller has ended by itself."""
@@ -411,6 +387,12 @@ class Processes:
         for process in self._known:
             process.poll()
         reap(self._known)
+
+
+def _go_on(*processes: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
 
 
 def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float) -> Outcome:
@@ -463,7 +445,20 @@ def _disk(folder: Path, size_bytes: int) -> Any:
         yield
     finally:
         if size_bytes:
-            subprocess.run(["umount", str(folder)], check=True)
+            _unmount(folder)
+
+
+def make_read_only(folder: Path) -> None:
+    """Mount a folder on itself, read-only; files that are open stay writable, as a mount with writers must."""
+    for words in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
+        subprocess.run(["mount", *words, str(folder)], check=True)
+
+
+def _unmount(folder: Path, most: int = 2) -> None:
+    """Take away what is mounted on a folder, also where files of it are open still."""
+    for _ in range(most):
+        if os.path.ismount(folder):
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def can_mount(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_kinds import KINDS, MOUNTS
+from benchmarks.fault_kinds import KINDS, MOUNTS, make
 from benchmarks.fault_processes import Forked, adopt_orphans
 from benchmarks.fault_trials import (
     BAR,
@@ -105,7 +105,7 @@ def drawn(seed: int, number: int, kind: str, folder: Path) -> Trial:
             os.environ,
         )
         if check.wait(_CHECK_S) == 0:
-            return KINDS[kind](rng, pool)
+            return make(kind, rng, pool)
     raise RuntimeError(f"no drawn plans of trial {number} pass the checks of the start")
 
 

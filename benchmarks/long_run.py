@@ -11,6 +11,7 @@ over its newest iterations, which are those that its report has.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import statistics
 import time
@@ -26,8 +27,10 @@ from benchmarks.machine import command_line, save, scratch, write_report
 from megatron_het.elastic import agent
 from megatron_het.plan import Plan, Replica, Stage
 
-_BATCH, _EACH, _LOG_BYTES = 6, 100, 2**16
-"""Sequences of an iteration; iterations for each change; of a worker's log."""
+_BATCH, _EACH, _COPY_EVERY, _LOG_BYTES, _PART = 3, 100, "4", 2**16, 500
+"""Sequences of an iteration; iterations for each change, and between copies; of a worker's log; waited for at once."""
+_WHERE = ("iteration", "seconds", "away")
+"""Keys of a sample that are no figures."""
 
 
 def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
@@ -55,18 +58,22 @@ def alone(_replicas: int) -> Plan:
 
 
 def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By which share each figure is larger in the last quarter of the samples than in the second one."""
+    """By which share each figure is larger in the last quarter of the samples of the whole pool than in the second one.
+
+    With a node away there are fewer connections and threads.
+    """
+    samples = [sample for sample in samples if not sample["away"]]
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
 
     def median(part: Sequence[Mapping[str, float]], key: str) -> float:
         return statistics.median(sample[key] for sample in part)
 
-    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0]}
+    return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0] if key not in _WHERE}
 
 
 def long_run(
-    folder: Path, iterations: int, changes: int, seed: int, note: Callable[[dict[str, Any]], None]
+    folder: Path, iterations: int, changes: int, seed: int, limit_s: float, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """See the module's text.
 
@@ -75,41 +82,54 @@ def long_run(
         iterations: Of the training.
         changes: So many, at equal distances.
         seed: Of what they are.
+        limit_s: After so long the job is ended as far as it is.
         note: Is given what was measured so far, after every change.
     """
     rng, made, samples, began_s = random.Random(seed), Counter[str](), list[dict[str, float]](), time.monotonic()
-    data = small_data(folder / "data")
-    with ForkedJob(folder / "long", iterations, "1", tiny, data=data) as job:
+    data, at, away = small_data(folder / "data"), 0, ""
+    with ForkedJob(folder / "long", iterations, _COPY_EVERY, tiny, data=data) as job:
         acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
 
         def document(at: int) -> dict[str, Any]:
-            samples.append({"iteration": at, "seconds": time.monotonic() - began_s} | used(steady, job.folder / "job"))
-            kept = [{k: v for k, v in s.items() if k not in ("iteration", "seconds")} for s in samples]
-            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(kept), "samples": samples}
+            where = {"iteration": at, "seconds": time.monotonic() - began_s, "away": float(bool(away))}
+            samples.append(where | used(steady, job.folder / "job"))
+            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(samples), "samples": samples}
 
-        away = ""
         for number in range(1, changes + 1):
             at = number * iterations // (changes + 1)
             job.until(functools.partial(job.has_reached, at), f"iteration {at}")
-            note(document(at))
+            found = document(at)
+            note(found)
+            if time.monotonic() - began_s > limit_s:
+                break
             act, node = ("join", away) if away else (rng.choice(("death", "leave")), rng.choice("bc"))
             acts[act](node)
             job.until(functools.partial(job.has_opened, number), f"change {number}, {act} of {node} (--iterations)")
             away = "" if act == "join" else node
             made[act] += 1
-        job.until(functools.partial(job.has_reached, iterations - 1), "the last iterations")
-        found = document(iterations)
-        note(found)
-        job.end()
-        losses, generations = losses_of(folder / "long" / "report"), len(job.history())
+        else:
+            at = iterations
+            job.until(functools.partial(job.has_reached, at - 1), "the last iterations")
+            found = document(at)
+            note(found)
+            job.end()
+        generations = job.history()[-1]["generation"] + 1
+    return found | {"generations": generations} | compared(folder, data, iterations, at)
+
+
+def compared(folder: Path, data: Sequence[str], iterations: int, done: int) -> dict[str, Any]:
+    """Train undisturbed as far as the job has come, ``done`` of ``iterations``; returns how its losses differ."""
+    losses = losses_of(folder / "long" / "report")
     with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data) as job:
-        job.end()
+        for part in (*range(_PART, done, _PART), done - 1):
+            job.until(functools.partial(job.has_reached, part), f"iteration {part} of the undisturbed job")
+        if done == iterations:
+            job.end()
         expected = losses_of(folder / "undisturbed" / "report")
     both = losses.keys() & expected.keys()
-    return found | {
-        "generations": generations,
+    return {
         "losses_compared": len(both),
         "loss_difference": max(abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in losses[i]),
     }
@@ -121,13 +141,15 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=200, metavar="N", help="of the pool (default 200)")
     parser.add_argument("--iterations", type=int, help=f"of the job (default {_EACH} for each change)")
     parser.add_argument("--seed", type=int, default=0, help="of the changes (default 0)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="end the job after so long (default: never)")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     iterations = options.iterations or _EACH * (options.changes + 1)
     with scratch("long-run-", options.keep) as folder:
         prepare(folder)
         agent.MAX_LOG_BYTES = _LOG_BYTES  # agents are forked from this process
-        document = long_run(folder, iterations, options.changes, options.seed, functools.partial(save, options.json))
+        note = functools.partial(save, options.json)
+        document = long_run(folder, iterations, options.changes, options.seed, options.limit_s, note)
     write_report(options.json, document, unprinted=("samples",))
 
 

@@ -5,26 +5,31 @@ groups that keep NCCL's rules (``testing/nccl_order``).  Keys: ``plans``; ``nccl
 plans for which ``--het-transport auto`` chose NCCL; ``deadlocks``, plans in which operations waited for each other;
 ``failed``; ``max_relative_loss_difference`` to one stock process; ``wrong_orders_caught`` of
 ``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.  ``--schedules`` runs some
-of it, and ``--add`` puts the results of such runs together.
+of it.  OUT is written after every plan; ``--add OUT`` goes on with what is not in it, and puts such results together.
+With ``--at-once 1`` one plan's ranks, each of one thread, are all that runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
-from collections.abc import Iterable
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.combinations import added
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import command_line, save, scratch, write_report
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
 from benchmarks.parity import all_cases, labs
 from megatron_het.plan import ScheduleSpec
-from testing.cases import Case
+from testing.cases import STEPS, Case
 from testing.compare import compare
+from testing.lab import Lab
 from testing.runner import Finished, Job, JobError, Runner
 
 BAR = 1e-5
@@ -81,29 +86,45 @@ def caught_by_some_rank(done: Finished) -> bool:
     return not done.timed_out and 0 in done.returncodes
 
 
-def measure(cases: Iterable[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
-    """Train every case; one that fails is recorded."""
-    entries = []
-    for number, (kind, members) in enumerate(labs(cases).items()):
-        with Runner() as runner:
-            lab = kind(runner, folder / str(number))
-            for case in members:
+def measure(
+    cases: Iterable[Case], runner: Runner, folder: Path, *, at_once: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Train every case; one that fails is recorded.
+
+    Args:
+        cases: Of any kind.
+        runner: Where they run.
+        folder: For data, checkpoints and references, which later runs use again, and for the runs.
+        at_once: Jobs at the same time.
+        steps: Of training.
+    """
+    for kind, members in labs(cases).items():
+        own = Path(tempfile.mkdtemp(dir=folder))
+        lab = kind(runner, own, steps=steps, shared=folder / kind.__name__)
+        for batch in itertools.batched(members, at_once):
+            for case in batch:
                 lab.reference(case)
-            jobs = {case.name: case for case in members}
-            for done in runner.run_all((in_nccl_order(lab.job(case)) for case in members), at_once=at_once):
-                case = jobs[done.job.name]
-                entry: dict[str, Any] = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
-                try:
-                    done.check()
-                    entry["transports"] = sorted(transports(done.job.log_dir))
-                    figures = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
-                    entry["relative_loss_difference"] = figures.loss
-                except (JobError, OSError, KeyError) as error:
-                    entry["error"] = str(error)
-                    entry["deadlock"] = any(DEADLOCK in done.log(r) for r in range(case.plan.world_size))
-                print(f"{case.name:20} {entry.get('transports')} {entry.get('relative_loss_difference')}", flush=True)
-                entries.append(entry)
-    return entries
+            jobs = {case.name: case for case in batch}
+            for done in runner.run_all((in_nccl_order(lab.job(case)) for case in batch), at_once=at_once):
+                yield _entry(done, jobs[done.job.name], lab)
+        shutil.rmtree(own)
+
+
+def _entry(done: Finished, case: Case, lab: Lab) -> dict[str, Any]:
+    """What is recorded of a case that has run."""
+    entry: dict[str, Any] = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
+    entry["steps"] = lab.steps
+    try:
+        done.check()
+        entry["transports"] = sorted(transports(done.job.log_dir))
+        figures = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+        entry["relative_loss_difference"] = figures.loss
+    except (JobError, OSError, KeyError) as error:
+        entry["error"] = str(error)
+        entry["deadlock"] = any(DEADLOCK in done.log(r) for r in range(case.plan.world_size))
+    said = f"{entry.get('transports')} {entry.get('relative_loss_difference')}"
+    print(f"{case.name:20} {said} {done.elapsed_s:.1f} s, {done.cpu_s:.1f} s of CPU", flush=True)
+    return entry
 
 
 def named_cases(schedule: str, seed: int, quick: bool) -> list[Case]:
@@ -111,12 +132,9 @@ def named_cases(schedule: str, seed: int, quick: bool) -> list[Case]:
     return [replace(case, name=f"{schedule}-{case.name}") for case in cases_of(schedule, seed, quick)]
 
 
-def caught_mistakes(folder: Path) -> dict[str, bool]:
+def caught_mistakes(runner: Runner, folder: Path) -> dict[str, bool]:
     """Whether each of the wrong orders was noticed."""
-    with Runner() as runner:
-        return {
-            name: caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False)) for name in MISTAKES
-        }
+    return {name: caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False)) for name in MISTAKES}
 
 
 def summary(entries: list[dict[str, Any]], caught: dict[str, bool], seed: int) -> dict[str, Any]:
@@ -147,6 +165,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs with this seed"
     )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of every training (default: {STEPS})")
+    parser.add_argument("--keep", type=Path, help="folder for data and references, which later runs use again")
     options = parser.parse_args()
     options.schedules = [name for name in options.schedules.split(",") if name]
     if unknown := sorted(set(options.schedules) - set(everything)):
@@ -162,13 +182,14 @@ def main() -> int:
     caught: dict[str, bool] = {}
     for file in options.add:
         caught |= json.loads(file.read_text(encoding="utf-8"))["mistakes"]
-    with scratch("nccl-order-") as folder:
-        for schedule in options.schedules:
-            if schedule != WRONG_ORDERS:
-                found = measure(cases[schedule], folder / schedule, options.at_once)
-                entries |= {entry["name"]: entry for entry in found}
-        if WRONG_ORDERS in options.schedules:
-            caught |= caught_mistakes(folder)
+    with scratch("nccl-order-", options.keep) as folder, Runner() as runner:
+        if WRONG_ORDERS in options.schedules and not all(caught.get(name) for name in MISTAKES):
+            caught |= caught_mistakes(runner, folder / WRONG_ORDERS)
+        wanted = [case for schedule in options.schedules for case in cases.get(schedule, ())]
+        left = [case for case in wanted if "error" in entries.get(case.name, {"error": ""})]
+        for entry in measure(left, runner, folder, at_once=options.at_once, steps=options.steps):
+            entries[entry["name"]] = entry
+            save(options.json, summary(list(entries.values()), caught, options.seed))
     report = summary(list(entries.values()), caught, options.seed)
     write_report(options.json, report)
     worst = report["max_relative_loss_difference"]

@@ -141,6 +141,8 @@ def _run(words: Sequence[str]) -> int:
     _check_options(options)
     if not options.controller_only:
         _check_flags(flags)
+    if controls:
+        _check_host(host)  # before a folder and a token are made
     planner = _planner(options) if controls else None
     token = _token(options.token_file or options.folder / "token", create=controls)
     if options.controller_only:
@@ -277,6 +279,15 @@ def _address(text: str) -> tuple[str, int]:
     if found is None:
         raise UsageError(f"--controller {shown(text)} is not HOST:PORT; for one machine take 127.0.0.1:29400")
     return found
+
+
+def _check_host(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"--controller {shown(host)} cannot be listened on: {error}. Give a name or an address of this machine"
+        ) from None
 
 
 def _check_flags(flags: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from megatron_het.elastic.worth import (
     Rates,
     against,
     last_iteration,
+    newest,
     standing,
     state_bytes,
     summed_up,
@@ -526,7 +527,7 @@ class Controller:
             comes = bool(set(ranks).difference(before.movers))
             entry["kind"] = DEATH if self._failed_since is not None else JOIN if comes else LEAVE
         self.history[-1:] = [summed_up(old) for old in self.history[-1:]]
-        self.history.append({**entry, "reached": self._reached()})
+        self.history = newest([*self.history, {**entry, "reached": self._reached()}])
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s
         self._changed = since

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_het.plan import Plan, plan_hash
 
 _FEW = 3
+_MOST = 100
+"""Entries of a history: it is shown every second, and a job may have changes for months."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class _Part:
         first: Iterations that were done when it began.
         reached: Iterations that were done when it ended.
         seconds: That it trained.
+        entry: Its place in the history.
     """
 
     first: int
     reached: int
     seconds: float
+    entry: int
 
 
 def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> float | None:
@@ -43,14 +47,34 @@ def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) ->
     parts = _parts(history, reached, now_s)
     if not parts:
         return None
-    useful_s, least = 0.0, parts[-1].reached
-    for part in reversed(parts):
-        counted = min(part.reached, least) - part.first
-        if part.reached > part.first:
-            useful_s += part.seconds * max(0, counted) / (part.reached - part.first)
-        least = min(least, part.first)
+    useful_s = history[0].get("useful_s", 0.0) + sum(_useful_s(parts))
     whole_s = now_s - history[0]["seen"]
     return min(1.0, useful_s / whole_s) if whole_s > 0 else None
+
+
+def _useful_s(parts: Sequence[_Part]) -> list[float]:
+    """Seconds of every generation in which iterations were done that count."""
+    found, least = list[float](), parts[-1].reached if parts else 0
+    for part in reversed(parts):
+        done, counted = part.reached - part.first, min(part.reached, least) - part.first
+        found.append(part.seconds * max(0, counted) / done if done else 0.0)
+        least = min(least, part.first)
+    return found[::-1]
+
+
+def newest(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The start and the newest changes; of the others, whose entries go, the start keeps the time that counts.
+
+    Args:
+        history: Its last entry is of a generation that has not begun.
+    """
+    cut = len(history) - _MOST
+    if cut <= 0:
+        return history
+    parts = _parts(history, history[-1]["reached"], history[-1]["stopped"])
+    gone_s = sum(useful_s for part, useful_s in zip(parts, _useful_s(parts), strict=True) if part.entry <= cut)
+    start = {key: value for key, value in history[0].items() if key != "opened"}
+    return [start | {"useful_s": start.get("useful_s", 0.0) + gone_s}, *history[cut + 1 :]]
 
 
 def standing(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> dict[str, Any]:
@@ -62,12 +86,12 @@ def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> 
     """Describes the generations that have trained."""
     ends = [(entry["reached"], entry["stopped"]) for entry in history[1:]]
     found = []
-    for entry, (last, stopped_s) in zip(history, [*ends, (reached, now_s)], strict=False):
+    for number, (entry, (last, stopped_s)) in enumerate(zip(history, [*ends, (reached, now_s)], strict=False)):
         opened = [told for told in entry.get("opened", {}).values() if "loaded" in told["times"]]
         if opened:
             first = max(told["iteration"] for told in opened)
             began_s = max(told["times"]["loaded"] for told in opened)
-            found.append(_Part(first, max(first, last), max(0.0, stopped_s - began_s)))
+            found.append(_Part(first, max(first, last), max(0.0, stopped_s - began_s), number))
     return found
 
 
@@ -139,7 +163,10 @@ def describe(status: Mapping[str, Any] | None) -> str:
         words += [f"{idle} without a rank"] if idle else []
         words += ["is to leave"] if name in status["leaving"] else []
         lines.append(f"  node {name}: {', '.join(words)}")
-    for entry in status["history"][1:]:
+    changes = status["history"][1:]
+    if changes and (before := changes[0]["generation"] - 1) > 0:
+        lines.append(f"  {before} change{'s' * (before > 1)} before")
+    for entry in changes:
         lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}{_pause(entry)}")
     if status.get("under_way") and not status.get("over"):
         lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")

@@ -90,7 +90,7 @@ class Running:
             len(workers),
             (*(flags or own), "--het-report", str(folder)),
             folder,
-            "benchmarks.elastic_job:work",
+            "benchmarks.elastic_script:work",
             setup or ("testing.probe:observe", options),
             {"HET_JOB": str(folder / "job.json")},
             timeout_s=LIMIT_S,

@@ -17,6 +17,7 @@ from megatron_het.lowering.programs import assemble
 from megatron_het.safe_io import (
     MAX_PASSES,
     amount,
+    check_replaces,
     check_target,
     count,
     ends_with_its_reader,
@@ -258,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="OUT", nargs="?", const="-", help="write JSON to OUT (- or nothing: stdout)")
+    command.add_argument("--force", action="store_true", help="replace files that the command reads or did not write")
 
 
 def _add_program(command: argparse.ArgumentParser) -> None:
@@ -392,14 +394,22 @@ def _write(options: argparse.Namespace, data: object) -> bool:
     return False
 
 
+_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[bytes, ...]]] = {
+    "json": ((), (b'"program": ', b'"makespan', b'"slot"')),
+    "picture": (PICTURES, (b"<svg", b"\x89PNG", b"%PDF")),
+    "trace": ((), (b'"traceEvents"',)),
+}
+"""By option: endings, and what an earlier file of this kind has near its beginning."""
+
+
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Before any work: whether the files that were asked for can be written."""
-    if options.json not in (None, "-"):
-        check_target(options.json)
-    if getattr(options, "picture", None):
-        check_target(options.picture, PICTURES)
-    if getattr(options, "trace", None):
-        check_target(options.trace)
+    """Before any work: whether the files that were asked for can be written, and replace nothing that is not theirs."""
+    inputs = [options.program] if getattr(options, "program", "") not in ("", *GENERATORS) else []
+    for name, (endings, marks) in _OUTPUTS.items():
+        if (file := getattr(options, name, None)) and file != "-":
+            check_target(file, endings)
+            if not options.force:
+                check_replaces(file, inputs, marks)
 
 
 def _pictures(options: argparse.Namespace, result: Result) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import fault_trials
-from benchmarks.fault_kinds import KINDS
+from benchmarks import fault_processes, fault_trials
+from benchmarks.fault_kinds import KINDS, make
 from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
 from benchmarks.faults import verdict
 from megatron_het.elastic.pool import Process, assign
@@ -48,7 +50,7 @@ def test_pools_have_a_plan_whatever_node_is_lost(pool: Pool):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_a_kind_are_drawn_again_from_the_same_seed(pool: Pool, kind: str):
-    first, again = (KINDS[kind](random.Random("a"), pool) for _ in range(2))
+    first, again = (make(kind, random.Random("a"), pool) for _ in range(2))
     assert first == again and first.kind == kind
     for fault in first.faults:
         assert fault["slot"] < pool.nodes[pool.names.index(fault["node"])]
@@ -58,6 +60,39 @@ def test_kinds_that_need_a_mount_are_all_drawn_or_none(monkeypatch: pytest.Monke
     """It is asked for each of them: the second answer was no, as the folder of the first one was there."""
     monkeypatch.setattr(fault_trials.subprocess, "run", lambda *_, **__: None)
     assert can_mount(tmp_path) and can_mount(tmp_path) and not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_which_files_are_open_becomes_read_only(tmp_path: Path):
+    """The kernel refused: a mount has writers as long as a worker's log is open."""
+    if not can_mount(tmp_path):
+        pytest.skip("small disks need the right to mount")
+    folder = tmp_path / "job"
+    with fault_trials._disk(folder, 1 << 20):
+        with (folder / "log").open("w") as log:
+            fault_trials.make_read_only(folder)
+            with pytest.raises(OSError, match="Read-only"):
+                (folder / "state").write_text("x")
+            log.write("a line")
+        assert (folder / "log").read_text() == "a line"
+    assert not any(folder.iterdir())
+
+
+def test_a_forked_worker_holds_no_connection_of_its_agent(tmp_path: Path):
+    """The controller kept a connection that its agent had given up for as long as the worker lived."""
+    ours, theirs = socket.socketpair()
+
+    def run() -> int:
+        fault_processes.let_go_of_connections()
+        signal.pause()
+        return 0
+
+    forked = fault_processes.Forked(run, tmp_path / "log.txt", {})
+    theirs.close()
+    ours.settimeout(10.0)
+    try:
+        assert ours.recv(1) == b""
+    finally:
+        forked.kill()
 
 
 def test_samples_are_counted():
@@ -91,9 +126,6 @@ def test_what_a_survival_is(pool: Pool):
     assert "there was a change" in verdict(replace(trial, unchanged=True), changed, 0.0, 0)
     fault = {"name": "kill-1"}
     assert "did not happen" in verdict(replace(trial, faults=(fault,)), outcome, 0.0, 0)
-    hopeless, line = (
-        replace(trial, hopeless=True),
-        "controller: 1 rank was lost, and there is no plan for what is left",
-    )
+    hopeless, line = replace(trial, hopeless=True), "controller: 1 rank was lost, and there is no plan for what is left"
     assert verdict(hopeless, replace(outcome, code=1, error=[line]), 0.0, 0) == ""
     assert "2 clear errors" in verdict(hopeless, replace(outcome, code=1, error=[line, line]), 0.0, 0)

@@ -258,11 +258,14 @@ def test_a_second_controller_is_refused(
     place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     port, words = place
+    words += ["--controller-only", "--plans", str(tmp_path / "plan.json")]
     first = ServedBoard("127.0.0.1", port, TOKEN)
-    assert main([*words, "--controller-only", "--plans", str(tmp_path / "plan.json")]) == 1
+    assert main(words) == 1
     said = one_error(capfd)
     assert f"127.0.0.1:{port} cannot be listened on" in said and "Does a controller run there?" in said
     first.close()
+    assert main([*words, "--controller", "no such host:1", "--folder", str(tmp_path / "other")]) != 0
+    assert "'no such host' cannot be listened on" in one_error(capfd) and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import megatron_het.elastic
 from megatron_het import store
 from megatron_het.elastic import members as failures
+from megatron_het.elastic import worth
 from megatron_het.elastic.controller import Bounds
 from megatron_het.elastic.copies import SHARE, Cost, Pace
 from megatron_het.elastic.job import Board, Generation, ServedBoard
@@ -90,6 +91,23 @@ def test_an_older_checkpoint_takes_back_what_several_generations_did():
     fallen = generation(2, "1 rank was lost", 145.0, 28, 155.0, 9)
     # 0 to 9 of the first 20 s, nothing of the second generation, 10 s of the third
     assert goodput([START, DEATH, fallen], 19, 165.0) == pytest.approx((9 + 10) / 65)
+
+
+def test_a_history_has_a_bound_and_goodput_is_of_all(monkeypatch: pytest.MonkeyPatch):
+    """Ten changes, one of which takes back what several before it did, and all but five of which are gone."""
+    monkeypatch.setattr(worth, "_MOST", 5)
+    whole, some = list[dict[str, Any]](), list[dict[str, Any]]()
+    for number in range(10):
+        first = 9 * number - (15 if number == 4 else 0)
+        entry = generation(number, "x", 20.0 * number, 9 * number + 2, 20.0 * number + 3, first)
+        opened = entry.pop("opened")
+        whole.append(dict(entry))
+        some = worth.newest([*some, entry])
+        whole[-1]["opened"] = some[-1]["opened"] = opened
+    assert len(some) == 5 and [entry["generation"] for entry in some] == [0, 6, 7, 8, 9]
+    assert goodput(some, 90, 197.0) == pytest.approx(goodput(whole, 90, 197.0))
+    said = describe(status(history=some))
+    assert "  5 changes before\n  change 6 at" in said and "change 5" not in said
 
 
 def test_goodput_is_a_share():

@@ -11,21 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_het.elastic import worth
 from megatron_het.elastic.pool import GivenFirst, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
-from megatron_het.elastic.worth import (
-    CHANGE_S,
-    DEATH,
-    GROUP_S,
-    JOIN,
-    LEAVE,
-    Rates,
-    against,
-    change_s,
-    grows_for_s,
-    measured_s,
-    state_bytes,
-)
+from megatron_het.elastic.worth import DEATH, JOIN, LEAVE, Rates, against, change_s, grows_for_s, state_bytes
 from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
 from megatron_het.plan.schema import LinkCosts, PlannedCosts
 from tests.unit.elastic.notes import WAIT_S, Job, plan, trained, until
@@ -45,7 +34,7 @@ def entry(generation: int, seen: float, steps: tuple[float, ...], began: int = 0
 
 
 def test_what_a_change_takes() -> None:
-    assert change_s([entry(0, 0.0, (9.0,))]) == CHANGE_S
+    assert change_s([entry(0, 0.0, (9.0,))]) == worth.CHANGE_S
     assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))], SLOW) == 3.0
 
 
@@ -55,14 +44,14 @@ def test_what_a_change_takes_grows_with_state_links_and_groups() -> None:
         costs = PlannedCosts((), (LinkCosts(((0, 1),), 1e-5, link_bytes_per_s),))
         made = replace(plan(sizes), predicted=Prediction(1.0, 0.0, ranks, costs))
         if rates is not None:
-            assert change_s([], made, JOIN, rates) == CHANGE_S + grows_for_s(made, rates)
+            assert change_s([], made, JOIN, rates) == worth.CHANGE_S + grows_for_s(made, rates)
         return grows_for_s(made, rates or Rates())
 
     small, large = of(10**9, 1e9, [[1], [1]]), of(10**10, 1e9, [[1], [1]])
     assert large - small == pytest.approx(9 * 1.5), "once out, once over the link, once in"
     assert of(10**9, 1e8, [[1], [1]]) - small == pytest.approx(9.0)
-    assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * GROUP_S)
-    assert grows_for_s(SLOW, Rates()) == 0.0 and change_s([], SLOW) == CHANGE_S
+    assert of(10**9, 1e9, [[1], [1, 1]]) - small == pytest.approx(2 * worth.GROUP_S)
+    assert grows_for_s(SLOW, Rates()) == 0.0 and change_s([], SLOW) == worth.CHANGE_S
     measured = of(10**9, 1e9, [[1], [1]], Rates(4e9, 1e8))
     assert measured - small == pytest.approx(9.0), "copies have told that the link is slower"
     assert of(10**9, 1e8, [[1], [1]], Rates(4e9, 1e9)) == measured, "of the planned and the seen link the slower one"
@@ -123,9 +112,9 @@ def test_the_controller_notes_what_is_learned(tmp_path: Path) -> None:
 
 
 def test_what_an_iteration_takes() -> None:
-    assert measured_s({}, 5, 10.0) is None
-    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
-    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 15, 22.0) == 3.0
+    assert worth.measured_s({}, 5, 10.0) is None
+    assert worth.measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
+    assert worth.measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 15, 22.0) == 3.0
 
 
 @pytest.mark.parametrize(

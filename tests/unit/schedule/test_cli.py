@@ -181,6 +181,26 @@ def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> Non
     assert code == 2 and words in err and err.startswith("error: ") and not out
 
 
+def test_nothing_else_is_replaced(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A file that the command reads, and one of another kind; its own may be written again."""
+    program, plan = tmp_path / "program.txt", tmp_path / "plan.json"
+    program.write_text(output("show", "1f1b", "--program-text")[1])
+    plan.write_text('{"schedule": {"name": "1f1b"}}')
+    for file, words in ((program, "is read by the same command"), (plan, "a file of another kind")):
+        before = file.read_bytes()
+        for option in ("--json", "--trace"):
+            code, out, err = output("simulate", program, option, file)
+            assert code == 2 and words in err and not out and file.read_bytes() == before
+    assert output("simulate", program, "--trace", plan, "--force")[0] == 0
+    check, show, pairs, exchange = (tmp_path / f"{name}.json" for name in ("check", "show", "pairs", "exchange"))
+    for own in (
+        *(("check", program, "--json", check), ("simulate", program, "--json", show, "--trace", plan)),
+        ("show", "slimpipe", "--slices", 8, "--exchange-plan", "--json", exchange),
+        ("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--json", pairs),
+    ):
+        assert [output(*own)[0] for _ in range(2)] == [0, 0], own
+
+
 @pytest.mark.parametrize(("module", "arguments"), [("rich", ("check", "1f1b")), ("matplotlib", ())])
 def test_missing_extras(  # type: ignore[no-untyped-def]
     output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, arguments: tuple[str, ...]
