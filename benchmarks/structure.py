@@ -134,8 +134,8 @@ PRESENT: dict[str, Target] = {
     "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
     | {"parameter window": 5, "slices": 6, "context parallelism": 5, "multi-token prediction": 13},
     "product_files": 324,
-    "product_lines": 79_900,
-    "all_lines": 146_200,
+    "product_lines": 80_000,
+    "all_lines": 146_500,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_800,

@@ -49,12 +49,13 @@ def main() -> int:
     options = parser.parse_args()
     cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))
     wanted = {int(n) for n in options.only.split(",")} if options.only else set(range(1, len(cases) + 1))
-    before = sections_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     for number, case in enumerate(cases, 1):
-        if number in wanted or number not in before:
-            before[number] = section(number, case)
+        if number in wanted:
+            found = {number: section(number, case)}
+            before = sections_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+            texts = [text for _, text in sorted((before | found).items())]
+            PAGE.write_text("\n".join([HEAD, *texts]), encoding="utf-8")
             sys.stderr.write(f"{number}: {case['title']}\n")
-        PAGE.write_text("\n".join([HEAD, *(before[n] for n in sorted(before))]), encoding="utf-8")
     return 0
 
 
@@ -89,7 +90,7 @@ def section(number: int, case: dict[str, Any]) -> str:
             others.append(row_of(estimator, f"{kind} only", min(alone, key=lambda f: f.iteration_s), best))
     others += alternatives(estimator, outcome, best, OTHERS)
     bounds = bound_lines(outcome, goal)
-    off = "; ".join(text for text in bounds if text.startswith("if ") and " or " not in text)
+    off = "; ".join(text for text in bounds if text.startswith("if ") and "less than" not in text)
     why = [*binding(estimator, goal, best), *(text for text in bounds if not text.startswith("if "))]
     why += [*([off] if off else []), *map(_other, others)]
     view = case.get("view", "").strip()
@@ -98,7 +99,7 @@ def section(number: int, case: dict[str, Any]) -> str:
     lines = [
         f"## {number}. {case['title']}",
         "",
-        _cluster(case),
+        cluster_in_words(case),
         "",
         "```text",
         plan,
@@ -110,7 +111,7 @@ def section(number: int, case: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "What an expert would say:", "", view, ""])
 
 
-def _cluster(case: dict[str, Any]) -> str:
+def cluster_in_words(case: dict[str, Any]) -> str:
     """The cluster and the model in two sentences."""
     nodes = [
         f"{n['count']} node{'s' * (n['count'] > 1)} of {n['gpus_per_node']} {n['gpu']}"

@@ -24,10 +24,9 @@ from tools.planner.report.analysis import even_splits
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import LESS, Book, Groups
-from tools.planner.search.effort import Effort
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Goal, Outcome, Progress
 from tools.planner.search.thorough import stage_options
 from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 

@@ -265,7 +265,7 @@ def import_everything(device: Device = "cpu") -> None:
         importlib.import_module(name)
     # Sources of upstream, which every start compares, are read once.
     for patch in upstream.all_patches().values():
-        upstream.changed_sources(patch)
+        upstream.moved(patch.sources)
     for feature in FEATURES:
         upstream.moved(feature.upstream_names)
     if device == "cuda" and torch.cuda.is_initialized():

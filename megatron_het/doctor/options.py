@@ -11,7 +11,7 @@ from megatron_het.arguments.flags import TRANSPORTS
 from megatron_het.doctor.check import Check, Expectations, load_expectations
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash
-from megatron_het.safe_io import amount, check_replaces, check_target
+from megatron_het.safe_io import amount, check_replaces, check_target, split_words
 
 USUAL_LIMIT_S = 120.0
 CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
@@ -60,23 +60,15 @@ def parser_of() -> argparse.ArgumentParser:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Options, with the training's flags (those after ``--``) as ``flags``; None when there are none."""
-    own, flags = _split(words)
+    own, flags = split_words(words)
     parser = parser_of()
     options = parser.parse_args(own)
-    options.flags = flags
+    options.flags = None if flags is None else tuple(flags)
     if options.profile and not options.cluster:
         parser.error("--profile needs --cluster")
     if options.expect and options.cluster:
         parser.error("--expect and --cluster: give one of them")
     return options
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
-    words = list(words)
-    if "--" not in words:
-        return words, None
-    at = words.index("--")
-    return words[:at], tuple(words[at + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

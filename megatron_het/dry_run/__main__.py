@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_het.safe_io import ends_with_its_reader
+from megatron_het.safe_io import ends_with_its_reader, split_words
 
 _POLL_S = 0.05
 
@@ -21,10 +21,9 @@ _POLL_S = 0.05
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    cut = words.index("--") if "--" in words else len(words)
+    own, given = split_words(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options, flags = parser.parse_args(words[:cut]), words[cut + 1 :]
+    options, flags = parser.parse_args(own), given or []
     if options.cuda and (options.measured or options.kernels == "cpu"):
         parser.error("--cuda is a dry run with --kernels gpu: a run on CPUs has no CUDA device")
     if options.measured:

@@ -18,7 +18,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, write_text
+from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, split_words, write_text
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
@@ -134,7 +134,8 @@ def _connection(parser: argparse.ArgumentParser) -> None:
 
 def _run(words: Sequence[str]) -> int:
     """A node, a controller, or both."""
-    own, flags = (list(words), []) if "--" not in words else _split(words)
+    own, given = split_words(words)
+    flags = given or []
     options = parser_of().parse_args(own)
     host, port = _address(options.controller)
     controls = options.start_controller or options.controller_only
@@ -160,11 +161,6 @@ def _run(words: Sequence[str]) -> int:
                 helper.wait(timeout=20.0)
             except subprocess.TimeoutExpired:
                 helper.terminate()
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    at = list(words).index("--")
-    return list(words[:at]), list(words[at + 1 :])
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:

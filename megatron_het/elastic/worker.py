@@ -66,7 +66,7 @@ def warm_up() -> None:
         importlib.import_module(name)
     remember_sources()
     for patch in upstream.all_patches().values():
-        upstream.changed_sources(patch)
+        upstream.moved(patch.sources)
     from megatron.training.arguments import add_megatron_arguments
 
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

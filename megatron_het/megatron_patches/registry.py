@@ -190,15 +190,6 @@ def _text_of(original: Any) -> str:
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
-def changed_sources(patch: Patch) -> dict[str, str]:
-    """Dotted names whose upstream source differs from what the patch was written for.
-
-    Returns:
-        The found hash by dotted name; empty when upstream is as expected.
-    """
-    return moved(patch.sources)
-
-
 def moved(sources: Mapping[str, str]) -> dict[str, str]:
     """Dotted names whose upstream source has another hash than the one given, with the hash found.
 
@@ -274,7 +265,7 @@ def install(*selection: str, builders: Mapping[str, Builder] | None = None) -> t
             continue
         if patch.build is None and patch.name not in builders:
             raise PatchError(f"patch {patch.name}: install() needs its builder")
-        changed = changed_sources(patch)
+        changed = moved(patch.sources)
         if changed:
             raise PatchError(
                 f"patch {patch.name} was written for megatron-core {patch.version}, but the "

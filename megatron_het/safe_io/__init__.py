@@ -17,6 +17,7 @@ from megatron_het.safe_io.reading import (
     read_json,
     read_text,
     shown,
+    split_words,
 )
 from megatron_het.safe_io.writing import (
     check_replaces,
@@ -45,6 +46,7 @@ __all__ = [
     "read_text",
     "read_yaml",
     "shown",
+    "split_words",
     "write_bytes",
     "write_json",
     "write_text",

@@ -11,7 +11,7 @@ import pickle
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,6 +84,12 @@ def _pieces(value: object, limit: int, depth: int = 0) -> Iterator[str]:
 
 
 # Types of command-line options: numbers within bounds, with an error that says which.
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The words of a command line before ``--`` and those after it; None where there is no ``--``."""
+    at = list(words).index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :]) if at < len(words) else None
 
 
 def count(least: int, most: int) -> Callable[[str], int]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader
+from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, split_words
 
 from .errors import command
 
@@ -43,12 +43,12 @@ COMMANDS = {
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
-    words, flags = _cut(_joined(sys.argv[1:] if arguments is None else arguments))
+    words, flags = split_words(_joined(sys.argv[1:] if arguments is None else arguments))
     parser = parser_of_all([w for w in words if w in COMMANDS][:1])
     options = parser.parse_args(words)
     if flags and getattr(options, "flags", None) is None:
         parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
-    options.flags = flags
+    options.flags = flags or []
     options.began_s = 0.0 if arguments is None else time.process_time()  # the process is the command's, or a caller's
     if not getattr(options, "run", None):
         parser.print_help()
@@ -74,12 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-
-
-def _cut(words: list[str]) -> tuple[list[str], list[str]]:
-    """The command line before and after ``--``, after which come flags of another program."""
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
 
 
 def _joined(words: Sequence[str]) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -102,7 +102,7 @@ def test_hash_is_of_upstream_even_while_installed(upstream, monkeypatch):
     patch = _patch()
     _use(monkeypatch, patch)
     registry.install("louder")
-    assert registry.changed_sources(patch) == {}
+    assert registry.moved(patch.sources) == {}
 
 
 def test_changed_source_is_refused_and_nothing_is_installed(upstream, monkeypatch):
@@ -295,14 +295,25 @@ def test_verdicts(there: str | None, expected: str) -> None:
     assert command.verdict(None, there) == ("gone" if there is None else "changed")
 
 
-def test_one_table_and_the_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Sources = dict[str, str | None]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sources, Sources, dict[str, str]], int]:
+    """Compare sources here with those of a checkout; patch x and mtp lean on names with these hashes."""
     (tmp_path / "megatron" / "core").mkdir(parents=True)
+
+    def run(here: Sources, there: Sources, hashes: dict[str, str]) -> int:
+        monkeypatch.setattr(command, "_owners", lambda: [("patch x", hashes), ("mtp", hashes)])
+        monkeypatch.setattr(command, "_sources_of", lambda checkout: there if checkout else here)
+        return command.main(["--against", str(tmp_path)])
+
+    return run
+
+
+def test_one_table_and_the_changes(compare: Any, capsys: pytest.CaptureFixture[str]) -> None:
     there = {"m.same": HERE, "m.other": CHANGED, "m.gone": None}
-    monkeypatch.setattr(command, "whose", lambda: {dotted: ["patch x", "mtp"] for dotted in there})
-    monkeypatch.setattr(command, "_sources_of", lambda checkout: there if checkout else dict.fromkeys(there, HERE))
-    assert command.main(["--against", str(tmp_path)]) == 1
+    assert compare(dict.fromkeys(there, HERE), there, dict.fromkeys(there, "0" * 64)) == 1
     said = capsys.readouterr().out
     assert "| m.same | unchanged | yes | patch x, mtp |" in said
     assert "| m.other | changed | no | patch x, mtp |" in said and "-    return a + 1\n+    return a + 2" in said
@@ -310,30 +321,20 @@ def test_one_table_and_the_changes(
 
 
 def test_changes_that_were_read_are_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    monkeypatch.setattr(command, "whose", lambda: {"m.other": ["mtp"]})
-    monkeypatch.setattr(command, "_sources_of", lambda checkout: {"m.other": CHANGED if checkout else HERE})
-    read = Release("9.9", "9.9.0", "a test", {"m.other": hashlib.sha256(CHANGED.encode()).hexdigest()})
+    read = Release("9.9", "9.9.0", "a test", {"m.other": registry.text_hash(CHANGED)})
     monkeypatch.setattr("megatron_het.megatron_patches.releases.RELEASES", (*RELEASES, read))
-    assert command.main(["--against", str(tmp_path)]) == 0
-    assert "| m.other | changed | yes | mtp |" in capsys.readouterr().out
+    assert compare({"m.other": HERE}, {"m.other": CHANGED}, {"m.other": "0" * 64}) == 0
+    assert "| m.other | changed | yes | patch x, mtp |" in capsys.readouterr().out
 
 
-def test_the_first_releases_sources_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    owners = [("mtp", {"m.first": hashlib.sha256(HERE.encode()).hexdigest()})]
-    monkeypatch.setattr(command, "_owners", lambda: owners)
-    monkeypatch.setattr(command, "_sources_of", lambda checkout: {"m.first": HERE if checkout else CHANGED})
-    assert command.main(["--against", str(tmp_path)]) == 0
-    monkeypatch.setattr(
-        command, "_owners", lambda: [("mtp", {"m.first": "0" * 64, "m.other": owners[0][1]["m.first"]})]
-    )
-    monkeypatch.setattr(
-        command, "_sources_of", lambda checkout: dict.fromkeys(("m.first", "m.other"), HERE if checkout else CHANGED)
-    )
-    assert command.main(["--against", str(tmp_path)]) == 1  # of another name
+def test_the_first_releases_sources_were_read(compare: Any) -> None:
+    first = registry.text_hash(HERE)
+    assert compare({"m.first": CHANGED}, {"m.first": HERE}, {"m.first": first}) == 0
+    both = ("m.first", "m.other")
+    hashes = {"m.first": "0" * 64, "m.other": first}  # of another name
+    assert compare(dict.fromkeys(both, CHANGED), dict.fromkeys(both, HERE), hashes) == 1
 
 
 def test_a_folder_without_megatron_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

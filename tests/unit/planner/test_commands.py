@@ -11,6 +11,7 @@ from tools.planner.__main__ import main
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
+from tools.planner.report.analysis import differences
 from tools.planner.report.tables import NOTATION, describe
 
 CLUSTER = {
@@ -425,6 +426,13 @@ def test_what_a_comparison_prints(files, capsys):
     code, out = call(capsys, "compare", *common(files)[:-1], "--schedules", "1f1b")
     (row,) = (line for line in out.out.splitlines() if "H100-SXM only" in line)
     assert code == 0 and "unknown" in row
+
+
+def test_a_kind_in_two_zones_is_named_with_its_zone():
+    nodes = tuple(NodeGroup(gpu="A100-40", count=1, gpus_per_node=4, zone=zone) for zone in ("us-a", "us-b"))
+    estimator = with_catalog(Cluster(nodes=nodes), Model(**MIDDLE))
+    both, one = (Candidate(tuple(Stage(3, (Group(p, 1, 2),)) for p in pools), 1) for pools in ((0, 1), (0, 0)))
+    assert differences(estimator, both, one) == "4 of 4 A100-40 (us-a), no A100-40 (us-b)"
 
 
 def test_equal_stages_in_a_row_are_written_once():

@@ -22,10 +22,9 @@ from tools.planner.search import thorough as thorough_module
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book, there
-from tools.planner.search.effort import NORMAL
 from tools.planner.search.limit import collector_paused
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Goal, Progress
+from tools.planner.search.outcome import NORMAL, Goal, Progress
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import _Cut, even_seeds, tp_choices
 from tools.planner.simulate.simulation import block_s

@@ -60,6 +60,9 @@ def test_the_page_shows_the_figures_of_the_cost_model():
     assert [r["memory_bytes"] for r in page["stages"]] == [r["memory_bytes"] for r in body["stages"]]
     for lane in page["timelines"][0]["lanes"]:
         assert lane["compute_s"] + sum(lane["idle_s"].values()) == pytest.approx(body["iteration_s"])
+    lanes = page["timelines"][0]["lanes"]
+    for row in page["stages"]:  # of the same simulation: no stage computes longer than the iteration
+        assert row["busy_s"] == max(lane["compute_s"] for lane in lanes if lane["stage"] == row["stage"])
     held = [g for pool in page["cluster"]["pools"] for node in pool["nodes"] for g in node["gpus"]]
     assert sorted(g[2] for g in held if g) == list(range(plan.world_size))
     assert sum(not g for g in held) == 2

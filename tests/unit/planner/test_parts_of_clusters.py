@@ -25,8 +25,7 @@ from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.effort import Effort
-from tools.planner.search.outcome import Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts

@@ -19,10 +19,9 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.search import methods
 from tools.planner.search.auto import Effort, search_auto
-from tools.planner.search.effort import MEDIUM
 from tools.planner.search.limit import cpu_limit
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.outcome import Goal, Outcome, Progress
+from tools.planner.search.outcome import MEDIUM, Goal, Outcome, Progress
 from tools.planner.simulate.simulation import others_busy, simulate_beside
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

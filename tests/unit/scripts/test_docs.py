@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
@@ -115,6 +116,19 @@ def test_the_page_of_flags_is_up_to_date() -> None:
     from scripts.make_docs import PAGE, flags_page
 
     assert PAGE.read_text(encoding="utf-8") == flags_page(), "run 'make docs'"
+
+
+def test_every_cluster_has_its_plan_and_an_opinion_about_it() -> None:
+    """Ten sections of a screen, made of the files beside the command; no opinion is about an earlier plan."""
+    from scripts.make_plans import CASES, PAGE, cluster_in_words, sections_of
+
+    sections = sections_of(PAGE.read_text(encoding="utf-8"))
+    cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))
+    assert list(sections) == list(range(1, len(cases) + 1)) and len(cases) == 10
+    for text, case in zip(sections.values(), cases, strict=True):
+        assert case["title"] in text.splitlines()[0] and cluster_in_words(case) in text
+        assert f"```text\n{case['view_of']}\n```" in text and case["view"].strip() in text
+        assert len(text.splitlines()) <= 40
 
 
 def test_refused_combinations_are_told_with_their_reason() -> None:

@@ -6,6 +6,7 @@ The ranks run in a subprocess, ``python -m megatron_het.dry_run``, which needs t
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -182,11 +183,14 @@ def run_ranks(
     """
     if folder is None:
         with TemporaryDirectory(prefix="het-dry-run-") as own:
-            return run_ranks(ranks, flags, limit_s, kernels, bound_s, cuda, folder=Path(own))
+            return run_ranks(ranks, flags, limit_s, kernels, bound_s=bound_s, cuda=cuda, folder=Path(own))
     count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
     parts = [list(ranks[i::count]) for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda, folder=folder), parts)
+        run = functools.partial(
+            _run_in_turn, flags=flags, limit_s=limit_s, kernels=kernels, bound_s=bound_s, cuda=cuda, folder=folder
+        )
+        done = pool.map(run, parts)
         found = {rank: figures for part in done for rank, figures in part.items()}
     return {rank: found[rank] for rank in ranks}
 

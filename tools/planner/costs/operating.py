@@ -16,8 +16,8 @@ from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
 from .candidate import Candidate, Group, layers_at
 from .estimates import StageTimes, Unit, unit_of_kinds
+from .extras import unit_of_group
 from .layer import LayerCost, LayerCosts, Spread
-from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.

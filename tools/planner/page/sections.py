@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from ..report.tables import NOTATION
 from .data import (
     ClusterMap,
     Course,
@@ -351,11 +352,11 @@ def all_of(page: PageData, hues: Sequence[int]) -> Iterator[Html]:
     if "replay" in page:
         replay = page["replay"]
         yield _section("What the job gets done", replay_section(replay["courses"], replay["end_s"]))
-        yield _section("Plans of the trace's pools", _comparison(replay["pools"]))
+        yield _plans("Plans of the trace's pools", replay["pools"])
     if page.get("comparison"):
-        yield _section("Against other plans", _comparison(page["comparison"]))
+        yield _plans("Against other plans", page["comparison"])
     if page.get("runners_up"):
-        yield _section("Plans of other kinds", _comparison(page["runners_up"]))
+        yield _plans("Plans of other kinds", page["runners_up"])
     if page.get("one_more_node"):
         yield _section("One more node", _gains(page["one_more_node"]))
     if page.get("notes"):
@@ -364,6 +365,11 @@ def all_of(page: PageData, hues: Sequence[int]) -> Iterator[Html]:
 
 def _section(title: str, *parts: str) -> Html:
     return tag("section", tag("h2", title), *parts)
+
+
+def _plans(title: str, rows: Sequence[Row]) -> Html:
+    """Plans beside each other, and how to read one."""
+    return _section(title, _comparison(rows), tag("p", " ".join(NOTATION.split()), class_="hint"))
 
 
 def _figures(figures: Sequence[Figure]) -> Html:

@@ -179,13 +179,14 @@ def differences(estimator: Estimator, best: Candidate, other: Candidate) -> str:
         out.append(f"schedule {other.schedule}")
     if len(other.stages) != len(best.stages):
         out.append(f"{len(other.stages)} stage{'s' if len(other.stages) > 1 else ''}")
-    mine, theirs = best.gpus(), other.gpus()
-    for pool, node in enumerate(estimator.cluster.nodes):
-        used = theirs.get(pool, 0)
+    mine, theirs, nodes = best.gpus(), other.gpus(), estimator.cluster.nodes
+    for pool, node in enumerate(nodes):
+        used, several = theirs.get(pool, 0), sum(n.gpu == node.gpu for n in nodes) > 1
+        name = f"{node.gpu} ({node.zone})" if several else node.gpu
         if used != mine.get(pool, 0):
-            out.append(f"{used} of {node.quota} {node.gpu}" if used else f"no {node.gpu}")
+            out.append(f"{used} of {node.quota} {name}" if used else f"no {name}")
         elif used and (sizes := _sizes(other, pool)) != _sizes(best, pool):
-            out.append(f"TP {' and '.join(map(str, sizes))} on {node.gpu}")
+            out.append(f"TP {' and '.join(map(str, sizes))} on {name}")
     return ", ".join(out)
 
 

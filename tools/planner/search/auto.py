@@ -7,19 +7,18 @@ from dataclasses import replace
 from math import inf
 
 from ..costs.estimate import Estimator
-from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.outcome import Outcome, Progress
 from ..search.pools import Limits, nodes_left_out, pools_left_out
 from ..search.thorough import MOST_LEFT_OUT, Ground, thorough
 from .limit import collector_paused
-from .outcome import Goal
+from .outcome import NORMAL, Effort, Goal
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
-MOST_IN_USE = 3
+MOST_IN_USE = 2
 """Parts that the best plans are on, to be searched."""
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""

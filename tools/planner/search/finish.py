@@ -18,14 +18,13 @@ from ..errors import PlannerError
 from ..search.balance import balance
 from ..search.book import Book, in_regions, there
 from ..search.depths import deeper
-from ..search.effort import Effort
 from ..search.moves import neighbours
 from ..search.outcome import Found, Outcome, Progress
 from ..search.pools import all_gpus
 from ..search.sketch import Sketch
 from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 from .depths import least_s
-from .outcome import Goal
+from .outcome import Effort, Goal
 
 # Small changes of the best plans, judged by the simulator: it tells apart what the closed form takes for equal.
 
@@ -147,6 +146,8 @@ SMALL = 5_000
 they may become the best by it."""
 REFINED, MOST_REFINED = 1.06, 12
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
+MOST_REFINED_OF_FEW = 3
+"""As many plans of every other schedule, on small clusters; elsewhere only the best one."""
 DEEPENED = 2
 """Plans of schedules with depths for which these are chosen, however large the plans are."""
 
@@ -171,6 +172,7 @@ def finish(
         bound: Value of a plan that is known already: finalists that can hardly be better are left out.
     """
     each = effort.exact_operations if outcome.exact else effort.simulated_operations
+    most = MOST_REFINED_OF_FEW if sum(book.limits) <= effort.small_gpus else 1
     queues = _queues(book, 1000 if outcome.exact else 120)
     found: list[Found] = []
     book.progress.finishing = True
@@ -184,7 +186,7 @@ def finish(
                     found.append(entry)
                     book.progress.kept.append(entry)
             if own and not outcome.interrupted:
-                better = _improved(estimator, goal, own, each, book.progress, effort, known=known)
+                better = _improved(estimator, goal, own, each, book.progress, effort, known=known, most=most)
                 found += better
                 book.progress.kept += better
     except KeyboardInterrupt:
@@ -274,12 +276,14 @@ def _improved(
     progress: Progress,
     effort: Effort,
     known: float,
+    most: int,
 ) -> list[Found]:
     """Better plans than those of one schedule: more in flight across slow links, and small changes of the best.
 
     Args:
         found: The plans; they are ordered.
         known: Value of a plan that is known already.
+        most: Plans that are changed of other schedules than 1F1B.
     """
     found.sort(key=lambda f: f.value(goal))
     best, better = min(known, found[0].value(goal)), list[Found]()
@@ -304,7 +308,7 @@ def _improved(
     starts: dict[object, Found] = {}
     for entry in sorted(found + better, key=lambda f: f.value(goal)):
         starts.setdefault(pools_of(entry.candidate), entry)
-    for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else 1]):
+    for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else most]):
         if entry.value(goal) > REFINED * best or progress.spent:
             break
         allowed = operations * (effort.refined if is_plain and not entry.candidate.rows else 1) // (i + 1)

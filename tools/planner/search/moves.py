@@ -57,7 +57,7 @@ def neighbours(
     for pool, used in candidate.gpus().items():
         spare[pool] -= used
     changes = (
-        _resized(stages, spare, bottleneck),
+        _resized(estimator, stages, spare, bottleneck),
         _moved(stages, bottleneck),
         _retyped(estimator, stages),
         _replaced(stages, spare),
@@ -138,7 +138,8 @@ def _moved(stages: Stages, bottleneck: int) -> Iterator[Stages]:
                 yield changed
 
 
-def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator[Stages]:
+def _resized(estimator: Estimator, stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator[Stages]:
+    """Yields stages with fewer replicas, and with more: some or all that are unused, and all but a node's."""
     for i, stage in enumerate(stages):
         for key, count in stage.items():
             for n in _amounts(count):
@@ -148,8 +149,9 @@ def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator
     known = {key for stage in stages for key in stage}
     tps = {t for _, t in known}
     for pool, free in spare.items():
+        less = free - estimator.cluster.nodes[pool].gpus_per_node
         for tp in tps:
-            for n in _amounts(free // tp):
+            for n in _amounts(free // tp) | ({less // tp} if less >= tp else set()):
                 for i in range(len(stages)) if len(stages) <= 6 else (bottleneck,):
                     changed = [dict(s) for s in stages]
                     changed[i][pool, tp] = changed[i].get((pool, tp), 0) + n

@@ -11,14 +11,13 @@ from megatron_het.auto_batch.allocation import Curve, accumulated
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
-from ..costs.passes import pass_s
+from ..costs.extras import pass_s
 from ..costs.schedules import MINISTAGES
 from ..costs.stages import tail_s
 from ..search.book import Book
-from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.outcome import Outcome, Progress
-from .outcome import Goal
+from .outcome import NORMAL, Effort, Goal
 
 # Microbatches of different sizes for a plan of one stage: Poplar's curves and algorithm 2 on predicted times.
 

@@ -13,11 +13,10 @@ from ..costs.build import chunk_layers
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..search.book import Book
-from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.outcome import Outcome, Progress
-from ..search.regions import expand, merge
-from .outcome import Goal
+from .outcome import NORMAL, Effort, Goal
+from .pools import expand, merge
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARTS = 4

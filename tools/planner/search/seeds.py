@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from heapq import nsmallest
 from itertools import chain, product
 from math import gcd
@@ -246,14 +247,18 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
     points = operating_points(estimator, book.goal, limits)
     subset = tuple(p for p, n in enumerate(limits) if n)
     ways = partitions(estimator, subset)
+
+    @cache
+    def sizes(at: int, mixed: bool) -> list[dict[int, int]]:
+        return tp_choices(estimator, subset, points[at], mixed)
+
     for share in USAGE:
         given, whole = 0, share == USAGE[0]
-        choices = ((point, tp) for point in points for tp in tp_choices(estimator, subset, point, whole))
-        for like, tp in choices:
+        for like, tp in ((point, tp) for at, point in enumerate(points) for tp in sizes(at, whole)):
+            if given >= limit:
+                break
             used = {p: max(tp[p], limits[p] * share) for p in subset}
-            if given >= limit or _least(book, like, tp, used) > min(
-                SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated
-            ):
+            if _least(book, like, tp, used) > min(SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated):
                 continue
             cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, like, limits)) for blocks in ways]
             for (least, cut), stages in product(cuts, STAGE_COUNTS):

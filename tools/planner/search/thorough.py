@@ -14,14 +14,13 @@ from ..costs.schedules import PLAIN
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
 from ..search.depths import hide_transfers
-from ..search.effort import Effort, effort_for
 from ..search.finish import finish
 from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
 from ..search.pools import MOST_POOLS, Limits, all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
-from ..search.regions import Merged, expand, merge
 from ..search.seeds import WORTH, even_seeds, seeds
-from .outcome import Goal
+from .outcome import Effort, Goal, effort_for
+from .pools import Merged, expand, merge
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #

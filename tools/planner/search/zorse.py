@@ -13,11 +13,10 @@ from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
 from ..costs.schedules import MINISTAGES
 from ..search.book import Book, Groups
-from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.outcome import Outcome, Progress
 from ..search.pools import Limits, all_gpus
-from .outcome import Goal
+from .outcome import NORMAL, Effort, Goal
 
 Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
