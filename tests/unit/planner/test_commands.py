@@ -433,6 +433,7 @@ def test_a_kind_in_two_zones_is_named_with_its_zone():
     estimator = with_catalog(Cluster(nodes=nodes), Model(**MIDDLE))
     both, one = (Candidate(tuple(Stage(3, (Group(p, 1, 2),)) for p in pools), 1) for pools in ((0, 1), (0, 0)))
     assert differences(estimator, both, one) == "4 of 4 A100-40 (us-a), no A100-40 (us-b)"
+    assert describe(estimator, both) == "1f1b mb1 3L 2xA100-40@us-a / 3L 2xA100-40@us-b"
 
 
 def test_equal_stages_in_a_row_are_written_once():

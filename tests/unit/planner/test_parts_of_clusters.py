@@ -25,6 +25,7 @@ from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
+from tools.planner.search.moves import neighbours
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
@@ -208,6 +209,14 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
     assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
     assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
+
+
+def test_replicas_of_all_nodes_but_one_are_added():
+    """What a cluster of one node less would add in one step: five of six V100 had been left out that way."""
+    estimator = estimator_of(*fast_and_slow())
+    candidate = Candidate((Stage(12, (Group(0, 1, 24),)),), 1)
+    found = {groups for groups, _ in neighbours(estimator, Goal(), candidate, 0, all_gpus(estimator))}
+    assert all(((Group(0, 1, 24), Group(1, 1, more)),) in found for more in (1, 20, 22))
 
 
 def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):

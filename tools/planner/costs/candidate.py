@@ -35,6 +35,10 @@ class Stage(NamedTuple):
     groups: tuple[Group, ...]
 
 
+Passes = tuple[int, ...]
+"""Sequences of each pass of one replica."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A point of the search space.
@@ -87,7 +91,7 @@ class Candidate:
     ep: int = 1
     across_replicas: bool = False
     rows: tuple[tuple[float, float], ...] = ()
-    sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    sizes: tuple[tuple[Passes, ...], ...] = ()
     exchange: bool = False
     host_activations: float = 0.0
     chunk_counts: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Prices beside the schedule's: unequal passes, a split vocabulary, the context exchange, activations in main memory.
+"""Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
 
 Candidates say it in ``sizes``, ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the
 schedule, and sizes of microbatches of the training.
@@ -7,7 +7,6 @@ schedule, and sizes of microbatches of the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.features import options_of
@@ -18,100 +17,12 @@ from megatron_het.plan.placement import PARAMETER, vocabulary_shares
 from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
 
 from ..inputs.model import Model
-from .candidate import Candidate, Group, chunk_layers, layers_at
+from .candidate import Candidate, Group, Passes, chunk_layers, layers_at
 from .estimates import Unit
 from .layer import pool_size
 
 if TYPE_CHECKING:
     from .operating import OperatingPoints
-
-# Microbatches of different sizes without a pipeline (Poplar, section 3): what the passes of each replica take.
-
-_TIMES = ("layer_f", "layer_b", "embedding_f", "embedding_b", "head_f", "head_b", "attention_f", "attention_b")
-_KEPT = ("layer_bytes", "embedding_bytes", "head_bytes")
-
-Passes = tuple[int, ...]
-"""Sequences of each pass of one replica."""
-
-
-def unit_of_group(estimator: OperatingPoints, candidate: Candidate, group: Group) -> Unit | None:
-    """The mean pass of the slowest replica of a group, with the memory of its largest pass; None without figures."""
-    i = _place(candidate, group)
-    found = _slowest(estimator, candidate, i)
-    return None if found is None else found[1]
-
-
-def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
-    """Returns the number of passes of the slowest replica of each group; there are figures for all of them."""
-    slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
-    return [0 if found is None else len(found[0]) for found in slowest]
-
-
-def _place(candidate: Candidate, group: Group) -> int:
-    """Which of the stage's groups it is, however many replicas are asked for."""
-    kinds = [(g.pool, g.tp, candidate.cut_of(g)) for g in candidate.stages[0].groups]
-    return kinds.index((group.pool, group.tp, candidate.cut_of(group)))
-
-
-def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:
-    """Seconds of one pass of ``size`` sequences on a replica of a group that has figures for it."""
-    unit = _of_size(estimator, candidate, group, size)
-    assert unit is not None
-    return unit.both_s(candidate.stages[0].layers, True, True) + estimator.runtime.operation_s
-
-
-def mean_size(candidate: Candidate, group: Group) -> float:
-    """Sequences of a pass of a group's replicas, in the mean."""
-    i = _place(candidate, group)
-    passes = [n for own in candidate.sizes[i] for n in own]
-    return sum(passes) / len(passes)
-
-
-def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
-    """The passes of the replica of group ``i`` that computes longest, and their mean."""
-    group, layers = candidate.stages[0].groups[i], candidate.stages[0].layers
-    different = dict.fromkeys(candidate.sizes[i])
-    largest = max(map(max, different))
-    best: tuple[float, Passes, Unit] | None = None
-    for own in different:
-        unit = _mean(estimator, candidate, group, own, largest)
-        if unit is None:
-            return None
-        seconds = len(own) * (unit.both_s(layers, True, True) + estimator.runtime.operation_s)
-        if best is None or seconds > best[0]:
-            best = seconds, own, unit
-    return None if best is None else best[1:]
-
-
-def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
-    """The mean of passes, with the memory of one of ``largest`` sequences."""
-    found = {n: _of_size(estimator, candidate, group, n) for n in {*own, largest}}
-    if any(unit is None for unit in found.values()):
-        return None
-    times = {name: sum(getattr(found[n], name) for n in own) / len(own) for name in _TIMES}
-    return replace(found[largest], **times)  # type: ignore[type-var]
-
-
-def _of_size(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
-    plain = candidate.with_(micro_batch_size=size, sizes=())
-    return estimator.unit_of(plain, group)
-
-
-def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes) -> Unit:
-    """Returns what a replica takes of a microbatch of the plan's largest size, if it ran one.
-
-    The simulator gives a smaller microbatch its share of the largest one's time and memory.  Small passes take more
-    than their share: the replica's figures are such that its passes take together what they really do.
-
-    Args:
-        own: Its passes; there are figures for them.
-    """
-    unit = _mean(estimator, candidate, group, own, max(own))
-    assert unit is not None
-    most = candidate.micro_batch_size
-    slower, larger = most * len(own) / sum(own), most / max(own)
-    figures = {name: getattr(unit, name) * slower for name in _TIMES}
-    return replace(unit, **figures, **{name: getattr(unit, name) * larger for name in _KEPT})
 
 
 def routes_of(candidate: Candidate) -> tuple[list[list[int]], tuple[int, ...]]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from .candidate import Candidate, Group, layers_at
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate, divided_alike, rank_parameters
-from .extras import carried_bytes, moved_bytes, passes_of
-from .operating import OperatingPoints
+from .extras import carried_bytes, moved_bytes
+from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
 
 # Predicted memory of every rank by category.

@@ -27,7 +27,8 @@ NOTATION = (
     "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
     "microbatch, cp and ep ranks that share a sequence and experts; then the stages,\n"
     "divided by /. 8L 3xA100.tp2+2xT4 is 8 layers on 3 replicas of 2 A100 (TP 2) and\n"
-    "2 replicas of one T4; (4 times) is 4 such stages one after the other."
+    "2 replicas of one T4; @ names the zone of a kind that is in several; (4 times)\n"
+    "is 4 such stages one after the other."
 )
 WORTH_SAYING = 0.3
 """Gaps to the bound above this share are not printed."""
@@ -353,13 +354,16 @@ def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[
 
 def describe(estimator: Estimator, c: Candidate) -> str:
     """A candidate in one line (``NOTATION``)."""
-    stages = [
-        f"{s.layers}L "
-        + "+".join(
-            f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "") for g in s.groups
-        )
-        for s in c.stages
-    ]
+    zones: dict[str, set[str]] = {}
+    for node in estimator.cluster.nodes:
+        zones.setdefault(node.gpu, set()).add(node.zone)
+
+    def named(g: Group) -> str:
+        node = estimator.cluster.nodes[g.pool]
+        tp = f".tp{g.tp}" if g.tp > 1 else ""
+        return f"{g.count}x{node.gpu}{tp}" + (f"@{node.zone}" if len(zones[node.gpu]) > 1 else "")
+
+    stages = [f"{s.layers}L " + "+".join(map(named, s.groups)) for s in c.stages]
     repeated = ((text, len(list(alike))) for text, alike in groupby(stages))
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""

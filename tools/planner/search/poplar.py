@@ -11,7 +11,7 @@ from megatron_het.auto_batch.allocation import Curve, accumulated
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
-from ..costs.extras import pass_s
+from ..costs.operating import pass_s
 from ..costs.schedules import MINISTAGES
 from ..costs.stages import tail_s
 from ..search.book import Book

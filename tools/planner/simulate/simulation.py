@@ -23,7 +23,8 @@ from ..costs.build import build_plan, in_order_of, part_of, seats
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator, Unit
 from ..costs.estimates import rank_parameters
-from ..costs.extras import attention_layers, passes_of_plan, unit_of_device
+from ..costs.extras import attention_layers, passes_of_plan
+from ..costs.operating import unit_of_device
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.stages import sharding_s, stage_tails
 from ..errors import PlannerError
