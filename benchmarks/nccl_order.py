@@ -185,6 +185,7 @@ def main() -> int:
     with scratch("nccl-order-", options.keep) as folder, Runner() as runner:
         if WRONG_ORDERS in options.schedules and not all(caught.get(name) for name in MISTAKES):
             caught |= caught_mistakes(runner, folder / WRONG_ORDERS)
+            save(options.json, summary(list(entries.values()), caught, options.seed))
         wanted = [case for schedule in options.schedules for case in cases.get(schedule, ())]
         left = [case for case in wanted if "error" in entries.get(case.name, {"error": ""})]
         for entry in measure(left, runner, folder, at_once=options.at_once, steps=options.steps):
