@@ -177,7 +177,7 @@ def _run_tool(case: Case) -> int:
     try:
         run(words)
     except refusals as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"{'megatron_het' if case.tool == 'start' else 'error'}: {error}\n")
         return 2
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from megatron_het.lowering.programs import program_of
 from megatron_het.plan import Plan, ScheduleSpec
-from megatron_het.plan.schema import later_layers
+from megatron_het.plan.schema import WITH_ATTENTION, later_layers
 from megatron_het.schedule.gradient_sync import unequal_orders
 from testing.cases import (
     LAYERS,
@@ -309,7 +310,14 @@ def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan],
     for case in cases:
         if case.plan.training.precision == "fp32":
             found.append(as_hybrid(case, rng.choice(families(case.plan)), rng))
-    return found
+    return [case for case in found if not case.plan.schedule.parameters.get("context_exchange") or _attends(case.plan)]
+
+
+def _attends(plan: Plan) -> bool:
+    """Whether every chunk has attention, without which the context exchange is refused."""
+    sizes = (plan.stages[stage].layers[chunk] for stage, chunk in plan.path)
+    ends = itertools.accumulate(sizes, initial=0)
+    return all(set(plan.model.pattern[first:end]) & set(WITH_ATTENTION) for first, end in itertools.pairwise(ends))
 
 
 # Plans that train with Lion and Muon, and with LayerNorm-1p: drawn beside the others, whose seeds are on record.

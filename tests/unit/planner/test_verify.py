@@ -215,7 +215,7 @@ def test_ranks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[list[int]] = []
     monkeypatch.setattr(dry_run.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(
-        dry_run, "_run_in_turn", lambda ranks, *_: parts.append(list(ranks)) or {r: {"rank": r} for r in ranks}
+        dry_run, "_run_in_turn", lambda ranks, **_: parts.append(list(ranks)) or {r: {"rank": r} for r in ranks}
     )
     assert list(dry_run.run_ranks([4, 0, 9], [], 1.0, "gpu")) == [4, 0, 9]
     assert sorted(parts) == [[0], [4, 9]]
