@@ -422,7 +422,6 @@ __all__ = [
 # ``#`` are ignored.
 
 
-_KINDS: dict[str, Kind] = {}
 _NUMBER = r"([0-9]{1,9}|_)"
 _OP = re.compile(rf"([A-Z]+){_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:>{_NUMBER}\.{_NUMBER})?(?:\[{_NUMBER}:{_NUMBER}\])?")
 _FIELDS = (*TEXT_FIELDS, SIZES_FIELD, COMPANIONS_FIELD)
@@ -439,14 +438,6 @@ class ScheduleSyntaxError(ValueError):
         self.line, self.column = line, column
 
 
-def _kinds() -> dict[str, Kind]:
-    """All kinds by mnemonic."""
-    if len(_KINDS) != len(Kind):
-        _KINDS.clear()
-        _KINDS.update({kind.mnemonic: kind for kind in Kind})
-    return _KINDS
-
-
 def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
     """The operation whose text this is.
 
@@ -457,9 +448,11 @@ def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
     if match is None:
         raise ScheduleSyntaxError(line, column, f"{shown(text)} is not an operation (like F0.0.0 or SF0.0.0>1.0)")
     mnemonic, *numbers = match.groups()
-    kind = _kinds().get(mnemonic)
+    kind = Kind.by_mnemonic.get(mnemonic)
     if kind is None:
-        raise ScheduleSyntaxError(line, column, f"unknown operation {mnemonic!r} (known: {', '.join(_kinds())})")
+        raise ScheduleSyntaxError(
+            line, column, f"unknown operation {mnemonic!r} (known: {', '.join(Kind.by_mnemonic)})"
+        )
     return Op(kind, *(-1 if n is None or n == "_" else int(n) for n in numbers))
 
 

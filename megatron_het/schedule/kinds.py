@@ -286,6 +286,7 @@ class Kind(Columns, int, metaclass=_Table):
     """Holds what an operation does: one literal per kind, with an entry for each of :class:`Columns`."""
 
     rows: ClassVar[dict[str, "Kind"]] = {}
+    by_mnemonic: ClassVar[dict[str, "Kind"]] = {}
     name: str
 
     def _no_order(self, other: object) -> bool:
@@ -332,6 +333,7 @@ def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
             raise TypeError(f"{kind.name} and {kind.other_end.name} are not each other's other end")
     if len({kind.mnemonic for kind in Kind}) < len(Kind):
         raise TypeError("two kinds have one mnemonic")
+    Kind.by_mnemonic.update({kind.mnemonic: kind for kind in added})
     for condition, found in SETS:
         found.update(filter(condition, added))
 
@@ -340,6 +342,8 @@ def drop_kinds(names: Set[str]) -> None:
     """Takes rows out of the table and of :data:`SETS` again: the last ones that were added."""
     for name in names:
         gone = Kind.rows.pop(name)
+        if Kind.by_mnemonic.get(gone.mnemonic) is gone:  # not where it was refused
+            del Kind.by_mnemonic[gone.mnemonic]
         for _, found in SETS:
             found.discard(gone)
 
