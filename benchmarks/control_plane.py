@@ -32,14 +32,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, free_port, scratch, write_report
+from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.job import Board, ServedBoard
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
-from megatron_het.store import Store, StoreError, server, wire
+from megatron_het.store import Store, StoreError, free_port, server, wire
 from megatron_het.store.job import TOKEN as TOKEN_VARIABLE
 from megatron_het.store.job import job_store, job_token, places
 from megatron_het.watch import monitor as watch

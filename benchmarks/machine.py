@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 import platform
-import socket
 import tempfile
 import time
 from collections.abc import Collection, Iterator
@@ -56,12 +55,6 @@ def command_line(module: str, text: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", required=True, type=Path, metavar="OUT", help="where to write the figures")
     return parser
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -33,12 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_het.store import free_port
 from testing.runner import Device
 
 _POLL_S = 0.01
-# Ports below the range from which the kernel takes the local ends of connections.
-_FIRST_PORT, _PORTS = 20000, 12000
-_SPREAD = 7417  # servers with neighbouring process numbers begin far from each other
 # What a training imports when it first needs it.
 _LATE_IMPORTS = (
     "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
@@ -159,7 +157,6 @@ class Server:
 
     def __init__(self) -> None:
         self._running: list[Running] = []
-        self._next_port = _FIRST_PORT + os.getpid() * _SPREAD % _PORTS
         self._pending = b""
         self._open = True
 
@@ -193,7 +190,7 @@ class Server:
         return lines
 
     def _start(self, job: dict[str, Any]) -> Rank | None:
-        port = self._free_port()
+        port = free_port()
         pids: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
@@ -216,18 +213,6 @@ class Server:
             elif time.monotonic() > running.deadline_s:
                 running.timed_out = running.timed_out or not any(running.codes.values())
                 running.kill()
-
-    def _free_port(self) -> int:
-        import socket
-
-        for _ in range(_PORTS):
-            port = _FIRST_PORT + (self._next_port - _FIRST_PORT) % _PORTS
-            self._next_port = port + 1
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
-                return port
-        raise RuntimeError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
 
 
 def _take_device() -> None:

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import Case, CaseError, Setting, command, free_port, run_part
+from benchmarks.gpu.cases import Case, CaseError, Setting, command, run_part
 from megatron_het.safe_io import read_json
+from megatron_het.store import free_port
 from testing.compare import BOUNDS, relative
 
 _RANKS, _ITERATIONS = 2, 3

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -145,12 +144,6 @@ def _write(setting: Setting, chosen: Mapping[str, Case], found: Mapping[str, Any
     }
     write_json(setting.out, report)
     return report
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def command(

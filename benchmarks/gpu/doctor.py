@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.cases import Case, CaseError, Setting, command, free_port, run_part
+from benchmarks.gpu.cases import Case, CaseError, Setting, command, run_part
 from megatron_het.doctor.options import CHECKS
 from megatron_het.plan import ScheduleSpec, save_plan
 from megatron_het.safe_io import read_json
+from megatron_het.store import free_port
 from testing.cases import build_plan
 
 _RANKS, _WIDE = 2, "100"

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 
 from benchmarks.machine import machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.store import free_port
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
 BAR, _WARMUP, _TIMEOUT_S = 0.03, 3, 1200
@@ -100,9 +100,6 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "RANK": "0",
@@ -110,7 +107,7 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     command = [

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 from benchmarks.machine import machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
+from megatron_het.store import free_port
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
 CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
@@ -250,11 +250,8 @@ class Waiting:
     def __init__(self, training: Training, words: Sequence[str], folder: Path) -> None:
         self.training, self.out, self.log = training, folder / "times.json", folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu.timings", "--in-turn", str(self.out), *words],

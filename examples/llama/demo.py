@@ -38,8 +38,8 @@ from examples.llama.devices import (
 from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, load_plan, save_plan
 from megatron_het.safe_io import ends_with_its_reader
+from megatron_het.store import free_port
 from tools.planner import __main__ as planner
-from tools.planner.profile.command import free_port
 
 # Megatron pads the vocabulary to a multiple of 32 here (--make-vocab-size-divisible-by).
 _PADDED_VOCAB = -(-VOCAB_SIZE // 32) * 32

@@ -29,10 +29,11 @@ from examples.llama.job import gpus_here
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import ends_with_its_reader
+from megatron_het.store import free_port
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.profile_schema import Profile, ProfiledModel
-from tools.planner.profile.command import WORKER, default_environment, free_port, run_profile
+from tools.planner.profile.command import WORKER, default_environment, run_profile
 from tools.planner.profile.settings import ProfileSettings
 
 MODEL = ModelShape(6, 256, 8, 4, 128, ffn_hidden_size=512)

@@ -14,7 +14,8 @@ from typing import Any
 
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice
 from examples.llama.pinned import SLOWED_VARIABLE
-from tools.planner.profile.command import default_environment, free_port
+from megatron_het.store import free_port
+from tools.planner.profile.command import default_environment
 
 #: What Megatron needs on a machine without a GPU.
 CPU_ARGUMENTS = shlex.split(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan
+from megatron_het.store import free_port
 
 # Three steps of a fixed tiny model on one device, whose losses are stored here.
 #
@@ -216,7 +216,7 @@ class Numerics(Check):
         }
         if _is_first_of_its_kind(seat):
             runs["alone"] = _start(
-                "alone", one_process(plan), machine, seat=seat, port=_free_port(), rank=0, world_size=1
+                "alone", one_process(plan), machine, seat=seat, port=free_port(), rank=0, world_size=1
             )
         codes = _wait(runs, deadline_s)
         if codes["plan"] != 0:
@@ -299,14 +299,8 @@ def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
 def _port(seat: Seat) -> int:
     """A port on the host of rank 0, where the tiny training meets."""
     if seat.rank == 0:
-        seat.store.put("port", _free_port())
+        seat.store.put("port", free_port())
     return int(hear(seat.store, "port", 20.0))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_first_of_its_kind(seat: Seat) -> bool:

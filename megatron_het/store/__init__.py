@@ -7,7 +7,7 @@ Open ``job.py`` first: a process's access; then ``server.py``, who gets in.  ``t
 """
 
 from megatron_het.store.job import Address, Store
-from megatron_het.store.server import StoreServer, Strangers
+from megatron_het.store.server import StoreServer, Strangers, free_port
 from megatron_het.store.wire import Documents, StoreError, TokenError, client_tls, server_tls
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Strangers",
     "TokenError",
     "client_tls",
+    "free_port",
     "server_tls",
 ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import socket
 import ssl
 import threading
@@ -36,6 +38,25 @@ MAX_KEYS = 2**20
 _BACKLOG = 1024
 _PAUSE_S = 0.1
 _MAX_WAIT_S = 60.0
+# Below the range from which Linux takes the local ends of connections: no connection takes a port away in between.
+_FREE_PORTS = range(20000, 32000)
+_SPREAD = 7417  # processes with neighbouring numbers begin far from each other
+_asked = itertools.count()
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens, for a process that is started next; another one at each call.
+
+    Raises:
+        StoreError: There is none.
+    """
+    for _ in _FREE_PORTS:
+        port = _FREE_PORTS[(os.getpid() * _SPREAD + next(_asked)) % len(_FREE_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
+    raise StoreError(f"every port from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1} is taken")
 
 
 @dataclass

@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_het.store import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05
@@ -43,13 +44,6 @@ class Launch:
     def log(self, rank: int) -> str:
         """Everything that a rank wrote."""
         return self.logs[rank].read_text(errors="replace")
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, world_size: int, port: int, folder: Path = REPOSITORY) -> dict[str, str]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.store import free_port
+
 _DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
 _ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"}
 
@@ -229,7 +231,7 @@ class SlurmCluster:
     def _configure(self) -> None:
         for folder in ("etc", "log", "run", "state", "spool"):
             (self.base / folder).mkdir(parents=True)
-        ports = _free_ports(1 + len(self.features))
+        ports = [free_port() for _ in range(1 + len(self.features))]
         text = _CONFIGURATION.format(port=ports[0], user=_user(), base=self.base, kill_wait=self.kill_wait_s)
         text += "GresTypes=gpu\n" if any(self.gpus) else ""
         rows = [
@@ -348,15 +350,3 @@ def _user() -> str:
     import pwd
 
     return pwd.getpwuid(os.geteuid()).pw_name
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on at this moment."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import yaml
 
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.store import free_port
 from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
@@ -39,12 +39,6 @@ def three_kinds() -> Plan:
     replicas = (Replica((1,), (0, 2, 3), "middle"), Replica((2,), (1,), "slow"))
     stages = (Stage((2,), (Replica((0,), (0, 1, 2, 3), "fast"),)), Stage((1,), replicas))
     return Plan(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), TrainingShape(1, 4), stages)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write(out: Path, target: Any, elastic: bool) -> Path:

@@ -146,7 +146,8 @@ def test_fp16_has_the_loss_scale_of_means_over_tokens(lab: Lab, tmp_path: Path):
         Job("stock", 1, tuple(w for w in flags if w != "--calculate-per-token-loss"), tmp_path / "stock"),
         Job("plan", 2, (*flags, "--het-plan", str(tmp_path / "plan.json")), tmp_path / "planned"),
     ]
-    stock, mine = [scales_and_skips(done.check().log()) for done in lab.runner.run_all(jobs, at_once=2)]
+    found = {done.job.name: scales_and_skips(done.check().log()) for done in lab.runner.run_all(jobs, at_once=2)}
+    stock, mine = found["stock"], found["plan"]
     (_, before), (scale, both) = stock[:2]
     stock[1] = scale, both - before  # stock Megatron's second line counts what the first one has
     assert mine == stock

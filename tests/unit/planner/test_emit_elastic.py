@@ -22,7 +22,7 @@ from megatron_het.elastic.agent import Node as AgentNode
 from megatron_het.elastic.pool import Process
 from megatron_het.elastic.searched import limited
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape, save_plan
-from tests.functional.launch import free_port
+from megatron_het.store import free_port
 from tests.unit.elastic.test_controller import setting_of
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, SMALL, even_plan, make_plan, uneven_plan
 from tools.planner.__main__ import main

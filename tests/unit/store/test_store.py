@@ -16,7 +16,18 @@ import torch.distributed as dist
 
 from benchmarks import control_plane
 from megatron_het.elastic.links import Links
-from megatron_het.store import Store, StoreError, StoreServer, TokenError, client_tls, job, server, server_tls, wire
+from megatron_het.store import (
+    Store,
+    StoreError,
+    StoreServer,
+    TokenError,
+    client_tls,
+    free_port,
+    job,
+    server,
+    server_tls,
+    wire,
+)
 from megatron_het.store.torch_store import LostError, TorchStore
 
 TOKEN, LONG_S, SOON_S = "0123456789abcdef", 600.0, 100.0
@@ -202,3 +213,15 @@ def test_a_store_over_the_jobs_own_does_what_torchs_own_does(store: StoreServer)
         assert waiting.add("n", 2) == 2 and waiting.get("n") == b"2"
         assert waiting.compare_set("a", "y", "z") == b"\x00\xff" and waiting.compare_set("new", "", "z") == b"z"
         assert list(waiting.multi_get(["a", "n"])) == [b"\x00\xff", b"2"]
+
+
+def test_no_connection_takes_a_free_port_before_its_process_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux takes the local ends of connections from a range that it names; a process may need seconds to listen."""
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = [free_port() for _ in range(50)]
+    assert len(set(found)) == 50 and max(found) < min(first_of_kernel, 32768), "one port for two processes"
+    monkeypatch.setattr(server, "_FREE_PORTS", range(found[0], found[0] + 2))
+    with socket.create_server(("127.0.0.1", found[0])):
+        assert {free_port() for _ in range(4)} == {found[0] + 1}
+        with socket.create_server(("127.0.0.1", found[0] + 1)), pytest.raises(StoreError, match="is taken"):
+            free_port()

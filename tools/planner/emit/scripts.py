@@ -402,11 +402,15 @@ export -f train as_task
 
 
 def master(first: str) -> str:
-    """Address and port of rank 0.  A node's name need not resolve, its address does."""
+    """Address and port of rank 0.
+
+    A node's name need not resolve, its address does.  The port is below 32768, where Linux begins to take the local
+    ends of connections.
+    """
     return (
         f"first={first}\n"
         "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2 || true)\n"
-        'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))\n'
+        'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))\n'
     )
 
 

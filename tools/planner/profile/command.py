@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.safe_io import amount, count
+from megatron_het.store import free_port
 
 from ..errors import PlannerError
 from ..inputs.files import check_target
@@ -218,13 +218,6 @@ def run_profile(
 def default_environment() -> dict[str, str]:
     """This process's environment with one thread per rank, unless set otherwise."""
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", **os.environ}
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _stream(
