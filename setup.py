@@ -56,7 +56,6 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "het_planner.inputs": ["data/*"],
-        "het_planner.published": ["data/*"],
         "het_planner.simulate.compiled": ["*.c"],
         "het_planner.page": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],

@@ -35,7 +35,7 @@ from tools.planner.search.outcome import Goal
 
 def accuracy() -> dict[str, Any]:
     """Predicted against published measurements, one set of constants; and with each run left out."""
-    from tools.planner.published.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
+    from benchmarks.published.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
 
     found = compare()
     times, memory = calibrate(TIME_GRID, False), calibrate(MEMORY_GRID, True)

@@ -19,7 +19,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.published.accuracy import reference_model, reference_nodes, reference_profile
+from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
 from tools.planner.report.analysis import even_splits
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto

@@ -36,8 +36,8 @@ from tools.planner.inputs.cluster import cluster_from_document, load_cluster
 from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.inputs.names import gres_problem, host_problem, job_problem, time_problem
-from tools.planner.published.accuracy import reference_model, reference_profile
-from tools.planner.published.calibrate import (
+from benchmarks.published.accuracy import reference_model, reference_profile
+from benchmarks.published.calibrate import (
     TABLES,
     bridge_s,
     fit_all,

@@ -16,7 +16,7 @@ from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.costs.operating import Network
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.published.accuracy import (
+from benchmarks.published.accuracy import (
     DEEPSPEED,
     MEMORY_GRID,
     TIME_GRID,

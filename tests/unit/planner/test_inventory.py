@@ -24,7 +24,7 @@ from tools.planner.cli.inventory import _BY_MEMORY, _RULES, catalog_name, host_n
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import load_cluster
-from tools.planner.published.calibrate import SHAPES
+from benchmarks.published.calibrate import SHAPES
 from tools.planner.report import analysis as module
 
 

@@ -16,7 +16,7 @@ from tools.planner.costs.runtime import runtime_for
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.published.accuracy import reference_nodes
+from benchmarks.published.accuracy import reference_nodes
 from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
 from tools.planner.search.auto import search_auto

@@ -27,7 +27,7 @@ from tools.planner.emit.nodes import NodeKind
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.published.accuracy import reference_nodes
+from benchmarks.published.accuracy import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.simulate.simulation import simulate_candidate, with_costs
 
