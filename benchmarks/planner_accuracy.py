@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.costs.layer import DENSE, EXPERTS
-from tools.planner.inputs.files import write_json
 from benchmarks.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
@@ -29,6 +27,8 @@ from benchmarks.published.calibrate import (
     relative_errors,
     runtime_of,
 )
+from tools.planner.costs.layer import DENSE, EXPERTS
+from tools.planner.inputs.files import write_json
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from testing.planner_cases import fastest_s, random_pool, with_catalog
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
 from tools.planner.costs.schedules import schedule_of
+from tools.planner.costs.simulation import block_s, operations_of
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 from tools.planner.search.overlap import irregularity
-from tools.planner.simulate.simulation import block_s, operations_of
 
 SIZES = (1, 2, 4, 8)
 CHUNKS, SLICES = (2, 4), (4, 8, 16, 32, 64)

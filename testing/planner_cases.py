@@ -11,15 +11,16 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
 from tools.planner.report.analysis import even_splits
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto
@@ -28,7 +29,6 @@ from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Effort, Goal, Outcome, Progress
 from tools.planner.search.thorough import stage_options
-from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 # The automatic search against exhaustive enumeration on small random clusters.
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
+from tools.planner.costs.layer import Runtime
 from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.costs.runtime import Runtime
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model

@@ -14,7 +14,7 @@ from typing import Any
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.runtime import MEGATRON, MEGATRON_HET, Kernels, Runtime
+from tools.planner.costs.layer import MEGATRON, MEGATRON_HET, Kernels, Runtime
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model

@@ -12,40 +12,34 @@ from typing import Any
 import pytest
 
 from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, PLAN
+from benchmarks.published.accuracy import reference_model, reference_profile
+from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.layer import DENSE, EXPERTS, Spread, catalog_uncertainty
-from tools.planner.costs.runtime import (
+from tools.planner.costs.layer import (
+    DENSE,
+    EXPERTS,
     MEGATRON_HET,
     WITHOUT_TE,
     Kernels,
     Product,
+    Spread,
     attention_s,
+    catalog_uncertainty,
     exchange_s,
     product_s,
     runtime_for,
 )
-from tools.planner.emit.checks import extra_flags
 from tools.planner.emit.command import emit
-from tools.planner.emit.options import node_kinds
+from tools.planner.emit.options import extra_flags, node_kinds
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import cluster_from_document, load_cluster
+from tools.planner.inputs.files import gres_problem, host_problem, job_problem, time_problem
 from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.inputs.names import gres_problem, host_problem, job_problem, time_problem
-from benchmarks.published.accuracy import reference_model, reference_profile
-from benchmarks.published.calibrate import (
-    TABLES,
-    bridge_s,
-    fit_all,
-    left_out,
-    read_runs,
-    relative_errors,
-    runtime_of,
-)
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 

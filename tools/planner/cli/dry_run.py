@@ -24,8 +24,8 @@ from typing import Any
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 
 from ..costs.build import build_plan, check_same_model
+from ..costs.candidate import GroupMemory
 from ..costs.estimate import Estimator
-from ..costs.estimates import GroupMemory
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target, write_json
 from ..inputs.model import Model, model_of

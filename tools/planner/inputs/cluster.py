@@ -12,8 +12,7 @@ from megatron_het.safe_io import MAX_DEVICES
 
 from ..errors import PlannerError, validated
 from .catalog import Gpu, find_gpu, parse_gpu
-from .files import read_yaml
-from .names import SLURM_RULES, expanded_hosts, text_problem
+from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""From command-line options to an Estimator and a Goal, with all checks of input."""
+"""From command-line options to an Estimator and a Goal, with checks of input; and inputs kept for ``replan``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ..costs.estimate import Estimator
+from ..costs.layer import runtime_for
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
-from ..costs.runtime import runtime_for
 from ..costs.schedules import SCHEDULES
 from ..errors import PlannerError, command
 from ..inputs.cluster import Cluster, load_cluster
@@ -18,6 +18,38 @@ from .outcome import Goal
 
 if TYPE_CHECKING:
     from megatron_het.plan import Plan
+import json
+from pathlib import Path
+
+from ..inputs.files import write_text
+from ..inputs.profile_schema import Profile, save_profile
+
+# The planner's inputs in a run's folder, for ``replan`` to start from.
+
+
+CLUSTER, MODEL, PROFILE = "planned-cluster.yaml", "planned-model.yaml", "planned-profile.json"
+
+
+def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile | None) -> dict[str, Path]:
+    """Write what a plan was made from beside it; the files, by name."""
+    write_text(folder / CLUSTER, cluster_text(cluster))
+    write_text(folder / MODEL, model_text(model))
+    written = {CLUSTER: folder / CLUSTER, MODEL: folder / MODEL}
+    (folder / PROFILE).unlink(missing_ok=True)  # of an earlier plan
+    if profile is not None:
+        save_profile(profile, folder / PROFILE)
+        written[PROFILE] = folder / PROFILE
+    return written
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """A cluster file; JSON, which is YAML too."""
+    return json.dumps(cluster.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
+
+
+def model_text(model: Model) -> str:
+    """A model file; JSON, which is YAML too."""
+    return json.dumps(model.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:
