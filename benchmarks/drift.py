@@ -55,8 +55,7 @@ from tools.planner.inputs.profile_schema import (
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
-from tools.planner.search.outcome import Found
-from tools.planner.search.setup import CLUSTER, PROFILE, keep_inputs
+from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 
 MODEL = Model(
     name="paced",

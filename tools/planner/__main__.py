@@ -350,7 +350,7 @@ def _replan_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     _goal(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(limit_s=120.0, run=_call("replan.command", "run"))
+    parser.set_defaults(limit_s=120.0, run=_call("replan.replan", "run"))
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:

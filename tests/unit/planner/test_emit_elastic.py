@@ -37,7 +37,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.inputs.packing import NodeKind, Seat, components, place
 from tools.planner.replan.replan import _split
-from tools.planner.search.setup import cluster_text
+from tools.planner.search.outcome import cluster_text
 
 PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
 WAIT_S = 30.0

@@ -30,8 +30,7 @@ from tools.planner.replay.policies import (
     run_restart,
     with_start,
 )
-from tools.planner.search.outcome import Goal
-from tools.planner.search.setup import cluster_text, model_text
+from tools.planner.search.outcome import Goal, cluster_text, model_text
 
 _GOAL = Goal(schedules=("1f1b",))
 

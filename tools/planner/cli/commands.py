@@ -47,14 +47,17 @@ from ..search.outcome import (
     Goal,
     Outcome,
     Progress,
+    check_planned_precision,
+    check_prices,
     collector_paused,
     cpu_limit,
     each_s,
+    estimator_from,
+    goal_from,
     left_s,
     nothing_found,
     searching_s,
 )
-from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
 from .dry_run import lines as verified_lines
 from .dry_run import unverified_lines, verifier_of
 

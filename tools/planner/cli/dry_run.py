@@ -30,8 +30,7 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target, write_json
 from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
-from ..search.outcome import Found, Outcome
-from ..search.setup import check_planned_precision
+from ..search.outcome import Found, Outcome, check_planned_precision
 
 START_S = 300.0
 """Bound on importing Megatron, which takes seconds on a machine that does nothing else."""

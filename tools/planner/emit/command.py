@@ -32,7 +32,7 @@ from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.packing import Node, NodeKind, Seat, components, place, seat_replicas, whole_kind
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
-from ..search.setup import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
+from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
 from .flags import (

@@ -30,8 +30,7 @@ from ..inputs.profile_schema import DeviceProfile, LinkProfile, Profile, load_pr
 from ..report.analysis import complete
 from ..report.tables import say, table
 from ..search.methods import search
-from ..search.outcome import Goal, Outcome, Progress, cpu_limit, left_s
-from ..search.setup import check_memory_margin, cluster_text, goal_from
+from ..search.outcome import Goal, Outcome, Progress, check_memory_margin, cluster_text, cpu_limit, goal_from, left_s
 from .measured import DeviceTimes, LinkTimes, Watched, find_files, load_watched
 
 # Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.

@@ -21,8 +21,7 @@ from ..report.data import PageData, Row
 from ..report.html import check_page, notes_of, write_page
 from ..report.tables import NOTATION, describe, say, shown_progress, table
 from ..search.methods import search
-from ..search.outcome import Goal, Progress, cpu_limit, left_s
-from ..search.setup import check_prices, estimator_from, goal_from
+from ..search.outcome import Goal, Progress, check_prices, cpu_limit, estimator_from, goal_from, left_s
 from .policies import CHANGES, Costs, Course, Pool, Trace, load_trace, pauses_by_state, run_all, with_start
 
 # Pictures of a replay (iterations that count over time, and nodes) and of what to rent (tokens per USD).

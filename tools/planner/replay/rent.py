@@ -20,8 +20,7 @@ from ..errors import PlannerError
 from ..inputs.files import check_target, write_text
 from ..report.tables import HARDLY, NOTATION, say, shown_progress, table
 from ..search.bounds import Bounds
-from ..search.outcome import Goal, Progress, left_s
-from ..search.setup import check_prices, cluster_text, estimator_from, goal_from
+from ..search.outcome import Goal, Progress, check_prices, cluster_text, estimator_from, goal_from, left_s
 from .command import PoolPlan, add_pauses, costs_from, limited, nodes_in_words, plan_of_pool, with_growth
 from .policies import Costs, Pool
 
