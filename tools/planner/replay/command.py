@@ -249,8 +249,6 @@ def replay(options: argparse.Namespace) -> int:
     body["pauses"] = {name: {"value": getattr(costs, name), "from": of} for name, of in sources.items()}
     written = [f"pauses from {of}: {', '.join(names)}" for of, names in _by_source(costs, sources).items()]
     if options.picture is not None:
-        from .picture import draw
-
         draw(trace, courses, [node.gpu for node in estimator.cluster.nodes], options.picture)
         written.append(f"wrote {options.picture}")
     if options.html:
