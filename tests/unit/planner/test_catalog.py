@@ -397,7 +397,10 @@ MODEL = {
     [
         ({"nodes": [{**NODE, "gpu": "A100-4"}]}, "nodes[0].gpu", "A100-40"),
         ({"nodes": [{**NODE, "count": -1}]}, "nodes[0].count", "-1"),
-        ({"nodes": [{**NODE, "colour": 1}]}, "nodes[0].colour", "unknown key"),
+        ({"nodes": [{**NODE, "colour": 1}]}, "nodes[0].colour", "unknown key. Keys here: gpu, count"),
+        ({"nodes": [{**NODE, "network_byte_per_s": 1}]}, "nodes[0].network_byte_per_s", "mean nodes[0].network_bytes_"),
+        ({"nodes": [NODE], "link": []}, "link", "Did you mean links?"),
+        ({"nodes": [{**NODE, "gpus": 8}]}, "nodes[0].gpus", "have 'gpus_per_node: 8'"),
         ({"nodes": [{"gpu": "T4", "count": 1}]}, "nodes[0].gpus_per_node", "required"),
         ({"nodes": []}, "nodes", "at least 1"),
         ({"nodes": [{**NODE, "max_gpus": 0}, {**NODE, "max_gpus": 0}]}, "nodes", "no GPU"),

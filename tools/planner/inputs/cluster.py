@@ -359,6 +359,9 @@ def single_kinds(groups: Any, file: str) -> tuple[Any, list[str]]:
 
 
 def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[str, Any]]:
+    if isinstance(group["gpus"], int) and "gpu" in group:
+        hint = f"Nodes with GPUs of one kind have 'gpus_per_node: {group['gpus']}'"
+        raise PlannerError(file, f"{where}.gpus", group["gpus"], "is for nodes with several kinds of GPUs", hint)
     for key, hint in {
         "gpu": "Each entry of 'gpus' has a 'type'",
         "gpus_per_node": "Each entry of 'gpus' has a 'count'",
@@ -372,11 +375,7 @@ def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[s
         raise PlannerError(file, f"{where}.gpus", group["gpus"], "expected a list", "Like [{type: T4, count: 2}]")
     entries: list[GpusOfNode] = []
     for j, body in enumerate(group["gpus"]):
-        try:
-            entries.append(validated(GpusOfNode, body, file))
-        except PlannerError as error:
-            key = f"{where}.gpus[{j}]" + ("" if error.key == "(document)" else f".{error.key}")
-            raise PlannerError(file, key, error.value, error.problem, error.hint) from None
+        entries.append(validated(GpusOfNode, body, file, (where, "gpus", j)))
     kinds: dict[str, list[int]] = {}
     total = 0
     for entry in entries:
