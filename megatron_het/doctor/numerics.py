@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, dtype_of
 from megatron_het.doctor.participant import hear
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting, Parts
-from megatron_het.schedule.gradient_sync import unequal_orders
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
+from megatron_het.schedule.joint import unequal_orders
 
 # Early reductions of gradients: replicas of a stage have to begin them in one order.
 
@@ -232,7 +232,7 @@ class Feature:
         upstream_names: Dotted names of upstream code that it leans on, with the SHA-256 of their sources
             (``upstream.source_hash``).  A run with the feature does not start when one differs.
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
-            top of the one before (``megatron_patches/distributed_optimizer.py``).
+            top of the one before (``megatron_patches/patches.py``).
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
         packing_flags: Flags with which a user says what a document is.
         no_graphs: Why CUDA graphs of layers cannot go with it; "" where they can.
@@ -313,7 +313,7 @@ class Feature:
         """Refuse a plan that cannot be run as it says, whatever the training's arguments.
 
         Args:
-            plan: Its parameters have the names of parameters of its schedule (``features.plan_checks``).
+            plan: Its parameters have the names of parameters of its schedule (``features.registry.check_plan_alone``).
 
         Raises:
             PlanError: The first thing that does not fit.

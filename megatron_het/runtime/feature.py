@@ -22,7 +22,7 @@ from megatron_het.features import features_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
 from megatron_het.plan.run_config import HetConfig
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind, Program

@@ -11,6 +11,7 @@ import torch
 from megatron_het.device import Platform
 from megatron_het.device.memory import HostPool
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.runtime.executor import copies_of
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -20,7 +21,6 @@ from megatron_het.runtime.feature import (
     OpenContext,
     RuntimeFeature,
 )
-from megatron_het.runtime.quantized_weights import copies_of
 from megatron_het.schedule.ir import Kind
 
 # Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).

@@ -104,7 +104,7 @@ class SlicedSequences(Batches):
         from megatron_het.attention.core import replace_core_attention
         from megatron_het.attention.kernel_choice import kernels_of_backend
         from megatron_het.attention.recurrent import carry_states
-        from megatron_het.features.thrifty_layers.light import lighten_linear_layers
+        from megatron_het.features.thrifty_layers.runtime import lighten_linear_layers
 
         first = len(self._models)
         self._models += models

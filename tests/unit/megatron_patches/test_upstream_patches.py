@@ -15,11 +15,10 @@ from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
 from megatron_het.megatron_patches import registry
-from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
+from megatron_het.megatron_patches.patches import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
-from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.run_config import HetConfig
+from megatron_het.plan.run_config import HetConfig, plan_from_flags
 
 platform.activate()
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.families.gpt import LATENT_SPEC, pipeline_layout
+from megatron_het.families import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import BY_DATASET

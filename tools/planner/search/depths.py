@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from megatron_het.schedule.depths import FASTER, NOTICEABLE, choose_depths
+from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
