@@ -9,7 +9,6 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-
 from megatron_het.schedule.generators.listing import (
     Part,
     Speeds,
@@ -195,7 +194,7 @@ def in_flight_limits(shape: Shape, slack: float = SLACK, depths: Sequence[int] =
     for d, (stage, _) in enumerate(shape.devices):
         share = len(shape.microbatches_of(d)) / shape.microbatches
         later = sum(n * depth for n, depth in zip(shape.replicas[stage + 1 :], depths[stage:]))
-        limits.append(1 + math.math.ceil(spread * share * later - 1e-9))
+        limits.append(1 + math.ceil(spread * share * later - 1e-9))
     return limits
 
 
@@ -454,7 +453,7 @@ def _limits(shape: Shape, chunks: int, group: int) -> list[int]:
         own = shape.microbatches_of(d)
         largest = max((sum(m // group == g for m in own) for g in range(-(-shape.microbatches // group))), default=1)
         share = len(own) / shape.microbatches
-        ahead = 2 * math.math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
+        ahead = 2 * math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
         limits.append((chunks - 1) * largest + ahead + 1)
     return limits
 
