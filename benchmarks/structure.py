@@ -65,7 +65,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.structure_features import (
-    FEATURES,
     MAX_FILES,
     MAX_OUTSIDE,
     PRODUCT,
@@ -129,10 +128,7 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "files_for_a_feature": dict.fromkeys(FEATURES, MAX_FILES) | {"parameter window": 13, "multi-token prediction": 15},
-    "files_outside_of_a_feature": dict.fromkeys(FEATURES, MAX_OUTSIDE)
-    | {"parameter window": 5, "slices": 6, "context parallelism": 5, "multi-token prediction": 13},
-    "product_files": 324,
+    "product_files": 296,
     "product_lines": 80_000,
     "all_lines": 146_500,
     "package_lines": BUDGET
@@ -158,7 +154,7 @@ PRESENT: dict[str, Target] = {
         "tests": 42_100,
         "tools/planner": 26_900,
     },
-    "loaded_modules": {"het-plan plan": 142, "1F1B": 123},
+    "loaded_modules": {"het-plan plan": 138, "1F1B": 100},
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
 

@@ -34,11 +34,11 @@ class AttentionLayer(NamedTuple):
 
     Attributes:
         layer: Megatron's module; its attention is ``self_attention``.
-        runs: How often it runs in a pass; above 1 only for multi-token prediction.
+        is_later: Whether it is for multi-token prediction, where one layer may run several times in a pass.
     """
 
     layer: Any
-    runs: int
+    is_later: bool
 
 
 class RestPerAttention(NamedTuple):
@@ -112,11 +112,10 @@ class ModelFamily(abc.ABC):
     def attention_layers(self, model: Any) -> list[AttentionLayer]:
         """The layers of a chunk that have keys and values, in order, those for multi-token prediction last."""
         decoder, *others = self.blocks(model)
-        runs = int(model.config.mtp_num_layers) if others and model.config.mtp_use_repeated_layer else 1
         later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
         return [
-            *(AttentionLayer(layer, 1) for layer in self._attending(decoder.layers)),
-            *(AttentionLayer(layer, runs) for layer in self._attending(later)),
+            *(AttentionLayer(layer, is_later=False) for layer in self._attending(decoder.layers)),
+            *(AttentionLayer(layer, is_later=True) for layer in self._attending(later)),
         ]
 
     def recurrent_layers(self, model: Any) -> list[Any]:
@@ -198,7 +197,7 @@ def pipeline_layout(plan: Plan) -> str:
     """
     parts = ["t" * count for count in layers_by_number(plan)]
     parts[0] = "E" + parts[0]
-    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
+    parts[-1] += plan.model.layout_end
     return "|".join(parts)
 
 

@@ -15,46 +15,19 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
+from megatron_het.device.simulated import host_wait, is_simulated
 
 SAME_DEVICES = "HET_SAME_DEVICES"
 """Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
 SHARING_RANK = "HET_LOCAL_RANK"
 """Variable with the launcher's local rank where ranks share devices: ``LOCAL_RANK`` is the device then."""
 _ACTIVE: list[Platform] = []
-
-# A device that tests put in the place of a GPU: whether there is one, and where the host waits for it.
-
-_HOST_WAITS: list[Callable[[str], None]] = []
-
-
-def simulate(wait: Callable[[str], None]) -> None:
-    """Give groups of the backend ``nccl`` a simulated device on the CPU, for as long as this process lives.
-
-    Args:
-        wait: Called with the reason wherever CUDA would make the host wait for the device.
-    """
-    if wait not in _HOST_WAITS:
-        _HOST_WAITS.append(wait)
-
-
-def is_simulated() -> bool:
-    """Whether groups of the backend ``nccl`` are simulated in this process."""
-    return bool(_HOST_WAITS)
-
-
-def host_wait(why: str) -> None:
-    """Let the host wait for the simulated device, where CUDA makes it wait; does nothing where there is none.
-
-    Args:
-        why: The call that does so, for messages.
-    """
-    for wait in _HOST_WAITS:
-        wait(why)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.device import host_wait
+from megatron_het.device.simulated import host_wait
 
 # Processes that Megatron starts compute on the CPU as well, such as the one that writes checkpoints (--async-save).
 #

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_het.features.base import Feature, Option
-from megatron_het.plan import Plan, PlanError, Replica
+from megatron_het.plan import ModelShape, Plan, PlanError, Replica
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.generators.listing import ORDERS
@@ -111,6 +111,28 @@ def part_grain(plan: Plan, replica: Replica) -> int:
 def runs_of_a_layer(args: Any) -> int:
     """How often one layer runs in a pass at most, as Megatron's arguments say."""
     return max(feature.runs_of_a_layer(args) for feature in FEATURES)
+
+
+def extra_layers(model: Any) -> int:
+    """Layers of a model that ``num_layers`` does not count; see :meth:`Feature.extra_layers`."""
+    return sum(feature.extra_layers(model) for feature in FEATURES)
+
+
+def reads_tokens(args: Any, vp_stage: int | None) -> bool:
+    """Whether the chunk of this rank, beside the one with the embedding, reads tokens; needs Megatron."""
+    return any(feature.reads_tokens(args, vp_stage) for feature in FEATURES)
+
+
+def layer_flags(model: Any) -> dict[str, int]:
+    """Megatron's flags that say of which layers the model has more, without hyphens in front."""
+    return {flag: value for feature in FEATURES for flag, value in feature.layer_flags(model).items()}
+
+
+def shrunk(model: ModelShape, like: ModelShape) -> ModelShape:
+    """A tiny model with as little as possible of everything that a larger one has of features."""
+    for feature in FEATURES:
+        model = feature.shrink(model, like)
+    return model
 
 
 def packing_argument(args: Any) -> str:

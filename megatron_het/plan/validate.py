@@ -434,8 +434,7 @@ def _check_layers(plan: Plan) -> None:
             [list(s.layers) for s in plan.stages],
             f"add up to {total}, but model.num_layers is {plan.model.num_layers}",
         )
-    if not 0 <= plan.model.mtp_num_layers <= total:
-        raise PlanError("model.mtp_num_layers", plan.model.mtp_num_layers, f"must be 0 to {total}")
+    plan.model.check_later_layers()
 
 
 def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
@@ -238,7 +237,6 @@ class PretrainHook:
     def __init__(self, session: HetSession, boundary: Boundary) -> None:
         self._session = session
         self._boundary = boundary
-        self._state_dict: StateDictHook | None = None
         self._checksums: ChecksumWriter | None = None
         self._roll_call: RollCall | None = None
 
@@ -281,7 +279,6 @@ class PretrainHook:
         except RuntimeError as error:
             self._add_verdict(error, args.rank)
             raise
-        self._state_dict = StateDictHook(session.groups, session.tied_copies, session.copies)
         complete_model_config(cfg_container.model, args)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
@@ -350,11 +347,14 @@ class PretrainHook:
 
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
-            assert self._state_dict is not None, "no checkpoint before the session is open"
+            from megatron_het.checkpoint.state_dict import StateDictHook
+
+            session = self._session
             if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
-                self._session.settle()
+                session.settle()
                 self._note_save(positional[0] if positional else keywords["args"], keywords.get("iteration"))
-            return self._state_dict.wrap(original)(*positional, **keywords)
+            hook = StateDictHook(session.groups, session.tied_copies, session.copies)
+            return hook.wrap(original)(*positional, **keywords)
 
         return generate_state_dict
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_het.device import simulate
+from megatron_het.device.simulated import simulate
 from testing.nccl_order.communicator import Communicator, Transfer
 from testing.nccl_order.compute import watch_memory
 from testing.nccl_order.items import Item, OrderError

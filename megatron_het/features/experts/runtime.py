@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
+from megatron_het.features.registry import extra_layers
 from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
@@ -255,7 +256,7 @@ class BalancedRouter(TopKRouter):
 
 def layers_in_log(config: Any) -> int:
     """Returns how many layers Megatron's log has a place for, those for later tokens included."""
-    return int(config.num_layers + (config.mtp_num_layers or 0))
+    return int(config.num_layers + extra_layers(config))
 
 
 def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:

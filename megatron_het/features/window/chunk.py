@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.device import is_simulated
 from megatron_het.device.memory import uncounted
+from megatron_het.device.simulated import is_simulated
 from megatron_het.features.window.shards import Pending, layer_of, num_layers_of, parts_of
 from megatron_het.runtime.executor import drop_copies
 

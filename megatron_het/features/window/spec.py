@@ -105,6 +105,7 @@ class Window(Feature):
 
     name = "window"
     title = "parameter window"
+    shards_parameters = True
     options = WindowOptions
     switch = Option(
         "window",
