@@ -154,7 +154,7 @@ PRESENT: dict[str, Target] = {
         "tests": 42_100,
         "tools/planner": 26_900,
     },
-    "loaded_modules": {"het-plan plan": 138, "1F1B": 100},
+    "loaded_modules": {"het-plan plan": 126, "1F1B": 100},
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
 

@@ -161,7 +161,7 @@ class Batches:
         """Returns each slice's part of a microbatch, with so many exchange units per slice; none without slices."""
         return ()
 
-    def begin(self) -> None:
+    def documents_known(self) -> None:
         """An iteration begins, and where its documents begin is known."""
 
     def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ class Batches:
         """Whether an operation's pass is the last one of its chunk over its sequences."""
         raise NotImplementedError
 
-    def finish(self) -> None:
+    def forget(self) -> None:
         """All operations of the iteration are done."""
 
 

@@ -200,7 +200,7 @@ class Executor:
             feature.weigh_losses(call, state)
         self._channels.wait_sends()
         self._check_nothing_left(state)
-        self._batches.finish()
+        self._batches.forget()
         return state
 
     # -- compute -----------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class DocumentsFeature(RuntimeFeature):
         for op in self._reading(call.forward_only):
             self._sequences.whole(op, call.data_iterators[op.chunk])
         self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
-        self._sequences.begin()
+        self._sequences.documents_known()
 
     def _reading(self, forward_only: bool) -> Iterator[RankOp]:
         """The forwards that read, each microbatch once, in the order in which it is read."""

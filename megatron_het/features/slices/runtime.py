@@ -33,7 +33,7 @@ _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
 _UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
 
 
-class SlicedSequences(Batches):
+class SlicedSequences(Batches, RuntimeFeature):
     """A forward runs one slice of a microbatch, or this rank's part of one.
 
     Args:
@@ -100,7 +100,24 @@ class SlicedSequences(Batches):
         lighten_linear_layers(models)
         self._current.attach(models)
 
-    def begin(self) -> None:
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; with packed documents, their feature says when they are known."""
+        if self.documents is None:
+            self.documents_known()
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return self.forward(forward.op, call.forward_only)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        self.check_empty()
+
+    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """The slabs of all key-value caches, the states between slices, and the gradients that both collect."""
+        return {"cache": [tensor for cache in _caches(self._models) for tensor in cache.tensors()]}
+
+    def documents_known(self) -> None:
         """See :class:`Batches`."""
         self._bounds.clear()
         if self._cutting.is_even and self.documents is None:
@@ -201,11 +218,7 @@ class SlicedSequences(Batches):
         for cache in _caches(self._models):
             cache.check_empty()
 
-    def pools(self) -> list[torch.Tensor]:
-        """The slabs of all key-value caches, the states between slices, and the gradients that both collect."""
-        return [tensor for cache in _caches(self._models) for tensor in cache.tensors()]
-
-    def finish(self) -> None:
+    def forget(self) -> None:
         """See :class:`Batches`."""
         self._batches.clear()
 
@@ -294,38 +307,6 @@ def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None
     return most
 
 
-class SlicesFeature(RuntimeFeature):
-    """Runs every FORWARD over one slice.
-
-    Args:
-        sequences: Cuts batches and knows the attention of the slices.
-    """
-
-    def __init__(self, sequences: SlicedSequences) -> None:
-        self._sequences = sequences
-
-    def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._sequences.attach(models)
-
-    def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; with packed documents, their feature begins again when they are known."""
-        if self._sequences.documents is None:
-            self._sequences.begin()
-
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
-        return self._sequences.forward(forward.op, call.forward_only)
-
-    def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._sequences.check_empty()
-
-    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """The pools of keys and values."""
-        return {"cache": self._sequences.pools()}
-
-
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature: forwards run slices from here on, of which one may be the whole sequence."""
     where, plan = context.placement.locate(context.rank), context.plan
@@ -341,4 +322,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         batch=plan.training.micro_batch_size,
     )
     context.batches = sequences
-    return SlicesFeature(sequences)
+    return sequences
