@@ -133,7 +133,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
         return Expectations(plan_hash(plan))
     from megatron_het.planner_package import planner
 
-    found: Expectations = planner("emit.expect").expectations_of_files(plan, options.cluster, options.profile)
+    found: Expectations = planner("emit.command").expectations_of_files(plan, options.cluster, options.profile)
     return found
 
 

@@ -9,7 +9,8 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_het.features import FEATURES
@@ -20,6 +21,7 @@ _CORE, _LOOP = "megatron.core", "megatron.training.training"
 _NORM = f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__"
 _HELPERS = f"{_CORE}.datasets.utils.compile_helpers"
 _START = f"{_LOOP}.initialize_megatron"
+_INFERENCE = f"{_CORE}.tensor_parallel.inference_layers.is_inference_column_parallel_linear"
 
 # torch's LayerNorm and RMSNorm under sequence parallelism, and with weights that are centred at zero.
 #
@@ -103,7 +105,40 @@ def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
+def _no_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is None
+
+
+def _none_of_inference(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(original)
+    def is_inference_column_parallel_linear(module: Any) -> bool:
+        """No module is: such layers are of Transformer Engine."""
+        return False
+
+    return is_inference_column_parallel_linear
+
+
+OF_RELEASES: Mapping[str, tuple[Patch, ...]] = {
+    "0.20": (
+        Patch(
+            name="inference_layers",
+            group="stock",
+            target="megatron.core.transformer.multi_token_prediction.is_inference_column_parallel_linear",
+            reason=(
+                "every layer for multi-token prediction asks whether its parts are of a class that is a stand-in, and "
+                "no class, without Transformer Engine"
+            ),
+            sources={_INFERENCE: "3467e044ab79edf8f7e498769e5748a0f73bc9ab59e3ed4016a6941d5eb2939a"},
+            build=_none_of_inference,
+            applies=_no_transformer_engine,
+            version="0.20.0",
+        ),
+    )
+}
+"""Patches of what is not in every release."""
+
 _FUNCTION_PATCHES = (
+    *OF_RELEASES.get(installed_release().name, ()),
     Patch(
         name="torch_norm",
         group="stock",

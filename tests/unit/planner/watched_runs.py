@@ -16,15 +16,15 @@ from megatron_het.watch.samples import Hello, Sample
 from testing.planner_cases import model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replan.measured import Watched, load_watched
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
-from tools.planner.simulate.simulation import simulate_candidate
 
 MODEL = model_of(
     name="tiny",

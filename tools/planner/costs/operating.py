@@ -15,10 +15,8 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
-from .candidate import Candidate, Group, Passes, layers_at
-from .estimates import StageTimes, Unit, unit_of_kinds
-from .layer import LayerCost, LayerCosts, Spread
-from .runtime import MEGATRON_HET, Runtime
+from .candidate import Candidate, Group, Passes, StageTimes, Unit, layers_at, unit_of_kinds
+from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.
 

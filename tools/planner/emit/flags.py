@@ -14,8 +14,8 @@ from megatron_het.features.registry import layer_flags
 from megatron_het.plan import Plan, plan_hash
 
 from ..costs.schedules import STOCK
+from ..inputs.files import comment, default_of
 from ..inputs.model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, flag_words
-from ..inputs.names import comment, default_of
 
 
 @dataclass(frozen=True, slots=True)
