@@ -21,7 +21,7 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Scores, Setting, forward_backward
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.device import Platform
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.plan.run_config import HetConfig
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_het.device import Platform
-from megatron_het.dry_run.alone import join_alone, parse_alone, train_alone
+from megatron_het.dry_run.run import join_alone, parse_alone, train_alone
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.session import HetSession

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_het.arguments.flags import TRANSPORTS
 from megatron_het.doctor.check import Check, Expectations, load_expectations
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash
 from megatron_het.safe_io import amount, check_replaces, check_target, split_words
 

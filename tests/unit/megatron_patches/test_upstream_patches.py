@@ -15,12 +15,11 @@ from megatron_het import megatron_patches as upstream
 from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
-from megatron_het.megatron_patches import registry, stock
-from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
+from megatron_het.megatron_patches import patches, registry
+from megatron_het.megatron_patches.patches import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
-from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.run_config import HetConfig
+from megatron_het.plan.run_config import HetConfig, plan_from_flags
 
 platform.activate()
 
@@ -113,7 +112,7 @@ def test_upstream_is_what_the_families_lean_on():
 
 def test_later_tokens_of_0_20_need_no_transformer_engine():
     """Whose classes are stand-ins there, of which nothing can be an instance."""
-    patch = next(patch for patch in stock.OF_RELEASES["0.20"] if patch.name == "inference_layers")
+    patch = next(patch for patch in patches.OF_RELEASES["0.20"] if patch.name == "inference_layers")
 
     def original(module):
         return isinstance(module, unittest.mock.MagicMock())
@@ -126,7 +125,7 @@ def test_later_tokens_of_0_20_need_no_transformer_engine():
 
 def test_few_patches():
     """Ten for every release, and one more that goes with a release."""
-    of_release = {patch.name for patches in stock.OF_RELEASES.values() for patch in patches}
+    of_release = {patch.name for several in patches.OF_RELEASES.values() for patch in several}
     assert len(upstream.all_patches().keys() - of_release) <= 10
     assert len(of_release) <= 1
 
