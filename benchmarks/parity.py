@@ -207,7 +207,7 @@ def _compared(lab: Lab, case: Case, finished: Finished) -> dict[str, Any]:
         figures = compare(finished.job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
         if isinstance(lab, MinistageLab) and compares_parameters(case) and lab.runner.device == "cpu":
             entry["relative_parameter_difference"] = lab.parameter_difference(case)
-            if entry["relative_parameter_difference"] > BAR:
+            if case.plan.training.precision == "fp32" and entry["relative_parameter_difference"] > BAR:
                 entry["stock_parameter_difference"] = lab.rounding_difference(case)
     except (AssertionError, OSError, KeyError) as error:
         entry["error"] = str(error)
