@@ -166,7 +166,7 @@ def _run(words: Sequence[str]) -> int:
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
     from megatron_het.elastic.controller import Bounds, Controller, JobError
     from megatron_het.elastic.job import ServedBoard
-    from megatron_het.elastic.recalled import FolderLock
+    from megatron_het.elastic.members import FolderLock
 
     options.folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.folder)

@@ -24,9 +24,10 @@ from megatron_het.elastic.members import (
     Progress,
     ReplacedError,
     Saves,
+    StateFile,
+    recalled,
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
-from megatron_het.elastic.recalled import StateFile, recalled
 from megatron_het.elastic.worth import (
     DEATH,
     JOIN,

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fault_processes, fault_trials
-from benchmarks.fault_kinds import KINDS, make
 from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
-from benchmarks.faults import verdict
+from benchmarks.faults import KINDS, make, verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_het.doctor import options as doctor
+from megatron_het.doctor import __main__ as doctor
 from megatron_het.elastic import __main__ as elastic
 
 from ..errors import PlannerError
