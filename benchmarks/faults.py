@@ -2,7 +2,7 @@
 
 Every trial is a job of ``het-run`` on this machine: a controller, agents, and workers that train over gloo.  Its pool
 and plans are random (any schedule, mixed stages and options, a list of smaller plans for what is left), and so are the
-operation, the iteration and the process at which the fault happens.  Kinds: see ``fault_kinds.KINDS``.  Processes are
+operation, the iteration and the process at which the fault happens.  Kinds: see ``KINDS``.  Processes are
 forked from one that has imported Megatron; nothing else is replaced.  Small disks need the right to mount.
 
 Keys: ``survived``: trials whose job ended well, after all iterations, or, where no plan was left, with one clear

@@ -1,9 +1,10 @@
 """Measures one device, for automatic batches and for parts of a sequence.
 
-``python -m megatron_het.auto_batch.measure REQUEST FD``, in a process of its own, is for automatic batches.  It runs the real training of one rank under the plan of a ZeRO stage: real layers, real optimizer state,
-real shards.  The other ranks are not there; collectives with them take no time and leave finite values, so that
-what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands and
-answers are JSON, over one connection.  Running out of memory is an answer.
+``python -m megatron_het.auto_batch.measure REQUEST FD``, in a process of its own, runs the real training of one rank
+under the plan of a ZeRO stage: real layers, real optimizer state, real shards.  The other ranks are not there;
+collectives with them take no time and leave finite values, so that what is timed is compute alone (Poplar, section 3.1:
+the time of collectives is subtracted).  Commands and answers are JSON, over one connection.  Running out of memory is
+an answer.
 """
 
 from __future__ import annotations
