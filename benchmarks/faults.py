@@ -19,6 +19,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -364,6 +365,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240.0, help="bound on a job (default 240)")
     parser.add_argument("--add", type=Path, metavar="FILE", help="a result to go on with: trials that FILE has are not "
                         "done again, and all of them are in OUT")  # fmt: skip
+    parser.add_argument("--for-s", type=float, default=math.inf, help="begin no trial after so long (default: no "
+                        "bound); go on with --add")  # fmt: skip
     parser.add_argument("--keep", type=Path, help="folder for everything that the jobs write")
     options = parser.parse_args()
     if options.add is not None and not options.add.is_file():
@@ -390,7 +393,7 @@ def _write(file: Path, entries: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Command line; 1 where a trial did not survive."""
-    options = _options()
+    options, began_s = _options(), time.monotonic()
     entries: list[dict[str, Any]] = []
     if options.add is not None:
         entries = json.loads(options.add.read_text(encoding="utf-8"))["entries"]
@@ -403,7 +406,7 @@ def main() -> int:
         lab = FaultLab(runner, folder / "lab")
         _write(options.json, entries)
         for number, seed in itertools.product(numbers, options.seed):
-            if (seed, number) in done:
+            if (seed, number) in done or time.monotonic() - began_s > options.for_s:
                 continue
             trial = drawn(seed, number, kinds[number % len(kinds)], folder / f"seed-{seed}")
             where = folder / f"seed-{seed}" / f"trial-{number}"

@@ -151,12 +151,12 @@ class Agent:
         self._to_start = list(range(node.workers))
         self._restarts = [node.restarts] * node.workers
         self._codes: list[int] = []
-        self._asked = False
+        self._asked = self._to_leave = False
         self._stops = self._has_said = False
         self._begun_s = self._told_s = self._met_s = 0.0
 
     def run(self) -> int:
-        """Until the job is over or no worker is left; returns the exit code.
+        """Until the job is over, or no worker is left and no controller runs here; returns the exit code.
 
         Raises:
             StoreError: The controller does not answer, and there is nothing else to do.
@@ -182,11 +182,22 @@ class Agent:
             self._say("the training is over, and nobody has said so: the controller is away")
             return 0
         self._say("no worker is left on this node")
-        return 0 if self._asked else 1
+        code = self._wait_for_controller()
+        return int(not self._asked) if code is None else code
+
+    def _wait_for_controller(self) -> int | None:
+        """The exit code of the controller that this agent has started: the other nodes need it; None without one."""
+        if self._helper is None or self._to_leave:
+            return None
+        if self._helper.poll() is None:
+            self._say("the controller goes on here until the job is over")
+        while (code := self._helper.poll()) is None and not self._to_leave:
+            time.sleep(_POLL_S)
+        return code
 
     def _ask_to_leave(self, *_unused: Any) -> None:
         """SIGTERM is a notice: the node leaves when the running iteration is done, or one more."""
-        self._asked = True
+        self._asked = self._to_leave = True
 
     def _ask_to_stop(self, *_unused: Any) -> None:
         """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
@@ -296,8 +307,12 @@ class Agent:
                 self._workers.remove(worker)
                 self._codes.append(code)
                 why = _why(code) + _last_words(worker.log.ended())
-                self._unsaid.append({"type": "exit", "process": worker.number, "node": name, "why": why})
+                if code and not (self._asked or worker.is_refused or worker.comes_again):
+                    self._say(f"worker {worker.number} {why}")
                 self._perhaps_restart(worker, code)
+                left = len(self._workers) + len(self._to_start)
+                exit_of = {"type": "exit", "process": worker.number, "node": name, "why": why, "left": left}
+                self._unsaid.append(exit_of)
 
     def _obey(self, worker: _Worker, refused: Any, kill: Any, gone: Any) -> None:
         """Do what the controller wants of a worker."""

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -273,10 +274,11 @@ def _of(document: dict[str, Any]) -> Recalled:
     )
 
 
-# What the controller counts of trouble: generations that fail in a row, and iterations that do not end.
+# What the controller counts: who comes at the start, generations that fail in a row, iterations that do not end.
 
 
 _MOST, _FIRST_PAUSE_S = 3, 1.0
+_SETTLE_S = 30.0
 
 
 class JobError(RuntimeError):
@@ -285,6 +287,56 @@ class JobError(RuntimeError):
 
 class ReplacedError(RuntimeError):
     """Another controller has taken the job over."""
+
+
+class Arrivals:
+    """Nodes and workers that are waited for until the first generation begins.
+
+    Args:
+        nodes: How many to wait for.
+        start_s: How long.
+    """
+
+    def __init__(self, nodes: int, start_s: float) -> None:
+        self._nodes, self._start_s = nodes, start_s
+        self._expected: dict[str, int] = {}
+        self._empty: dict[str, str] = {}
+        self._began_s = self._came_s = time.monotonic()
+
+    def came(self, node: str, workers: int) -> None:
+        """A worker is ready, of so many on its node."""
+        self._expected[node], self._came_s = workers, time.monotonic()
+        self._empty.pop(node, None)
+
+    def ended(self, node: str, left: int, why: str) -> None:
+        """A worker has ended, and its node has, or starts, so many others."""
+        if left > 0:
+            self._expected[node] = left
+        else:
+            self._expected.pop(node, None)
+            self._empty.setdefault(node, why)
+
+    def are_complete(self, pool: Sequence[Process]) -> bool:
+        """Whether the job may begin with these workers.
+
+        Raises:
+            JobError: No node has a worker left, or too few came in time.
+        """
+        come, now_s = Counter(process.node for process in pool), time.monotonic()
+        all_came = all(come[node] >= workers for node, workers in self._expected.items())
+        if len(come) >= self._nodes and (all_came or now_s - self._came_s > _SETTLE_S):
+            return True
+        empty = "; ".join(f"{node} has no worker left: {why}" for node, why in sorted(self._empty.items()))
+        if not self._expected and len(self._empty) >= self._nodes:
+            raise JobError(f"all workers ended before the job has begun: {empty}. The workers' logs say more")
+        if now_s - self._began_s > self._start_s:
+            who = f" ({', '.join(sorted(come))})" if come else ""
+            raise JobError(
+                f"only {len(come)} of {self._nodes} nodes came in {self._start_s:g} s{who}. "
+                f"{empty}{'. ' if empty else ''}Start the agents of the others, ask for fewer with --nodes, or "
+                "wait longer with --start-s"
+            )
+        return False
 
 
 class Failures:
@@ -444,23 +496,6 @@ class Bounds:
     stuck_s: float = 1800.0
 
 
-@dataclass(frozen=True)
-class Moment:
-    """When something happened: by the wall clock for people, by another one for waits, because the former may jump.
-
-    Attributes:
-        wall_s: Seconds since 1970.
-        clock_s: Seconds of the monotonic clock.
-    """
-
-    wall_s: float = field(default_factory=time.time)
-    clock_s: float = field(default_factory=time.monotonic)
-
-    def ago_s(self) -> float:
-        """Seconds since then."""
-        return time.monotonic() - self.clock_s
-
-
 @dataclass
 class Member:
     """A worker as the controller knows it.
@@ -470,7 +505,6 @@ class Member:
         iteration: Iterations that are done, as it says.
         beats: Newest sign of life.
         seen_s: When that came (monotonic).
-        came_s: When it was ready (monotonic).
         identity: Random number of the process; empty where it has not been heard yet.
         rates: At which its state was copied, see :class:`megatron_het.elastic.copies.Pace`.
     """
@@ -479,7 +513,6 @@ class Member:
     iteration: int = 0
     beats: int = -1
     seen_s: float = field(default_factory=time.monotonic)
-    came_s: float = field(default_factory=time.monotonic)
     identity: str = ""
     rates: tuple[float, float] | None = None
 

@@ -183,7 +183,7 @@ def test_a_training_without_its_last_checkpoint_does_not_end_well(tmp_path: Path
 
 
 STAMPS = {
-    "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
+    "elastic/job.py": 0,  # Moment, the one place of the controller: a default factory, no call
     "elastic/sessions.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
     "gpt_training.py": 2,  # Megatron's own
