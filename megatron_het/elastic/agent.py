@@ -183,7 +183,7 @@ class Agent:
             return 0
         self._say("no worker is left on this node")
         code = self._wait_for_controller()
-        return int(not self._asked) if code is None else code
+        return int(not self._asked if code is None else code != 0)
 
     def _wait_for_controller(self) -> int | None:
         """The exit code of the controller that this agent has started: the other nodes need it; None without one."""
