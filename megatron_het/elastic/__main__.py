@@ -187,6 +187,7 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
             fallback="" if fallback is None else str(fallback.absolute()),
         )
         _write_address(_address_file(options), host, port)
+        _say(f"the controller listens on {host}:{port}")
         controller.run()
         _linger()
     except JobError as error:

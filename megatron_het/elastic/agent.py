@@ -144,7 +144,7 @@ class Agent:
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        self._has_met = False  # the controller has ever answered
+        self._has_met = self._waits = False  # the controller has ever answered; it was said that it has not
         self._away_since_s: float | None = None
         self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
         self._workers: list[_Worker] = []
@@ -170,8 +170,7 @@ class Agent:
                 over = self._meet()
                 if over is not None:
                     self._wait_for_ends()
-                    if over["error"]:
-                        self._say(f"the job ended: {over['error']}")
+                    self._say(f"the job ended: {over['error']}" if over["error"] else "the training is over")
                     return 1 if over["error"] else 0
                 self._look_after()
                 time.sleep(_POLL_S)
@@ -244,6 +243,9 @@ class Agent:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
             if now_s - self._begun_s > self._node.setting.timeout_s:
                 raise StoreError(f"{error}. Start the controller first, with the same --controller")
+            if not self._waits:
+                self._waits, setting = True, self._node.setting
+                self._say(f"waits up to {setting.timeout_s:g} s for the controller at {setting.host}:{setting.port}")
             return
         if self._away_since_s is None:
             self._away_since_s = now_s

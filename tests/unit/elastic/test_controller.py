@@ -394,9 +394,11 @@ def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [2, None])
 def test_a_controller_that_did_not_start_ends_its_agent(code: int | None, tmp_path: Path) -> None:
     helper: Any = SimpleNamespace(poll=lambda: code)
-    agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), print, helper)
+    said = list[str]()
+    agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), said.append, helper)
     with pytest.raises(StoreError, match="ended with exit code 2 before the job" if code else "Start the controller"):
         agent.run()
+    assert said == ([] if code else ["waits up to 0.3 s for the controller at 127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
