@@ -241,11 +241,11 @@ class Agent:
         if not self._has_met:
             if code is not None and code > 0:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
-            if now_s - self._begun_s > self._node.setting.timeout_s:
-                raise StoreError(f"{error}. Start the controller first, with the same --controller")
             if not self._waits:
                 self._waits, setting = True, self._node.setting
                 self._say(f"waits up to {setting.timeout_s:g} s for the controller at {setting.host}:{setting.port}")
+            if now_s - self._begun_s > self._node.setting.timeout_s:
+                raise StoreError(f"{error}. Start the controller first, with the same --controller")
             return
         if self._away_since_s is None:
             self._away_since_s = now_s
