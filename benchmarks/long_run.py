@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import SHORT, ForkedJob, plan_of, small_data
+from benchmarks.elastic import SHORT, ElasticJob, ForkedJob, plan_of, small_data
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, save, scratch, write_report
 from megatron_het.elastic import agent
@@ -167,7 +167,7 @@ def long_run(
         return found | {"generations": generations} | compared(losses, undisturbed)
 
 
-def wait_for(job: ForkedJob, iterations: int) -> None:
+def wait_for(job: ElasticJob, iterations: int) -> None:
     """Wait until a job has done its iterations and ended, in parts with a bound for each."""
     for part in range(_PART, iterations, _PART):
         job.until(lambda part=part: job.has_reached(part) or job.exit_code() == 0, f"iteration {part}")  # type: ignore[misc]
