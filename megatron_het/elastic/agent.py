@@ -26,7 +26,7 @@ from megatron_het.elastic.worker import ENVIRONMENT, Setting
 from megatron_het.store import StoreError, TokenError
 
 _POLL_S, _MEET_S = 0.02, 0.1
-_GLANCE_S = 0.5
+_GLANCE_S, _QUIET_S = 0.5, 2.0
 _END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
@@ -241,7 +241,7 @@ class Agent:
         if not self._has_met:
             if code is not None and code > 0:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
-            if not self._waits:
+            if not self._waits and now_s - self._begun_s > _QUIET_S:
                 self._waits, setting = True, self._node.setting
                 self._say(f"waits up to {setting.timeout_s:g} s for the controller at {setting.host}:{setting.port}")
             if now_s - self._begun_s > self._node.setting.timeout_s:

@@ -392,7 +392,10 @@ def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [2, None])
-def test_a_controller_that_did_not_start_ends_its_agent(code: int | None, tmp_path: Path) -> None:
+def test_a_controller_that_did_not_start_ends_its_agent(
+    code: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(agents, "_QUIET_S", 0.0)
     helper: Any = SimpleNamespace(poll=lambda: code)
     said = list[str]()
     agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), said.append, helper)
