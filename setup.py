@@ -56,9 +56,8 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "het_planner.inputs": ["data/*"],
-        "het_planner.published": ["data/*"],
-        "het_planner.simulate.compiled": ["*.c"],
-        "het_planner.page": ["assets/*"],
+        "het_planner.costs": ["*.c"],
+        "het_planner.report": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
         "megatron_het.docs": ["*.md"],
     },

@@ -59,7 +59,7 @@ from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
 from megatron_het.plan import PlanError
 from testing import rank_server
-from tools.planner.emit import checks
+from tools.planner.emit import options as checks
 
 # Malformed inputs that once ran a command, hung, ended in a traceback or were accepted; all are in every test run.
 
@@ -132,9 +132,9 @@ _MODULES = (
     *("yaml", "rich.table", "rich.console", "matplotlib.figure"),
     *("megatron_het.arguments.flags", "megatron_het.lowering.programs", "megatron_het.schedule.view.cli"),
     *("megatron_het.elastic.controller", "megatron_het.doctor.__main__", "tools.planner.cli.commands"),
-    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.command"),
-    *("tools.planner.profile.command", "tools.planner.search.sailor", "tools.planner.search.zorse"),
-    "tools.planner.simulate.simulation",
+    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.replan"),
+    *("tools.planner.profile.settings", "tools.planner.search.papers"),
+    "tools.planner.costs.simulation",
 )
 _STUBS = {
     "python": '#!/bin/bash\n[[ " $* " == *" --no-python "* ]] && RANK=0 exec bash -c as_rank\nexit 0\n',

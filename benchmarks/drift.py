@@ -37,12 +37,12 @@ from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.files import write_json
-from tools.planner.inputs.kept import CLUSTER, PROFILE, keep_inputs
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import (
     DeviceProfile,
@@ -55,8 +55,7 @@ from tools.planner.inputs.profile_schema import (
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
-from tools.planner.search.outcome import Found
-from tools.planner.simulate.simulation import simulate_candidate
+from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 
 MODEL = Model(
     name="paced",

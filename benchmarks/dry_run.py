@@ -34,9 +34,8 @@ from testing.slimpipe_cases import PLAIN, sliced_case
 from testing.zorse_cases import with_shares
 from tools.planner.cli.dry_run import rank_flags, rank_kinds
 from tools.planner.costs import build
-from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.estimates import GroupMemory
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster

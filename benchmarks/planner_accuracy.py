@@ -14,9 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.costs.layer import DENSE, EXPERTS
-from tools.planner.inputs.files import write_json
-from tools.planner.published.calibrate import (
+from benchmarks.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
     MOE_CONSTANTS,
@@ -29,6 +27,8 @@ from tools.planner.published.calibrate import (
     relative_errors,
     runtime_of,
 )
+from tools.planner.costs.layer import DENSE, EXPERTS
+from tools.planner.inputs.files import write_json
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def catalog() -> dict[str, Any]:
 
 def families() -> dict[str, Any]:
     """Profiled runs of the Sailor project, with each family (model and cluster) left out of the calibration."""
-    from tools.planner.published.accuracy import MEMORY_GRID, TIME_GRID, family_errors
+    from benchmarks.published.accuracy import MEMORY_GRID, TIME_GRID, family_errors
 
     times, memory = family_errors(TIME_GRID, False), family_errors(MEMORY_GRID, True)
     return {

@@ -1,20 +1,24 @@
-"""Regular plans of a cluster, as an expert would write them down: what the search is measured against.
+"""Plans of random clusters against what less would give, and against regular plans as an expert would write them down.
 
-    python -m benchmarks.planner_gap --json OUT [--first 0] [--pools 60]
+    python -m benchmarks.planner_gap --json OUT [--first 0] [--pools 60] [--models dense,experts,vocabulary]
+        [--objectives throughput,cost]
 
-Clusters that OUT has already are kept, so that a run can be stopped and taken up again.  ``worse_than_regular`` counts
-those on which the search's plan is worse than the best regular one by more than 1 %; ``plain_share`` is the share of
-plans with at most one kind of stage per kind of GPU.
+Cases that OUT has already are kept, so that a run can be stopped and taken up again.  Numbers of cases in which the
+search's plan is worse, by more than 1 %, than what it finds with a node less, on one kind of GPU or with fewer
+schedules, than the best of 2,000 random plans, and than the best regular one (``COUNTS``); ``plain_share`` is the share
+of plans with at most one kind of stage per kind of GPU.
 
-The generator knows nothing of the search.  Its plans have stages of equally many replicas of one kind each, or stages
-that all have the same replicas of every kind, TP inside nodes, layers by speed, every schedule, slices and chunks,
-whole and split vocabularies, and experts whole or cut.
+The generator of regular plans knows nothing of the search.  Its plans have stages of equally many replicas of one kind
+each, or stages that all have the same replicas of every kind, TP inside nodes, layers by speed, every schedule, slices
+and chunks, whole and split vocabularies, and experts whole or cut.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import random
 import sys
 from collections.abc import Iterator
 from itertools import combinations, product
@@ -23,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from testing.planner_cases import fastest_s, random_pool, with_catalog
+from testing.planner_cases import best_value, promised, random_pool, random_search, value_of, with_catalog, without_one
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
 from tools.planner.costs.schedules import schedule_of
+from tools.planner.costs.simulation import block_s, operations_of
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 from tools.planner.search.overlap import irregularity
-from tools.planner.simulate.simulation import block_s, operations_of
 
 SIZES = (1, 2, 4, 8)
 CHUNKS, SLICES = (2, 4), (4, 8, 16, 32, 64)
@@ -173,43 +177,81 @@ def _layers(estimator: Estimator, stages: Stages, like: Candidate, split: bool) 
     return layers
 
 
-def compare(seed: int) -> dict[str, Any]:
-    """One random cluster: the search's plan, and the best regular one."""
-    estimator, goal = with_catalog(*random_pool(seed)), Goal()
+COUNTS = (
+    "worse_than_regular",
+    "worse_with_a_node",
+    "worse_than_one_kind",
+    "worse_than_fewer_schedules",
+    "worse_than_random_search",
+)
+"""Shares by which a plan is worse; at most 0 where it is not."""
+
+
+def compare(seed: int, kind: str = "dense", objective: str = "throughput") -> dict[str, Any]:
+    """One random cluster: the search's plan against what less would give, and against the best regular plan."""
+    cluster, model = random_pool(seed, kind)
+    rng, goal, estimator = random.Random(seed), Goal(objective), with_catalog(cluster, model)
     outcome = search("auto", estimator, goal)
     best = outcome.best
-    seconds, regular, count = best_regular(estimator, goal)
-    return {
-        "seed": seed,
-        "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in estimator.cluster.nodes),
-        "cpu_s": outcome.cpu_s,
-        "found_s": best.iteration_s if best else None,
-        "plan": describe(estimator, best.candidate) if best else None,
-        "is_plain": bool(best) and irregularity(estimator, best.candidate)[0] <= 0,  # type: ignore[union-attr]
-        "regular_plans": count,
-        "regular_s": seconds if regular else None,
-        "regular": describe(estimator, regular) if regular else None,
-        "worse_than_regular": fastest_s(outcome) / seconds - 1 if best and regular else 0.0,
-        "bound_s": outcome.bound,
-    }
+    row: dict[str, Any] = {"seed": seed, "model": kind, "objective": objective}
+    row |= {"gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes), "cpu_s": outcome.cpu_s}
+    if best is None:
+        return row | {"found": None}
+    row |= {"found": best.value(goal), "iteration_s": best.iteration_s, "plan": describe(estimator, best.candidate)}
+    row |= {"is_plain": irregularity(estimator, best.candidate)[0] <= 0, "bound_gap": outcome.gap(goal)}
+    row["promised_over_emitted"] = promised(estimator, outcome)
+    value, regular, count = best_regular(estimator, goal)
+    row |= {"regular_plans": count, "regular": describe(estimator, regular) if regular else None}
+    others = {"worse_than_regular": value}
+    fewer = without_one(cluster.nodes, rng.randrange(len(cluster.nodes)))
+    others["worse_with_a_node"] = best_value(fewer, model, goal)
+    alone = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
+    others["worse_than_one_kind"] = best_value([alone], model, goal)
+    some = Goal(objective, schedules=("1f1b", "interleaved"))
+    others["worse_than_fewer_schedules"] = best_value(cluster.nodes, model, some)
+    others["worse_than_random_search"] = random_search(estimator, goal, seed)
+    return row | {name: value_of(outcome, goal) / other - 1 for name, other in others.items()}
+
+
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of cases that are worse, the largest share by which one is, and the cases."""
+    planned = [row for row in rows if row["found"] is not None]
+    out: dict[str, Any] = {name: sum(row[name] > TOLERANCE for row in planned) for name in COUNTS}
+    out["worst"] = {name: max([0.0, *[row[name] for row in planned]]) for name in COUNTS}
+    out["plain_share"] = sum(row["is_plain"] for row in planned) / max(1, len(planned))
+    ratios = [row["promised_over_emitted"] for row in planned if row["promised_over_emitted"] is not None]
+    return out | {"promised_over_emitted": max(ratios, default=None), "cases": rows}
+
+
+def add_arguments(parser: argparse.ArgumentParser, pools: int) -> None:
+    """Which random clusters, with which models, for which objectives."""
+    parser.add_argument("--pools", type=int, default=pools, help="random clusters (default %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first of these clusters (default 0)")
+    parser.add_argument("--models", default="dense", help="dense, experts, vocabulary (default dense)")
+    parser.add_argument("--objectives", default="throughput", help="throughput, cost (default throughput)")
+
+
+def compared(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """All cases, known ones among them, after each one that was not known."""
+    there = {(row["seed"], row.get("model"), row.get("objective")) for row in rows}
+    seeds = range(options.first, options.first + options.pools)
+    for case in product(seeds, options.models.split(","), options.objectives.split(",")):
+        if case not in there:
+            rows.append(compare(*case))
+            gc.collect()  # a search leaves a million objects that refer to each other
+            print(f"  {rows[-1]}", file=sys.stderr, flush=True)
+            yield rows
 
 
 def main() -> None:
-    """The random clusters that are asked for and not there yet."""
+    """The cases that are asked for and not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--pools", type=int, default=60)
-    args = parser.parse_args()
-    rows = json.loads(args.json.read_text())["cases"] if args.json.exists() else []
-    for seed in range(args.first, args.first + args.pools):
-        if any(row["seed"] == seed for row in rows):
-            continue
-        rows.append(compare(seed))
-        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
-        worse = sum(row["worse_than_regular"] > TOLERANCE for row in rows)
-        share = sum(row["is_plain"] for row in rows) / len(rows)
-        write_json(args.json, {"machine": machine(), "worse_than_regular": worse, "plain_share": share, "cases": rows})
+    add_arguments(parser, 60)
+    options = parser.parse_args()
+    known = json.loads(options.json.read_text())["cases"] if options.json.exists() else []
+    for rows in compared(options, known):
+        write_json(options.json, {"machine": machine(), **summed_up(rows)})
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup
@@ -41,10 +42,8 @@ from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.inputs.profile_schema import TIMES, Profile, load_profile
-from tools.planner.profile.command import WORKER, default_environment, run_profile
-from tools.planner.profile.settings import ProfileSettings
+from tools.planner.profile.settings import WORKER, ProfileSettings, default_environment, run_profile
 from tools.planner.report.tables import describe
-from tools.planner.simulate.simulation import simulate_candidate
 
 ITERATIONS = 7
 PROCESSES = 2

@@ -14,13 +14,13 @@ from megatron_het.plan.schema import ATTENTION, EXPERTS, MLP
 from testing.planner_cases import with_catalog, zorse_cluster
 from tools.planner.costs.candidate import Candidate, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.simulation import block_s
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal, Progress
-from tools.planner.simulate.simulation import block_s
 
 ROUNDS = 3
 SEARCH_S = 30.0

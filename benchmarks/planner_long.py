@@ -17,6 +17,7 @@ from benchmarks.machine import machine
 from testing.planner_cases import estimator_of
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
@@ -25,7 +26,6 @@ from tools.planner.report.tables import describe, summary
 from tools.planner.search.auto import search_auto
 from tools.planner.search.methods import choose
 from tools.planner.search.outcome import Found, Goal, Progress
-from tools.planner.simulate.simulation import simulate_candidate
 
 LLAMA_70B = {
     "num_layers": 80,

@@ -31,7 +31,7 @@ from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.auto_batch.allocation import base_plan, with_zero
 from megatron_het.plan import Plan, load_plan, save_plan
 from megatron_het.store import free_port
-from tools.planner.profile.command import default_environment
+from tools.planner.profile.settings import default_environment
 
 BARS = {"speedup": 1.25, "idle_fraction": 0.05, "allocation_error": 0.10, "parity": 1e-5}
 # With 96 sequences one sequence is about a twentieth of what a slow process computes, so that rounding the shares costs

@@ -41,12 +41,11 @@ from megatron_het.schedule.simulate import simulate
 from testing.cases import machine_flags
 from testing.runner import Job, Runner, words
 from testing.zorse_cases import with_shares
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import LayerCost, MeasuredCosts
-from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import ProfiledModel
-from tools.planner.profile.command import run_profile
-from tools.planner.profile.settings import ProfileSettings
+from tools.planner.profile.settings import ProfileSettings, run_profile
 
 # What the cost model says about the memory of a ministage run: one layer's profile, and the simulator.
 #

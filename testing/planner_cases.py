@@ -11,15 +11,17 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.published.accuracy import reference_model, reference_nodes, reference_profile
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.analysis import even_splits
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto
@@ -28,7 +30,6 @@ from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Effort, Goal, Outcome, Progress
 from tools.planner.search.thorough import stage_options
-from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 # The automatic search against exhaustive enumeration on small random clusters.
 
@@ -392,11 +393,14 @@ TOLERANCE = 0.005
 RANDOM_CANDIDATES = 2000
 MOST_OPERATIONS = 100_000
 """Larger plans are not simulated again as a whole."""
-COUNTS = ("worse_with_a_node", "worse_than_one_kind", "worse_than_random_search", "worse_than_fewer_schedules")
 
 
-def random_pool(seed: int) -> tuple[Cluster, Model]:
-    """10 to 200 GPUs of 2 to 4 kinds, and a model that several of them are needed for, or not."""
+def random_pool(seed: int, model: str = "dense") -> tuple[Cluster, Model]:
+    """10 to 200 GPUs of 2 to 4 kinds with prices, and a model that several of them are needed for, or not.
+
+    Args:
+        model: ``dense``, ``experts`` or ``vocabulary`` (a large one, for its width).
+    """
     rng = random.Random(seed)
     kinds = rng.sample(KINDS, rng.randint(2, 4))
     size = {kind: rng.choice((1, 2, 4, 8)) for kind in kinds}
@@ -407,12 +411,20 @@ def random_pool(seed: int) -> tuple[Cluster, Model]:
         count[rng.choice(kinds)] += 1
     while sum(count[k] * size[k] for k in kinds) > 200:
         count[max(kinds, key=lambda k: count[k] * size[k])] -= 1
+    prices = random.Random(f"prices {seed}")
     nodes = tuple(
-        NodeGroup(gpu=k, count=count[k], gpus_per_node=size[k], zone="lab-a", network_bytes_per_s=rate[k])
+        NodeGroup(
+            gpu=k,
+            count=count[k],
+            gpus_per_node=size[k],
+            zone="lab-a",
+            network_bytes_per_s=rate[k],
+            usd_per_gpu_hour=round(catalog()[k].peak("fp16") / 1e14 * prices.uniform(0.5, 2), 2),
+        )
         for k in kinds
     )
     layers, hidden, heads = rng.choice(((12, 2048, 16), (24, 2048, 16), (32, 4096, 32), (40, 5120, 40)))
-    model = model_of(
+    made = model_of(
         layers=layers,
         hidden=hidden,
         ffn=rng.choice((3, 4)) * hidden,
@@ -424,7 +436,12 @@ def random_pool(seed: int) -> tuple[Cluster, Model]:
         distributed_optimizer=rng.random() < 0.8,
         recompute=("none", "full"),
     )
-    return Cluster(nodes=nodes), model
+    if model == "experts":
+        experts = Experts(count=8, top_k=2, ffn_hidden_size=made.ffn_hidden_size // 2)
+        made = made.model_copy(update={"experts": experts})
+    if model == "vocabulary":
+        made = made.model_copy(update={"vocab_size": 128 * 1024 if hidden > 2048 else 256 * 1024})
+    return Cluster(nodes=nodes), made
 
 
 def promised(estimator: Estimator, outcome: Outcome) -> float | None:
@@ -457,7 +474,7 @@ def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RAND
             book.try_groups(groups, like.with_(schedule="interleaved", chunks=rng.choice((2, 3, 4))))
     outcome = Outcome("random")
     finish(book, outcome, estimator, goal, Effort(), lambda c: c)
-    return outcome.best.iteration_s if outcome.best else float("inf")
+    return outcome.best.value(goal) if outcome.best else inf
 
 
 def _random_groups(estimator: Estimator, rng: random.Random) -> Groups | None:
@@ -479,35 +496,14 @@ def _random_groups(estimator: Estimator, rng: random.Random) -> Groups | None:
     return tuple(tuple(Group(p, t, n) for (p, t), n in sorted(stage.items())) for stage in out)
 
 
-def _best_s(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
-    return fastest_s(search("auto", with_catalog(Cluster(nodes=tuple(nodes)), model), goal))
+def best_value(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
+    """Value of the plan that the search finds for these nodes."""
+    return value_of(search("auto", with_catalog(Cluster(nodes=tuple(nodes)), model), goal), goal)
 
 
-def fastest_s(outcome: Outcome) -> float:
-    """The time of the fastest plan, also where a plainer one was taken."""
-    return min((found.iteration_s for found in outcome.found if found.runnable), default=inf)
-
-
-def compare_pool(seed: int) -> dict[str, Any]:
-    """One random cluster: how much worse the plan is than what less would give (positive: worse)."""
-    cluster, model = random_pool(seed)
-    rng, goal = random.Random(seed), Goal()
-    estimator = with_catalog(cluster, model)
-    outcome = search("auto", estimator, goal)
-    row: dict[str, Any] = {"seed": seed, "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes)}
-    row |= {"cpu_s": outcome.cpu_s, "iteration_s": outcome.best.iteration_s if outcome.best else None}
-    if outcome.best is None:
-        return row
-    mine = fastest_s(outcome)
-    row |= {"bound_gap": outcome.gap(goal), "promised_over_emitted": promised(estimator, outcome)}
-    less = rng.randrange(len(cluster.nodes))
-    row["worse_with_a_node"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
-    alone = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
-    row["worse_than_one_kind"] = mine / _best_s([alone], model, goal) - 1
-    row["worse_than_random_search"] = mine / random_search(estimator, goal, seed) - 1
-    some = Goal(schedules=("1f1b", "interleaved"))
-    row["worse_than_fewer_schedules"] = mine / _best_s(cluster.nodes, model, some) - 1
-    return row
+def value_of(outcome: Outcome, goal: Goal) -> float:
+    """Value of the best plan, also where a plainer one was taken."""
+    return min((found.value(goal) for found in outcome.found if found.runnable), default=inf)
 
 
 def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -517,7 +513,7 @@ def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[st
         seeds: Of the clusters.
         known: Rows of other clusters, which are kept.
     """
-    rows = _rows(_with_a_node, seeds, known)
+    rows = rows_of_pools(_with_a_node, seeds, known)
     return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
 
 
@@ -526,14 +522,14 @@ def _with_a_node(seed: int) -> dict[str, Any]:
     cluster, model = random_pool(seed)
     rng, goal = random.Random(seed), Goal()
     less = rng.randrange(len(cluster.nodes))
-    mine = _best_s(cluster.nodes, model, goal)
+    mine = best_value(cluster.nodes, model, goal)
     row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
     if mine < inf:
-        row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
+        row["worse"] = mine / best_value(without_one(cluster.nodes, less), model, goal) - 1
     return row
 
 
-def _rows(
+def rows_of_pools(
     compare: Callable[[int], dict[str, Any]], seeds: Sequence[int], known: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Comparisons of these clusters, beside known rows of others, by seed."""
@@ -545,26 +541,7 @@ def _rows(
     return sorted(rows, key=lambda row: row["seed"])
 
 
-def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
+def without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
     """The nodes without one of pool ``less``."""
     fewer = [n.model_copy(update={"count": n.count - (i == less)}) for i, n in enumerate(found)]
     return [n for n in fewer if n.count]
-
-
-def pools(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """``compare_pool`` of these clusters, in numbers of clusters beyond the tolerance.
-
-    Args:
-        seeds: Of the clusters.
-        known: Rows of other clusters, which are kept.
-    """
-    rows = _rows(compare_pool, seeds, known)
-    planned = [r for r in rows if r["iteration_s"] is not None]
-    out: dict[str, Any] = {key: sum(r[key] > TOLERANCE for r in planned) for key in COUNTS}
-    ratios = [r["promised_over_emitted"] for r in planned if r["promised_over_emitted"] is not None]
-    return out | {
-        "clusters": len(rows),
-        "promised_over_emitted": max(ratios, default=None),
-        "bound_gap": {f"random cluster {r['seed']}": r["bound_gap"] for r in planned},
-        "cases": rows,
-    }

@@ -133,7 +133,7 @@ def _wrap_stock(observer: Observer) -> None:
 
 
 def _wrap_plan(observer: Observer, meter: bool) -> None:
-    from megatron_het.report.run_report import RunReport
+    from megatron_het.report import RunReport
     from megatron_het.runtime.session import HetSession
 
     if not meter:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_het.plan import Plan, ScheduleSpec
 from testing.cases import STEPS, Case, build_plan
-from testing.lab import Lab, made_once, reference_name
+from testing.lab import OBSERVE, Lab, made_once, reference_name
 from testing.runner import Job, Runner
 
 Row = dict[str, Any]
@@ -225,17 +225,15 @@ class MinistageLab(Lab):
     def _saving(self, folder: Path) -> tuple[str, ...]:
         return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
 
-    def job(self, case: Case, *more: str) -> Job:
+    def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:
         """The run of a case, with a checkpoint after the last step."""
         # At-once updates have used their gradients up when the iteration ends.
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
         if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
             more += ("--rerun-mode", "disabled")  # an update cannot be made twice
-        job = super().job(case, *size, *more)
-        assert job.setup is not None
+        job = super().job(case, *size, *more, observe=observe, **{"gradients": keeps_gradients(case), **options})
         self._folders[case.name] = job.log_dir
-        setup = ("testing.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
-        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600, setup=setup)
+        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600)
 
     def parameter_difference(self, case: Case) -> float:
         """Largest relative L2 difference of a parameter after the last step of the case's newest run."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from examples.llama.job import JobError
 from megatron_het.safe_io import ends_with_its_reader
-from tools.planner.profile.command import default_environment
+from tools.planner.profile.settings import default_environment
 
 VOCAB_SIZE = 257
 END_OF_DOCUMENT = 256

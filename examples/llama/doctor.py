@@ -33,8 +33,7 @@ from megatron_het.store import free_port
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.profile_schema import Profile, ProfiledModel
-from tools.planner.profile.command import WORKER, default_environment, run_profile
-from tools.planner.profile.settings import ProfileSettings
+from tools.planner.profile.settings import WORKER, ProfileSettings, default_environment, run_profile
 
 MODEL = ModelShape(6, 256, 8, 4, 128, ffn_hidden_size=512)
 TRAINING = TrainingShape(1, 8)

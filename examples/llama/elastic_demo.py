@@ -31,7 +31,7 @@ from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, s
 from megatron_het.safe_io import ends_with_its_reader
 from megatron_het.store import free_port
 from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
-from tools.planner.profile.command import default_environment
+from tools.planner.profile.settings import default_environment
 
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
 _MICROBATCHES = 12

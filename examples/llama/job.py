@@ -15,7 +15,7 @@ from typing import Any
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.store import free_port
-from tools.planner.profile.command import default_environment
+from tools.planner.profile.settings import default_environment
 
 #: What Megatron needs on a machine without a GPU.
 CPU_ARGUMENTS = shlex.split(

@@ -13,10 +13,10 @@ from typing import Any
 from megatron_het.schedule import Kind
 from tools.planner.__main__ import parser_of
 from tools.planner.cli.commands import load, priced
-from tools.planner.page.collect import Event, collect, pack
-from tools.planner.page.data import Figure, Lane, PageData, Row
-from tools.planner.page.html import write_page
-from tools.planner.page.sections import size
+from tools.planner.report.collect import Event, collect, pack
+from tools.planner.report.data import Figure, Lane, PageData, Row
+from tools.planner.report.html import write_page
+from tools.planner.report.sections import size
 
 
 def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], file: Path) -> None:

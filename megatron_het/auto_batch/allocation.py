@@ -355,7 +355,7 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         )
     rest = _without(words, "--global-batch-size")
     shape = [*rest, "--micro-batch-size", "1", "--global-batch-size", str(world_size)]
-    from megatron_het.plan.from_flags import plan_from_flags
+    from megatron_het.plan.run_config import plan_from_flags
 
     plan, _ = plan_from_flags(shape, world_size, ScheduleSpec("data-parallel"))
     if len(plan.stages) > 1 or plan.stages[0].replicas[0].ranks != (0,) or len(plan.stages[0].layers) > 1:

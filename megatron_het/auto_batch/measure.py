@@ -31,8 +31,8 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Scores, Setting, forward_backward
 from megatron_het.auto_batch.allocation import SIZES_BYTES
 from megatron_het.device import Platform
-from megatron_het.dry_run.alone import join_alone, parse_alone, train_alone
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.dry_run.run import join_alone, parse_alone, train_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of

@@ -31,7 +31,7 @@ from megatron_het.doctor.participant import (
     table,
     to_json,
 )
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, plan_hash
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import (
@@ -168,7 +168,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
         return Expectations(plan_hash(plan))
     from megatron_het.planner_package import planner
 
-    found: Expectations = planner("emit.expect").expectations_of_files(plan, options.cluster, options.profile)
+    found: Expectations = planner("emit.command").expectations_of_files(plan, options.cluster, options.profile)
     return found
 
 

@@ -16,7 +16,7 @@ from megatron_het.elastic.job import Board, signature_of
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, split_words, write_text
 from megatron_het.store.job import address, token_of_file

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.arguments.megatron_args import environment_of
-from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.choice import tracked
+from megatron_het.checkpoint.state_dict import abandon_saves, finish_saves, is_saving
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.job import Generation
 from megatron_het.elastic.links import Links, abort, communicators
@@ -184,7 +184,7 @@ class ElasticBoundary(Boundary):
     def reached(self, session: Any, iteration: int) -> None:
         """Leave, if it is time."""
         self.check()
-        if not asynchronous.is_under_way():
+        if not is_saving():
             self.saving = None
         if self.began is None:
             self.began = iteration
@@ -197,7 +197,7 @@ class ElasticBoundary(Boundary):
             session.materialise_parameters()
             assert self.trainee is not None
             self._copies.wait()
-            asynchronous.finish()
+            finish_saves()
             snapshot = take(self.trainee, iteration)
             self.check()
             self.leaving()
@@ -407,7 +407,7 @@ def end_session() -> None:
 
     with contextlib.suppress(OSError):
         flush_logs()  # the next session has a writer of its own
-    asynchronous.abandon()
+    abandon_saves()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

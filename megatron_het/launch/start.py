@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_het.arguments import hooks
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan.run_config import HetConfig
 
 if TYPE_CHECKING:  # it imports torch

@@ -1,7 +1,7 @@
 """The runtime patches to Megatron: ``registry.py`` says what a patch is and how to add one.
 
-``stock.py`` and ``distributed_optimizer.py`` are what every run needs, ``plan_hooks.py`` what a plan needs, and
-``releases.py`` what is known of each release of Megatron and torch.
+``patches.py`` has all patches, ``torch_checkpoints.py`` guards torch's reading and writing of checkpoints, and
+``releases.py`` says what is known of each release of Megatron and torch.
 """
 
 from megatron_het.megatron_patches.registry import (

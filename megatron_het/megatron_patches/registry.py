@@ -29,7 +29,7 @@ It is found by itself; importing it must not import torch or Megatron, so ``buil
 
 ``python -m megatron_het.megatron_patches`` lists all patches and prints the hashes of the installed
 Megatron, to be pasted into ``sources`` once the new source has been read.  The project keeps the
-number of patches at ten.
+number of patches at ten, beside those that a single release needs (``patches.OF_RELEASES``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatron_het.elastic.pool import GivenFirst
 from megatron_het.elastic.searched import Search, SearchedPlans
 from testing.lab import Lab
 from tests.functional.test_elastic_job import Running, losses_of
-from tools.planner.inputs.kept import CLUSTER, MODEL, PROFILE
+from tools.planner.search.outcome import CLUSTER, MODEL, PROFILE
 
 pytest.importorskip("megatron.core")
 

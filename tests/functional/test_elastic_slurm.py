@@ -17,8 +17,8 @@ from tests.functional import slurm_cluster
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
-from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.inputs.packing import NodeKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {"big": NodeKind(devices=1, constraint="big"), "small": NodeKind(devices=1, constraint="small")}

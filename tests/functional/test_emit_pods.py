@@ -22,9 +22,9 @@ from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
-from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.pods import PodKind, PodOptions
 from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.inputs.packing import NodeKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS = ("fast", "middle", "slow")

@@ -25,8 +25,8 @@ from tests.functional.selected import tiers
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
-from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.scripts import Container, LaunchOptions
+from tools.planner.inputs.packing import NodeKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_cluster

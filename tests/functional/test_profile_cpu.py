@@ -17,8 +17,7 @@ from tools.planner.inputs.profile_schema import (
     load_profile,
     save_profile,
 )
-from tools.planner.profile.command import run_profile
-from tools.planner.profile.settings import ProfileSettings, point_of
+from tools.planner.profile.settings import ProfileSettings, point_of, run_profile
 
 MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32", name="tiny")
 

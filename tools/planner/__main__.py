@@ -10,7 +10,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, split_words
@@ -38,6 +39,8 @@ COMMANDS = {
     "support": "pack versions, plan, arguments and logs for a report of a bug, without data",
     "completion": "print a script with which a shell completes het-plan, het-run and het-doctor",
 }
+_FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
+"""What an option's value is called where a file or folder is asked for."""
 
 
 @ends_with_its_reader
@@ -214,8 +217,6 @@ def _goal(parser: argparse.ArgumentParser) -> None:
 
 
 def _quickstart_options(parser: argparse.ArgumentParser) -> None:
-    from pathlib import Path
-
     _model(parser, "; or a name like llama-3.1-8b (docs/planner.md)")
     parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
     _whom_to_ask(parser)
@@ -225,7 +226,7 @@ def _quickstart_options(parser: argparse.ArgumentParser) -> None:
         "--limit-s", type=amount(1.0, 1e6), default=120.0, metavar="S", help="CPU seconds to plan (default 120)"
     )
     parser.add_argument("--force", action="store_true", help="write into a folder that is there")
-    parser.set_defaults(json=False, main=main, run=_call("cli.quickstart", "quickstart"))
+    parser.set_defaults(json=False, main=main, run=_call("cli.inventory", "quickstart"))
 
 
 def _init_options(parser: argparse.ArgumentParser) -> None:
@@ -315,7 +316,7 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:
-    from .profile.command import add_arguments
+    from .profile.settings import add_arguments
 
     _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -344,12 +345,12 @@ def _dry_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _replan_options(parser: argparse.ArgumentParser) -> None:
-    from .replan.command import add_arguments
+    from .replan.replan import add_arguments
 
     add_arguments(parser)
     _goal(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(limit_s=120.0, run=_call("replan.command", "run"))
+    parser.set_defaults(limit_s=120.0, run=_call("replan.replan", "run"))
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:
@@ -371,8 +372,6 @@ def _rent_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _support_options(parser: argparse.ArgumentParser) -> None:
-    from pathlib import Path
-
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders and files of the job")
     parser.add_argument("--out", type=Path, default=Path("support.zip"), help="the archive (default %(default)s)")
     parser.set_defaults(run=_call("cli.commands", "support"))
@@ -380,7 +379,56 @@ def _support_options(parser: argparse.ArgumentParser) -> None:
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script")
-    parser.set_defaults(parser=lambda: parser_of_all(COMMANDS), run=_call("cli.completion", "completion"))
+    parser.set_defaults(run=completion)
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print the script of ``options.shell``, made from the parsers themselves.
+
+    Args:
+        options: The shell.
+
+    Raises:
+        PlannerError: The library that writes the script is not installed.
+    """
+    from .errors import PlannerError
+
+    try:
+        import shtab
+    except ImportError:
+        problem, hint = "needs the package shtab, which is not installed", "pip install 'megatron-het[planner]'"
+        raise PlannerError("command line", "completion", options.shell, problem, hint) from None
+    for name, parser in _parsers().items():
+        parser.prog = name
+        for action in _actions(parser):
+            if str(action.metavar).endswith(_FILES) or action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if str(action.metavar).endswith(_FOLDERS):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(parser, options.shell) + "\n")
+    return 0
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """By program."""
+    from megatron_het.doctor import __main__ as doctor
+    from megatron_het.elastic import __main__ as elastic
+
+    run = elastic.parser_of()
+    commands = run.add_subparsers()
+    for name, text in elastic.COMMANDS.items():
+        commands.add_parser(name, help=text, parents=[elastic.parser_of(name)], add_help=False)
+    return {"het-plan": parser_of_all(COMMANDS), "het-run": run, "het-doctor": doctor.parser_of()}
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Options and arguments, those of a program's commands too."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from _actions(subparser)
+        else:
+            yield action
 
 
 def _call(module: str, name: str) -> Any:

@@ -55,13 +55,14 @@ def from_plan_error(file: str, error: PlanError) -> PlannerError:
     return PlannerError(file, error.where, error.value, error.problem, error.hint)
 
 
-def validated(model: type[Any], document: Any, file: str) -> Any:
+def validated(model: type[Any], document: Any, file: str, place: tuple[str | int, ...] = ()) -> Any:
     """A document from a file as an instance of ``model``, without conversions: ``true`` and ``"1"`` are no numbers.
 
     Args:
         model: A pydantic model, or a dataclass.
         document: Parsed YAML or JSON.
         file: What errors name.
+        place: Where in the file the document is.
 
     Raises:
         PlannerError: The first thing in the document that does not fit.
@@ -72,19 +73,18 @@ def validated(model: type[Any], document: Any, file: str) -> Any:
         # From JSON, because only there pydantic takes lists for tuples when it is strict.
         return TypeAdapter(model).validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
-        raise from_validation_error(file, error.errors()) from None
+        raise _from_validation_error(file, place, error.errors(), TypeAdapter(model)) from None
     except (TypeError, ValueError) as error:
-        raise PlannerError(file, "(document)", document, str(error)) from None
+        raise PlannerError(file, _key(place) or "(document)", document, str(error)) from None
 
 
-def from_validation_error(file: str, errors: Sequence[Any]) -> PlannerError:
+def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequence[Any], model: Any) -> PlannerError:
     """One of pydantic's error records as a PlannerError that names file, key and value.
 
     An unknown key comes first, because it is usually a key that is missing elsewhere, misspelt.
     """
-    missing = [_key(e["loc"]) for e in errors if e["type"] == "missing"]
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    key = _key(first["loc"])
+    key = _key((*place, *first["loc"]))
     hint = ""
     problem = first["msg"].removeprefix("Value error, ")
     problem = problem[0].lower() + problem[1:] if problem else "is not valid"
@@ -93,11 +93,36 @@ def from_validation_error(file: str, errors: Sequence[Any]) -> PlannerError:
         problem = "this key is required"
     elif first["type"] == "extra_forbidden":
         problem = "unknown key"
-        near = difflib.get_close_matches(key, missing, n=1, cutoff=0.6)
-        hint = f"Did you mean {near[0]}?" if near else ""
-    others = len(errors) - 1
+        known = _known_keys(model.json_schema(), first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.75)
+        hint = (
+            f"Did you mean {_key((*place, *first['loc'][:-1], *near))}?" if near else f"Keys here: {', '.join(known)}"
+        )
+    # A list that is too short or a union without a match because of an error inside is not one more.
+    inside = {error["loc"][:n] for error in errors for n in range(len(error["loc"]))}
+    others = sum(error["loc"] not in inside for error in errors if error is not first)
     more = f" ({others} more {'problem' if others == 1 else 'problems'} in this file)" if others else ""
     return PlannerError(file, key or "(document)", value, problem + more, hint)
+
+
+def _known_keys(schema: dict[str, Any], location: Sequence[Any]) -> list[str]:
+    """Keys that the JSON schema of a document allows at a place, in its order."""
+
+    def alternatives(part: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in part:
+            return alternatives(schema["$defs"][part["$ref"].rpartition("/")[2]])
+        return [found for each in part.get("anyOf", ()) for found in alternatives(each)] or [part]
+
+    places = alternatives(schema)
+    for step in location:
+        inner = [
+            place.get("items")
+            if isinstance(step, int)
+            else place.get("properties", place).get(step) or place.get("additionalProperties")
+            for place in places
+        ]
+        places = [found for part in inner if isinstance(part, dict) for found in alternatives(part)]
+    return list(dict.fromkeys(key for place in places for key in place.get("properties", ())))
 
 
 def _key(location: Sequence[Any]) -> str:

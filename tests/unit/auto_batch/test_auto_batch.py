@@ -33,7 +33,7 @@ from megatron_het.auto_batch.allocation import (
 )
 from megatron_het.auto_batch.coordinate import VARIABLE, MeasuringError, MeasuringProcess, memory_limit
 from megatron_het.device import activate
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan

@@ -70,7 +70,7 @@ def test_parameters_that_are_not_whole_are_written_from_copies(monkeypatch: pyte
         "optimizer": {"a": entry("optimizer.a", 0)},
     }
     closed.data.untyped_storage().resize_(0)
-    monkeypatch.setattr("megatron_het.checkpoint.asynchronous.watch", lambda: None)
+    monkeypatch.setattr("megatron_het.checkpoint.state_dict.watch_writer", lambda: None)
     for is_async in (False, True):
         args = SimpleNamespace(no_save_rng=True, async_save=is_async)
         found = hook._for_saving(state, args)

@@ -187,7 +187,7 @@ STAMPS = {
     "elastic/sessions.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
     "gpt_training.py": 2,  # Megatron's own
-    "dry_run/alone.py": 1,  # Megatron's own
+    "dry_run/run.py": 1,  # Megatron's own
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from tools.planner.emit.nodes import NodeKind
 from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.inputs.packing import NodeKind
 
 SMALL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 512,
          "seq_length": 128, "global_batch_size": 8, "micro_batch_sizes": [1], "precision": "fp16"}  # fmt: skip

@@ -18,6 +18,7 @@ from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES, schedule_of
+from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
@@ -25,12 +26,10 @@ from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
-from tools.planner.search.depths import least_s
-from tools.planner.search.moves import schedule_variants
+from tools.planner.search.moves import least_s, schedule_variants
 from tools.planner.search.outcome import Goal
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.poplar import can_differ, unequal
-from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 MOST_OPERATIONS = 6000
 

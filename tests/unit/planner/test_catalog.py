@@ -12,40 +12,34 @@ from typing import Any
 import pytest
 
 from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, PLAN
+from benchmarks.published.accuracy import reference_model, reference_profile
+from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.layer import DENSE, EXPERTS, Spread, catalog_uncertainty
-from tools.planner.costs.runtime import (
+from tools.planner.costs.layer import (
+    DENSE,
+    EXPERTS,
     MEGATRON_HET,
     WITHOUT_TE,
     Kernels,
     Product,
+    Spread,
     attention_s,
+    catalog_uncertainty,
     exchange_s,
     product_s,
     runtime_for,
 )
-from tools.planner.emit.checks import extra_flags
 from tools.planner.emit.command import emit
-from tools.planner.emit.options import node_kinds
+from tools.planner.emit.options import extra_flags, node_kinds
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import cluster_from_document, load_cluster
+from tools.planner.inputs.files import gres_problem, host_problem, job_problem, time_problem
 from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.inputs.names import gres_problem, host_problem, job_problem, time_problem
-from tools.planner.published.accuracy import reference_model, reference_profile
-from tools.planner.published.calibrate import (
-    TABLES,
-    bridge_s,
-    fit_all,
-    left_out,
-    read_runs,
-    relative_errors,
-    runtime_of,
-)
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
@@ -403,7 +397,10 @@ MODEL = {
     [
         ({"nodes": [{**NODE, "gpu": "A100-4"}]}, "nodes[0].gpu", "A100-40"),
         ({"nodes": [{**NODE, "count": -1}]}, "nodes[0].count", "-1"),
-        ({"nodes": [{**NODE, "colour": 1}]}, "nodes[0].colour", "unknown key"),
+        ({"nodes": [{**NODE, "colour": 1}]}, "nodes[0].colour", "unknown key. Keys here: gpu, count"),
+        ({"nodes": [{**NODE, "network_byte_per_s": 1}]}, "nodes[0].network_byte_per_s", "mean nodes[0].network_bytes_"),
+        ({"nodes": [NODE], "link": []}, "link", "Did you mean links?"),
+        ({"nodes": [{**NODE, "gpus": 8}]}, "nodes[0].gpus", "have 'gpus_per_node: 8'"),
         ({"nodes": [{"gpu": "T4", "count": 1}]}, "nodes[0].gpus_per_node", "required"),
         ({"nodes": []}, "nodes", "at least 1"),
         ({"nodes": [{**NODE, "max_gpus": 0}, {**NODE, "max_gpus": 0}]}, "nodes", "no GPU"),

@@ -11,13 +11,13 @@ from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.extras import rows_of
+from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate
+from tools.planner.costs.stages import rows_of
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import methods as choices
 from tools.planner.search.methods import changes, choose, regular_pipelines
 from tools.planner.search.outcome import Found, Goal, Outcome, Progress
-from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 GOAL = Goal()
 

@@ -1,6 +1,9 @@
 """The command line, in this process: what is written, printed and refused."""
 
+import ast
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -37,6 +40,19 @@ def call(capsys, *words):
 
 def common(folder):
     return ["--cluster", folder / "c.yaml", "--model", folder / "m.yaml", "--json"]
+
+
+def test_modules_that_are_named_in_strings_have_what_is_asked_of_them():
+    """``het-doctor --cluster`` asked for a module that had been renamed."""
+    root = Path(__file__).parents[3]
+    sources = [root / "tools/planner/__main__.py", *(root / "megatron_het").rglob("*.py")]
+    pattern = re.compile(r'(?:_call|planner)\("([a-z_]+\.[a-z_]+)"(?:, "(\w+)"|\)\.(\w+))?')
+    asked = {match.groups() for source in sources for match in pattern.finditer(source.read_text())}
+    assert len(asked) > 20
+    for module, *names in asked:
+        tree = ast.parse((root / "tools/planner" / (module.replace(".", "/") + ".py")).read_text())
+        known = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert {name for name in names if name} <= known, module
 
 
 def test_plan_check_simulate(files, capsys):

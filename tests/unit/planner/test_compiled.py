@@ -15,16 +15,16 @@ from megatron_het.schedule.generators.one_f_one_b import fast_merge
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import add_transfers
+from tools.planner.costs import plain
 from tools.planner.costs.candidate import Group
+from tools.planner.costs.plain import Wiring, makespan_s, pipelines_s
 from tools.planner.errors import PlannerError
-from tools.planner.search.sketch import _FIGURES, _Stage, divide, stages_s
-from tools.planner.simulate import compiled, plain
-from tools.planner.simulate.plain import Wiring, makespan_s, pipelines_s
+from tools.planner.search.book import _FIGURES, _Stage, divide, stages_s
 
 
 @pytest.fixture
 def built():
-    found = compiled.loops()
+    found = plain.loops()
     if found is None:
         pytest.skip("there is no compiler")
     return found
@@ -33,9 +33,9 @@ def built():
 @pytest.fixture
 def fresh():
     """A process that has not looked for a compiler yet."""
-    compiled.loops.cache_clear()
+    plain.loops.cache_clear()
     yield
-    compiled.loops.cache_clear()
+    plain.loops.cache_clear()
 
 
 def some_shape(rng: random.Random) -> Shape:
@@ -130,7 +130,7 @@ def test_time_of_other_schedules_is_that_of_python(built, monkeypatch, schedule,
         assert seconds == pytest.approx(simulate(add_transfers(program), costs).makespan_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("loops", [compiled.loops, lambda: None])
+@pytest.mark.parametrize("loops", [plain.loops, lambda: None])
 def test_operations_that_wait_for_each_other_are_an_error(monkeypatch, loops):
     monkeypatch.setattr(plain, "loops", loops)
     shape = Shape(((1,), (1,)), ((0, 0), (0, 0)), (1, 1))
@@ -193,8 +193,8 @@ def test_equal_parts_are_timed_once_and_different_ones_all(built, monkeypatch):
 
 
 def test_no_compiler(fresh, monkeypatch):
-    monkeypatch.setenv(compiled.COMPILER, "")
-    assert compiled.loops() is None
+    monkeypatch.setenv(plain.COMPILER, "")
+    assert plain.loops() is None
 
 
 @pytest.mark.parametrize("text", ["exit 1", "touch /dev/null"])
@@ -202,31 +202,31 @@ def test_compiler_that_makes_nothing(fresh, monkeypatch, tmp_path, text):
     tool = tmp_path / "cc"
     tool.write_text(f"#!/bin/sh\n{text}\n")
     tool.chmod(0o755)
-    monkeypatch.setenv(compiled.COMPILER, str(tool))
+    monkeypatch.setenv(plain.COMPILER, str(tool))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert compiled.loops() is None
+    assert plain.loops() is None
     assert not list((tmp_path / "cache" / "megatron_het").iterdir())
 
 
 def test_what_others_may_write_is_not_loaded(built, fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiled.loops() is not None
+    assert plain.loops() is not None
     (made,) = (tmp_path / "megatron_het").glob("*.so")
     made.chmod(stat.S_IMODE(made.stat().st_mode) | 0o002)
-    compiled.loops.cache_clear()
-    assert compiled.loops() is None
+    plain.loops.cache_clear()
+    assert plain.loops() is None
     made.chmod(0o755)
     os.chmod(made.parent, 0o777)
-    compiled.loops.cache_clear()
-    assert compiled.loops() is None
+    plain.loops.cache_clear()
+    assert plain.loops() is None
 
 
 def test_changed_text_is_compiled_anew(built, fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     changed = tmp_path / "pipelines.c"
-    changed.write_text(compiled.SOURCE.read_text() + "\n")
-    compiled.loops()
-    monkeypatch.setattr(compiled, "SOURCE", changed)
-    compiled.loops.cache_clear()
-    assert compiled.loops() is not None
+    changed.write_text(plain.SOURCE.read_text() + "\n")
+    plain.loops()
+    monkeypatch.setattr(plain, "SOURCE", changed)
+    plain.loops.cache_clear()
+    assert plain.loops() is not None
     assert len(list((tmp_path / "megatron_het").glob("*.so"))) == 2

@@ -10,10 +10,10 @@ from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.simulate.simulation import simulate_candidate
 
 
 def estimator(**changes: object) -> Estimator:

@@ -13,11 +13,11 @@ from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.schedules.slimpipe import SlimPipe
+from tools.planner.costs.schedules.pipelines import SlimPipe
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.documents import drawn, read_lengths
 from tools.planner.inputs.model import Model
-from tools.planner.simulate.simulation import simulate_candidate
+from tools.planner.inputs.model_parts import drawn, read_lengths
 
 LENGTH = 131_072
 LONG_TAILED = (1000, 1500, 2000, 4000, 8000, 100_000)

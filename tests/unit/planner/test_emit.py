@@ -25,11 +25,11 @@ from tools.planner.emit.flags import (
     plan_arguments,
     stock_arguments,
 )
-from tools.planner.emit.nodes import NodeKind, components, place, task_ranks
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
+from tools.planner.inputs.packing import NodeKind, components, place, task_ranks
 
 
 def test_layout_is_what_megatron_parses() -> None:

@@ -26,19 +26,18 @@ from megatron_het.store import free_port
 from tests.unit.elastic.test_controller import setting_of
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, SMALL, even_plan, make_plan, uneven_plan
 from tools.planner.__main__ import main
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.operating import Network
-from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.emit.command import Emitted, emit, expectations
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
-from tools.planner.emit.nodes import NodeKind, components, place
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions, het_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.inputs.kept import cluster_text
-from tools.planner.inputs.packing import Seat
+from tools.planner.inputs.packing import NodeKind, Seat, components, place
 from tools.planner.replan.replan import _split
+from tools.planner.search.outcome import cluster_text
 
 PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
 WAIT_S = 30.0

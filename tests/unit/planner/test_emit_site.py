@@ -22,12 +22,12 @@ from tools.planner.__main__ import main, parser_of
 from tools.planner.emit import command as commands
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.nodes import NodeKind, components, place
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.pods import PodKind, PodOptions, part_names
 from tools.planner.emit.scripts import Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
+from tools.planner.inputs.packing import NodeKind, components, place
 
 PLAIN = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
 PYXIS = Container("registry#image:tag", "pyxis", ("/data", "/home/me:/home:ro"))

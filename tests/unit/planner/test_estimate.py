@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.schedule.kinds import Kind
-from testing.planner_cases import LLAMA_8B, LLAMA_70B, model_of
-from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator, allocate
-from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
-from tools.planner.costs.operating import Network
-from tools.planner.inputs.catalog import catalog
-from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.published.accuracy import (
+from benchmarks.published.accuracy import (
     DEEPSPEED,
     MEMORY_GRID,
     TIME_GRID,
@@ -28,8 +20,16 @@ from tools.planner.published.accuracy import (
     reference_nodes,
     reference_profile,
 )
+from megatron_het.schedule.kinds import Kind
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, model_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator, allocate
+from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.operating import Network
+from tools.planner.costs.simulation import simulate_block
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.report.tables import summary, summary_tables
-from tools.planner.simulate.simulation import simulate_block
 
 
 def test_published_runs_are_predicted():

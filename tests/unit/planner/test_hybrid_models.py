@@ -12,7 +12,8 @@ from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.extras import carried_bytes
+from tools.planner.costs.simulation import simulate_candidate
+from tools.planner.costs.stages import carried_bytes
 from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments
 from tools.planner.errors import PlannerError
@@ -23,7 +24,6 @@ from tools.planner.inputs.model_arguments import from_arguments
 from tools.planner.inputs.model_configs import from_config
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
-from tools.planner.simulate.simulation import simulate_candidate
 
 SIZES: dict[str, Any] = {
     "hidden_size": 4096,

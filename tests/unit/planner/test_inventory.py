@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.published.calibrate import SHAPES
 from megatron_het.elastic import __main__ as elastic
 from megatron_het.plan import load_plan
 from tests.unit.planner.emit_plans import SMALL, WIDE
@@ -24,7 +25,6 @@ from tools.planner.cli.inventory import _BY_MEMORY, _RULES, catalog_name, host_n
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import load_cluster
-from tools.planner.published.calibrate import SHAPES
 from tools.planner.report import analysis as module
 
 

@@ -7,27 +7,26 @@ import gc
 import pytest
 
 from benchmarks.planner_gap import best_regular, regular_plans
+from benchmarks.published.accuracy import reference_nodes
 from testing.planner_cases import LLAMA_8B, estimator_of, measured, model_of, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.extras import rows_of
+from tools.planner.costs.layer import runtime_for
 from tools.planner.costs.layercost import CatalogCosts
-from tools.planner.costs.runtime import runtime_for
 from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.costs.simulation import block_s
+from tools.planner.costs.stages import rows_of
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.published.accuracy import reference_nodes
 from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book, there
-from tools.planner.search.limit import collector_paused
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import NORMAL, Goal, Progress
+from tools.planner.search.outcome import NORMAL, Goal, Progress, collector_paused
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import _Cut, even_seeds, tp_choices
-from tools.planner.simulate.simulation import block_s
 
 
 def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:

@@ -18,13 +18,13 @@ from tools.planner.costs.candidate import Candidate, Group
 from tools.planner.costs.candidate import Stage as Layers
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.simulation import program_of
 from tools.planner.inputs.cluster import cluster_from_document
 from tools.planner.inputs.model import model_from_document
-from tools.planner.page.collect import COLUMNS, collect, group_of, timeline_of
-from tools.planner.page.data import PageData
-from tools.planner.page.html import render
-from tools.planner.page.sections import embedded_json, seconds, significant, size, tag, usd
-from tools.planner.simulate.simulation import program_of
+from tools.planner.report.collect import COLUMNS, collect, group_of, timeline_of
+from tools.planner.report.data import PageData
+from tools.planner.report.html import render
+from tools.planner.report.sections import embedded_json, seconds, significant, size, tag, usd
 
 CLUSTER = {
     "name": "two zones",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.schedule.ir import Kind
 from testing.planner_cases import estimator_of, model_of, random_case, random_pool, with_catalog
 from tests.unit.planner.emit_plans import WIDE
@@ -17,6 +17,7 @@ from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
@@ -29,7 +30,6 @@ from tools.planner.search.moves import neighbours
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground, thorough
-from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
 from testing.planner_cases import estimator_of, model_of, with_catalog
@@ -19,20 +19,20 @@ from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.layercost import CatalogCosts, interpolated
-from tools.planner.costs.runtime import MEGATRON_HET
 from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search import finish
 from tools.planner.search.auto import search_auto
+from tools.planner.search.book import Sketch
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Goal, Outcome, Shift
 from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain, prefer_steady
-from tools.planner.search.sketch import Sketch
-from tools.planner.simulate.simulation import simulate_candidate
 
 BATCH = 64
 

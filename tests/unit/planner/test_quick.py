@@ -22,21 +22,31 @@ from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules.ministage import laps_s
+from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import MOST_ROWS, summary_tables
-from tools.planner.search import finish, limit, methods, thorough
+from tools.planner.search import finish, methods, thorough
+from tools.planner.search import outcome as limit
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance, layer_rooms
-from tools.planner.search.book import Book
-from tools.planner.search.depths import deeper
-from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
+from tools.planner.search.book import Book, divide
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found, Goal, Outcome, Progress
+from tools.planner.search.moves import deeper
+from tools.planner.search.outcome import (
+    AT_LEAST_S,
+    WRITING_S,
+    Found,
+    Goal,
+    Outcome,
+    Progress,
+    cpu_limit,
+    each_s,
+    left_s,
+    searching_s,
+)
 from tools.planner.search.seeds import seeds
-from tools.planner.search.sketch import divide
-from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 
 def estimator() -> Estimator:

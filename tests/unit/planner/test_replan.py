@@ -13,7 +13,6 @@ from tests.unit.planner import watched_runs as runs
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
-from tools.planner.inputs.kept import cluster_text, model_text
 from tools.planner.inputs.profile_schema import load_profile, save_profile
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import correct, estimator_of, predicted_s, replan
@@ -31,7 +30,7 @@ from tools.planner.replay.policies import (
     run_restart,
     with_start,
 )
-from tools.planner.search.outcome import Goal
+from tools.planner.search.outcome import Goal, cluster_text, model_text
 
 _GOAL = Goal(schedules=("1f1b",))
 

@@ -14,7 +14,7 @@ from tools.planner.costs.candidate import Candidate
 from tools.planner.costs.estimate import Estimator
 from tools.planner.search.book import Book
 from tools.planner.search.outcome import Goal, Progress
-from tools.planner.search.sailor import _combinations, _solve, smallest_tp
+from tools.planner.search.papers import _combinations, _solve, smallest_tp
 
 Dealt = tuple[tuple[int, int], ...]
 

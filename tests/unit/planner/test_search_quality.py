@@ -15,14 +15,13 @@ from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.simulate import simulate
 from testing.planner_cases import LLAMA_70B, compare_case, estimator_of, model_of, nodes, random_case
 from tools.planner.costs.build import build_plan, candidate_of, seats
+from tools.planner.costs.simulation import others_busy, simulate_beside
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.search import methods
 from tools.planner.search.auto import Effort, search_auto
-from tools.planner.search.limit import cpu_limit
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.outcome import MEDIUM, Goal, Outcome, Progress
-from tools.planner.simulate.simulation import others_busy, simulate_beside
+from tools.planner.search.outcome import MEDIUM, Goal, Outcome, Progress, cpu_limit
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ONE = Goal(schedules=("1f1b",))
@@ -139,7 +138,7 @@ def test_sailor_keeps_data_parallelism_in_a_region():
 
 def test_split_cuts_the_slow_links():
     """Two regions of two nodes each: the 2-cut separates the regions."""
-    from tools.planner.search.zorse import split
+    from tools.planner.search.papers import split
 
     cluster = Cluster(
         nodes=(
@@ -163,7 +162,7 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
     """The cut between classes of twins weighs as much as the one of the graph of all node parts."""
     import networkx as nx
 
-    from tools.planner.search.zorse import minimum_cut
+    from tools.planner.search.papers import minimum_cut
 
     rng = random.Random(seed)
     nodes = tuple(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from benchmarks.published.accuracy import reference_nodes
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from testing.planner_cases import model_of
@@ -17,19 +18,17 @@ from tests.unit.plan.feature_checks import check_feature
 from tools.planner.__main__ import main
 from tools.planner.cli.inventory import catalog_name
 from tools.planner.costs.build import build_plan, candidate_of
-from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage, rank_parameters
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.estimates import GroupMemory, rank_parameters
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.schedules.ministage import at_peak, shares_by_memory
-from tools.planner.emit.checks import check_told_apart, extra_flags, to_fill_in
-from tools.planner.emit.nodes import NodeKind
+from tools.planner.costs.simulation import simulate_candidate, with_costs
+from tools.planner.emit.options import check_told_apart, extra_flags, to_fill_in
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.published.accuracy import reference_nodes
+from tools.planner.inputs.packing import NodeKind
 from tools.planner.search.balance import balance
-from tools.planner.simulate.simulation import simulate_candidate, with_costs
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000,
          "seq_length": 256, "global_batch_size": 8, "precision": "bf16", "flags": {"rotary-base": 500000}}  # fmt: skip

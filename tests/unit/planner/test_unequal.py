@@ -8,13 +8,13 @@ from testing.planner_cases import estimator_of
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Goal
 from tools.planner.search.poplar import can_differ, unequal
-from tools.planner.simulate.simulation import simulate_candidate
 
 MIXED = (("A100-40", 2), ("V100-16", 3))
 EQUAL = (("A100-40", 4),)

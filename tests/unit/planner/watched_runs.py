@@ -8,22 +8,23 @@ from pathlib import Path
 
 from megatron_het.lowering.programs import costs_of, program_of
 from megatron_het.plan import Plan
-from megatron_het.report.timeline import TIMED
+from megatron_het.report import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
-from megatron_het.watch.monitor import Hello, Monitor, Sample, Settings
+from megatron_het.watch.monitor import Monitor, Settings
+from megatron_het.watch.samples import Hello, Sample
 from testing.planner_cases import model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replan.measured import Watched, load_watched
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
-from tools.planner.simulate.simulation import simulate_candidate
 
 MODEL = model_of(
     name="tiny",

@@ -179,7 +179,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 
 def test_the_plan_in_the_readme_is_a_plan(tmp_path: Path) -> None:
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.plan import load_plan
 
     (plan,) = blocks("README.md", "json")

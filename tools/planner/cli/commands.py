@@ -41,10 +41,23 @@ from ..report.tables import (
     summary_tables,
     table,
 )
-from ..search.limit import collector_paused, cpu_limit, each_s, left_s, nothing_found, searching_s
 from ..search.methods import search
-from ..search.outcome import Found, Goal, Outcome, Progress
-from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
+from ..search.outcome import (
+    Found,
+    Goal,
+    Outcome,
+    Progress,
+    check_planned_precision,
+    check_prices,
+    collector_paused,
+    cpu_limit,
+    each_s,
+    estimator_from,
+    goal_from,
+    left_s,
+    nothing_found,
+    searching_s,
+)
 from .dry_run import lines as verified_lines
 from .dry_run import unverified_lines, verifier_of
 
@@ -273,7 +286,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     from megatron_het.plan import PlanError, load_plan
 
     from ..costs.build import check_same_model
-    from ..emit.checks import check_experts
+    from ..emit.options import check_experts
 
     estimator = estimator_from(options)
     try:
@@ -303,7 +316,7 @@ def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tupl
 
 def simulate(options: argparse.Namespace) -> int:
     """Simulate a plan with its own routing."""
-    from ..simulate.simulation import simulate_candidate
+    from ..costs.simulation import simulate_candidate
 
     if options.trace:
         check_target(options.trace, "--trace")
@@ -328,7 +341,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 def refuse_unrunnable(made: Any, file: str) -> None:
     """Refuses what the runtime refuses: such a plan has no iteration time."""
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.plan import PlanError
 
     try:
@@ -359,7 +372,7 @@ def _picture(result: Any, path: str) -> None:
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
     from ..inputs.model import model_of
-    from ..profile.command import run
+    from ..profile.settings import run
 
     found = run(options, model_of(options).profiled)
     if found is not None:
@@ -404,7 +417,7 @@ def emit(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
-    from ..page.html import check_page, page_of_search, written
+    from ..report.html import check_page, page_of_search, written
 
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
@@ -432,7 +445,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """The plan against an even split, single GPU types and single schedules."""
-    from ..page.html import check_page, page_of_search, written
+    from ..report.html import check_page, page_of_search, written
 
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
@@ -453,8 +466,8 @@ def compare(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
-    from ..page.collect import collect, gains_of, rows_of
-    from ..page.html import ENDINGS, notes_of, write_page
+    from ..report.collect import collect, gains_of, rows_of
+    from ..report.html import ENDINGS, notes_of, write_page
 
     check_target(options.html, "--html", ENDINGS)
     goal = goal_from(options)
@@ -499,7 +512,7 @@ def check(options: argparse.Namespace) -> int:
 
 def _obstacle(made: Any) -> dict[str, Any] | None:
     """Why the runtime would refuse the plan, whatever it is started on and with."""
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.lowering.programs import build
     from megatron_het.plan import PlanError
 

@@ -24,14 +24,13 @@ from typing import Any
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 
 from ..costs.build import build_plan, check_same_model
+from ..costs.candidate import GroupMemory
 from ..costs.estimate import Estimator
-from ..costs.estimates import GroupMemory
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target, write_json
 from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
-from ..search.outcome import Found, Outcome
-from ..search.setup import check_planned_precision
+from ..search.outcome import Found, Outcome, check_planned_precision
 
 START_S = 300.0
 """Bound on importing Megatron, which takes seconds on a machine that does nothing else."""

@@ -11,7 +11,7 @@ from itertools import islice
 from math import gcd, inf
 from typing import Any
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import (
     ModelShape,
     Plan,
@@ -34,9 +34,9 @@ from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
 from .candidate import Candidate, Group, Stage, chunk_layers, normalised
 from .estimate import Estimate, Estimator, allocate
-from .extras import extra_parameters, extras_of_plan, routes_of, sizes_of_plan
 from .operating import mean_size
 from .schedules import is_ordered, schedule_of
+from .stages import extra_parameters, extras_of_plan, routes_of, sizes_of_plan
 
 
 def rooms_of(cluster: Cluster) -> list[Room]:

@@ -12,26 +12,24 @@ from ..inputs.model import Model
 from ..inputs.profile_schema import LayerKind
 from .layer import (
     ALONE,
+    DIAGONAL_TOKENS,
+    MEGATRON_HET,
     LayerCost,
+    Product,
+    Runtime,
     Spread,
     Uncertainty,
     activation_bytes,
     attention_matrix_bytes,
+    attention_s,
     backward_bytes,
+    backward_product_s,
     catalog_uncertainty,
+    exchange_s,
     mean_of_layers,
+    memory_s,
     most_tp,
     pool_size,
-)
-from .runtime import (
-    DIAGONAL_TOKENS,
-    MEGATRON_HET,
-    Product,
-    Runtime,
-    attention_s,
-    backward_product_s,
-    exchange_s,
-    memory_s,
     product_s,
 )
 

@@ -14,8 +14,18 @@ from megatron_het.plan.validate import most_chunks
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster
-from .candidate import Candidate, Group
-from .estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, allocate, divided_alike, rank_parameters
+from .candidate import (
+    Candidate,
+    Estimate,
+    Group,
+    GroupMemory,
+    Pipeline,
+    StageTimes,
+    Unit,
+    allocate,
+    divided_alike,
+    rank_parameters,
+)
 from .layer import Uncertainty
 from .operating import OperatingPoints
 from .schedules import schedule_of

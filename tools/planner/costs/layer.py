@@ -1,14 +1,271 @@
-"""Time and memory of one layer at one operating point: the interface between cost models and the planner."""
+"""Time and memory of one layer at one operating point, and the constants of the training software behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol
 
+from ..inputs.catalog import Gpu
 from ..inputs.model import Model
 from ..inputs.profile_schema import LayerKind
-from .runtime import INPUT_BYTES
+
+# Seconds of single kernels on one GPU, from datasheet figures and a few constants of the training software.
+#
+# ``docs/costs.md`` says where every term comes from and how well it fits published runs.
+
+
+MEMORY_SHARE = 0.9
+"""Share of the datasheet's memory bandwidth that streaming kernels reach."""
+
+EXCHANGE_LATENCY_S = 20e-6
+
+DIAGONAL_TOKENS = 64
+"""Causal attention computes whole blocks on its diagonal: half a block of 128 keys too many per query."""
+
+FULL_HEAD = 128
+NARROW_HEAD = 0.5
+"""What the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``."""
+
+INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models.
+
+    Attributes:
+        gemm: Rate of matrix products, as a share of what the catalog says that the GPU reaches.
+        attention: The same for attention in a fused kernel.
+        newest_attention: Attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3);
+            else in those of FlashAttention-2, which use a third of a Hopper GPU.
+        backward_attention: Time of attention's backward per FLOP, as a multiple of the forward's.
+        gradient_bytes: Memory traffic of each weight in a pass, where the backward adds to its gradient: 8 in fp32
+            inside the product, 12 by a kernel of its own, and as many as an element has where nothing is added.
+        elementwise: Memory traffic of norms, residual connections, activation functions and casts, as a
+            multiple of what perfectly fused kernels move.
+        logits_bytes: Memory traffic of the loss per logit, forward and backward together.
+        quantize_bytes: Memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose).
+        expert_quantize_bytes: The same in the products of experts, each of which pads and casts a part of its own.
+        launches: Kernels that the host starts for a forward of one layer.
+        expert_launches: More of them for a layer with experts.
+        dropless_launches: Wait of one pass of a layer with experts that drops no tokens, in launches: the host
+            must know how many tokens each expert got before it can start the products.
+        expert_gemm: Rate of the experts' products, as a share of ``gemm``: groups of unequal size.
+        dispatch: Memory traffic of sorting tokens by expert and back, in elements per routed element.
+    """
+
+    gemm: float = 0.97
+    attention: float = 1.0
+    newest_attention: bool = True
+    backward_attention: float = 1.15
+    gradient_bytes: float = 8.0
+    elementwise: float = 2.1
+    logits_bytes: float = 16.0
+    quantize_bytes: float = 4.0
+    expert_quantize_bytes: float = 12.0
+    launches: float = 60.0
+    expert_launches: float = 150.0
+    dropless_launches: float = 415.0
+    expert_gemm: float = 0.65
+    dispatch: float = 24.0
+
+
+DEFAULT_KERNELS = Kernels()
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product ``[m, k] x [k, n]`` of one rank, ``count`` times (experts of one rank)."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def elements(self) -> float:
+        """Read and written at least."""
+        return (self.m * self.k + self.k * self.n + self.m * self.n) * self.count
+
+
+def product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
+    """One matrix product: its FLOPs at the rate of large products, plus the traffic of its operands.
+
+    The two add up because the first tiles are read before anything is computed and the last are written
+    after it, and because a product that shares its GPU with nothing else hides neither.  So narrow products
+    and products of few tokens are slower, by the ratio of a GPU's FLOP rate to its memory bandwidth.
+    """
+    rate = gpu.peak(precision) * gpu.efficiency * kernels.gemm
+    moved = product.elements * element_bytes
+    if precision in INPUT_BYTES:
+        written = product.m * product.n * product.count
+        moved = (product.elements - written) * INPUT_BYTES[precision] + 2.0 * written
+        moved += kernels.quantize_bytes * product.m * product.k * product.count
+    return product.flops / rate + memory_s(gpu, moved)
+
+
+def backward_product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
+    """Both products of a backward: the gradient of the input, and that of the weight, which is added to a sum."""
+    added = max(0.0, kernels.gradient_bytes - element_bytes) * product.k * product.n * product.count
+    return 2 * product_s(gpu, kernels, product, precision, element_bytes) + memory_s(gpu, added)
+
+
+def memory_s(gpu: Gpu, moved: float) -> float:
+    """Bytes through device memory."""
+    return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)
+
+
+def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, precision: str) -> tuple[float, float]:
+    """(forward, backward) of fused attention whose forward has ``flops``; the backward has 2.5 times as many.
+
+    Heads narrower than 64 use part of the matrix units.  Scores take as many exponentials in narrow heads as in wide
+    ones, which newer GPUs do hardly faster than older ones.
+    """
+    share = gpu.attention_efficiency if kernels.newest_attention else gpu.flash_efficiency
+    rate = gpu.peak(precision) * share * kernels.attention * min(1.0, head_size / 64.0)
+    forward = flops / rate
+    if kernels.newest_attention:
+        forward *= 1 + NARROW_HEAD * max(0.0, FULL_HEAD / max(head_size, 64.0) - 1)
+    return forward, 2.5 * kernels.backward_attention * forward
+
+
+def exchange_s(gpu: Gpu, token_bytes: float, top_k: int, ranks: int, domain: int, network_bytes_per_s: float) -> float:
+    """Every rank sends each of its tokens to ``top_k`` experts, which are spread evenly over ``ranks`` ranks.
+
+    A token crosses the network once per node that holds any of its experts, and is copied to its experts
+    inside the node (as DeepEP does).
+
+    Args:
+        token_bytes: All tokens of one rank, once.
+        domain: Ranks of the group that share a node (NVLink domain).
+        network_bytes_per_s: Bandwidth of one GPU to the network.
+    """
+    if ranks <= 1:
+        return 0.0
+    domain = max(1, min(domain, ranks))
+    nodes = ranks / domain
+    inside = token_bytes * top_k * (domain - 1) / domain / gpu.collective_rate
+    reached = nodes * (1 - (1 - 1 / nodes) ** top_k)
+    outside = token_bytes * reached * (nodes - 1) / nodes / (network_bytes_per_s * MEMORY_SHARE)
+    return max(inside, outside) + EXCHANGE_LATENCY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Physical terms of a training system, each with a meaning of its own.
+
+    Attributes:
+        name: For reports.
+        transfers_in_turn: A stage sends the next activations only when the gradients before them have come, as
+            DeepSpeed's schedule orders them: both transfers over a boundary stand between two microbatches of
+            the later stage, while what a stage sends does not hold it up.  Else transfers overlap with
+            compute, as in this project's executor.
+        split_transfers: A boundary tensor crosses the network once, split over the TP ranks, and is
+            put together by an all-gather inside the receiving node; else every receiving TP rank
+            gets all of it.
+        leader_transfers: As with ``split_transfers``, but one rank of the TP group sends it all, at what one
+            GPU alone reaches over the network.
+        transfer_latency_s: Fixed cost of one transfer: launch, rendezvous, synchronisation.
+        operation_s: Fixed host time of one forward or backward of a stage (framework, Python).
+        profile_overhead_s: Host time that timing one layer added to each measured pass.  It shows only
+            where the host was the bottleneck, so it is taken off for the share of a pass in which the device
+            waits for the host, going by the device's best rate.
+        collective_bytes_per_s: What one rank's all-reduce over the network reaches besides the wire
+            (copies into buckets, reduction, staging); the two rates add up in series.
+        gradient_bytes_per_parameter: In full precision training and in mixed precision.
+        extra_parameter_copies: Parameter-sized fp32 buffers beside parameters, gradients and Adam's
+            two moments (flattened all-reduce buckets, temporaries of the optimizer).
+        attention_copies: Attention matrices (all heads of one layer, one microbatch) alive at the
+            peak besides those kept for the backward; nothing with a fused attention kernel.
+        host_blocks: The process posts transfers only when the compute before them is done (CPU); else
+            it is far ahead (CUDA streams).
+        keeps_sent: gloo cannot tell that a send is done, so that what was sent stays until the end of the
+            iteration (not in sliced schedules, which bound the number of sends under way).
+        kernels: What its kernels make of a GPU.
+        fused: Attention of whole sequences runs in a fused kernel where the GPU has one.
+        newest_in_slices: Attention of slices runs in the GPU's newest kernel; else in FlashAttention 2.
+        tp_overlap: Share of the collectives of TP that runs beside products.
+        exchange_overlap: Share of the all-to-alls of experts that runs beside compute.
+        gather_overlap: Share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of
+            the same pass; the rest comes on top of it.
+        sync_overlap: Share of the gradient reduction after the last backward, and of the gather of parameters,
+            that runs beside compute.
+        commuted: Context-parallel ranks send queries and outputs to each other, as plans do (SlimPipe, section 5);
+            else keys and values go round a ring.
+        iteration_s: Host time of an iteration besides its passes (data, logging, scheduling).
+        reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
+        framework_bytes: What the training system holds besides (buffers of its own, what its allocator cannot reuse).
+    """
+
+    name: str = "megatron_het"
+    transfers_in_turn: bool = False
+    split_transfers: bool = False
+    leader_transfers: bool = False
+    transfer_latency_s: float = 50e-6
+    operation_s: float = 0.0
+    profile_overhead_s: float = 0.0
+    collective_bytes_per_s: float = float("inf")
+    extra_parameter_copies: float = 0.0
+    attention_copies: float = 2.0
+    host_blocks: bool = False
+    keeps_sent: bool = False
+    reserved_bytes: float | None = None
+    framework_bytes: float = 0.0
+    kernels: Kernels = DEFAULT_KERNELS
+    fused: bool = True
+    newest_in_slices: bool = False
+    tp_overlap: float = 0.0
+    exchange_overlap: float = 0.0
+    gather_overlap: float = 1.0
+    sync_overlap: float = 0.0
+    commuted: bool = False
+    iteration_s: float = 0.0
+
+
+MEGATRON = Runtime(
+    name="Megatron with Transformer Engine",
+    split_transfers=True,
+    tp_overlap=0.45,
+    exchange_overlap=0.5,
+    sync_overlap=0.8,
+    gather_overlap=0.9,
+)
+"""Stock Megatron as its makers tune it: what overlaps is switched on, losses and sums of gradients are fused."""
+
+MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, gradient_bytes=12.0, logits_bytes=52.0))
+"""What ``emit`` writes: the same kernels, without Apex, and with Megatron's own loss.
+
+Logits become fp32, and nine kernels read and write them, where Megatron's fused loss has two.
+"""
+
+WITHOUT_TE = replace(
+    MEGATRON_HET,
+    name="megatron_het without Transformer Engine",
+    fused=False,
+    kernels=replace(MEGATRON_HET.kernels, newest_attention=False, elementwise=3.0),
+)
+"""Megatron's own layers: attention keeps its matrices, and positions are rotated by five kernels.  Not fitted."""
+
+CPU_GLOO = Runtime(
+    commuted=True,
+    name="megatron_het on CPU over gloo",
+    host_blocks=True,
+    keeps_sent=True,
+    reserved_bytes=0.0,
+    transfer_latency_s=0.0,
+)
+
+
+def runtime_for(gpus: Iterable[Gpu]) -> Runtime:
+    """The runtime that a plan over these kinds has: all ranks have the same layers, so one kind decides for all."""
+    return MEGATRON_HET if all(g.is_processor or g.has_transformer_engine for g in gpus) else WITHOUT_TE
+
 
 # How far predictions were off on published runs of each kind, with whole families left out: what reports print.
 #

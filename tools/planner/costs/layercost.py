@@ -16,9 +16,11 @@ from .catalogcost import CatalogCosts
 from .layer import (
     ALONE,
     KINDS,
+    MEGATRON_HET,
     PROFILED,
     LayerCost,
     LayerCosts,
+    Runtime,
     Spread,
     Uncertainty,
     activation_bytes,
@@ -26,7 +28,6 @@ from .layer import (
     mean_of_layers,
     most_tp,
 )
-from .runtime import MEGATRON_HET, Runtime
 
 # What the slices of a sequence take besides the whole of it, by a profile: each is a pass of its own.
 #

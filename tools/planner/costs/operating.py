@@ -8,16 +8,15 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
+from megatron_het.features.registry import extra_layers
 from megatron_het.plan.schema import later_layers
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
-from .candidate import Candidate, Group, Passes, layers_at
-from .estimates import StageTimes, Unit, unit_of_kinds
-from .layer import LayerCost, LayerCosts, Spread
-from .runtime import MEGATRON_HET, Runtime
+from .candidate import Candidate, Group, Passes, StageTimes, Unit, layers_at, unit_of_kinds
+from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.
 
@@ -157,7 +156,7 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
     head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the
     head has it already.
     """
-    count, hidden = model.mtp_num_layers, model.hidden_size
+    count, hidden = extra_layers(model), model.hidden_size
     if not count:
         return last
     projection = 2 * hidden * hidden // tp

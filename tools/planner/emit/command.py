@@ -20,8 +20,7 @@ from typing import Any
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
-from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.features.registry import packing_flags
+from megatron_het.features.registry import check_plan_alone, packing_flags
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 
@@ -30,20 +29,9 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
-from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
-from ..inputs.packing import Seat, seat_replicas
+from ..inputs.packing import Node, NodeKind, Seat, components, place, seat_replicas, whole_kind
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
-from ..search.setup import check_planned_precision
-from .checks import (
-    check_experts,
-    check_launch,
-    check_start,
-    check_told_apart,
-    check_training,
-    check_turns,
-    extra_flags,
-    to_fill_in,
-)
+from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
 from .flags import (
@@ -56,8 +44,20 @@ from .flags import (
     plan_arguments,
     stock_arguments,
 )
-from .nodes import Node, NodeKind, components, place, whole_kind
-from .options import launch_options, node_kinds, pod_options, training_group
+from .options import (
+    check_experts,
+    check_launch,
+    check_start,
+    check_told_apart,
+    check_training,
+    check_turns,
+    extra_flags,
+    launch_options,
+    node_kinds,
+    pod_options,
+    to_fill_in,
+    training_group,
+)
 from .pods import PodOptions
 from .pods import render as pod_texts
 from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.elastic.pool import Process, assign
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..errors import PlannerError, from_plan_error
-from ..inputs.names import quote
+from ..inputs.files import quote
+from ..inputs.packing import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
 from .flags import named_plans
-from .nodes import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
 from .scripts import (
     AWAIT,
     NEWEST,

@@ -1,19 +1,303 @@
-"""Options of ``het-plan emit``, and the settings of a launch that are made from them."""
+"""Options of ``het-plan emit``, the settings of a launch, and what is refused before a file is written."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import importlib.util
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
 
-from megatron_het.plan import Plan
+from megatron_het.features import FEATURES
+from megatron_het.features.experts.spec import check_expert_parallel
+from megatron_het.plan import Plan, PlanError
 
-from ..errors import PlannerError
-from ..inputs.names import text_problem
-from .nodes import NodeKind
+from ..errors import PlannerError, from_plan_error
+from ..inputs.files import (
+    SLURM_RULES,
+    folder_problem,
+    host_problem,
+    image_problem,
+    job_problem,
+    module_problem,
+    mount_problem,
+    text_problem,
+    time_problem,
+)
+from ..inputs.model import Model
+from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
+from ..inputs.packing import Node, NodeKind
+from .flags import Turns
 from .pods import PodKind, PodOptions, Target
 from .scripts import AtTimeLimit, Container, LaunchOptions
+
+if TYPE_CHECKING:
+    from .scripts import LaunchOptions
+
+
+# Refusals of ``emit`` before it writes anything: names that Slurm or a shell would read as something else.
+
+
+_MANAGED = (
+    # Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them.
+    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "group-query-attention"),
+    *("num-query-groups", "seq-length", "encoder-seq-length", "max-position-embeddings", "normalization"),
+    *("kv-channels", "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq"),
+    *("moe-shared-expert-intermediate-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
+    *("window-size", "window-attn-skip-freq", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
+    *("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
+    *("position-embedding-type", "swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
+    *("micro-batch-size", "global-batch-size", "step-batch-size-schedule"),
+    *("calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
+    *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
+    *("use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable", "train-iters", "train-samples"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "pipeline-model-parallel-layout"),
+    *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"),
+    *(flag.removeprefix("--") for feature in FEATURES for flag in feature.sets),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "het-plan", "het-schedule"),
+    *("save", "save-interval", "load", "finetune", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
+)
+_MOST = 10**12
+_START_LIMIT_S = 300.0
+_WEIGHTS = (
+    "The scripts load what the job itself has saved. Weights to begin with: --extra '--pretrained-checkpoint DIR', "
+    "which counts until there is a checkpoint of the job"
+)
+_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+
+
+def _instead(flag: str) -> str:
+    """Returns what to do in place of giving a flag."""
+    if flag in ("load", "finetune", "exit-on-missing-checkpoint"):
+        return _WEIGHTS
+    if flag in MODEL_FLAGS:
+        return f"Say it in the model file: 'flags: {{{flag}: VALUE}}'"
+    return "Leave it out; change the model file, plan again or use the option of emit"
+
+
+def to_fill_in(words: Sequence[str]) -> list[str]:
+    """Returns what a job still needs that no file says: data and tokenizer."""
+    given = {word.split("=", 1)[0] for word in words}
+    missing = [] if given & set(_DATA) else ["data (--data-path PREFIX, or --mock-data)"]
+    missing += [] if "--tokenizer-type" in given else ["a tokenizer (--tokenizer-type and --tokenizer-model)"]
+    return [f"still to be filled in, with --extra or in args.sh: {' and '.join(missing)}"] if missing else []
+
+
+def check_start(words: Sequence[str], world_size: int) -> list[str]:
+    """Send a training's flags through Megatron's own parser and the checks of a start, in a process of its own.
+
+    Args:
+        words: The command line.
+        world_size: Processes of the job.
+
+    Returns:
+        Why nothing was checked, where Megatron is not installed or does not answer.
+
+    Raises:
+        PlannerError: The job would not start.
+    """
+    if os.environ.get("HET_PLAN_VERIFY", "1") == "0":
+        return ["the flags were not checked: HET_PLAN_VERIFY=0"]
+    if not all(map(importlib.util.find_spec, ("torch", "megatron"))):
+        return ["the flags were not checked: Megatron is not installed here"]
+    environment = {**os.environ, "WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "megatron_het.doctor.flags", *words]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_START_LIMIT_S, check=False
+        )
+        problems = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return ["the flags were not checked: Megatron's parser does not run here"]
+    if problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlannerError("emit", "(flags)", None, f"the job would not start: {problems[0]}{more}")
+    return []
+
+
+def check_experts(plan: Plan, model: Model, file: str) -> None:
+    """Check that the replicas of a plan can divide the experts of a layer.
+
+    Raises:
+        PlannerError: They cannot.
+    """
+    try:
+        check_expert_parallel(plan, model.experts.count if model.experts else 0)
+    except PlanError as error:
+        raise from_plan_error(file, error) from None
+    wide = next((r.tp for s in plan.stages for r in s.replicas if r.tp > 1), 1)
+    if model.experts is not None and model.biases and wide > 1:
+        problem = f"a replica has TP {wide}, and with experts Megatron trains biases of linear layers under TP 1 only"
+        raise PlannerError(file, "stages", wide, problem, "Plan again")
+
+
+def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
+    """Every text that becomes part of a script.
+
+    Raises:
+        PlannerError: naming option or key, value and rule.
+    """
+    for option, value, problem in (
+        ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
+        ("--job-name", launch.job_name, job_problem(launch.job_name)),
+        ("--time-limit", launch.time_limit, time_problem(launch.time_limit)),
+        ("--python", launch.python, text_problem(launch.python, 4096) or ("" if launch.python else "is empty")),
+    ):
+        if problem:
+            raise PlannerError("emit", option, value, problem)
+    image = launch.container.image if launch.container else ""
+    for option, values, rule in (
+        ("--modules", launch.modules, module_problem),
+        ("--container", [image] if image else [], image_problem),
+        ("--container-mounts", launch.container.mounts if launch.container else (), mount_problem),
+    ):
+        for value in values:
+            if problem := rule(value):
+                raise PlannerError("emit", option, value, problem)
+    if not 10 <= launch.notice_s <= 65535:
+        raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
+    if not 0 <= launch.cpus_per_task <= 4096:
+        raise PlannerError(
+            "emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (a node's ranks share its cores) to 4096"
+        )
+    if not 1 <= launch.save_interval <= _MOST:
+        raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
+    for name, kind in kinds.items():
+        if problem := text_problem(name):
+            raise PlannerError("cluster", "gpu", name, problem)
+        for key, rule in SLURM_RULES.items():
+            value = getattr(kind, key)
+            if value and (problem := rule(value)):
+                raise PlannerError("cluster", f"{name}: slurm.{key}", value, problem)
+        for host in kind.hosts:
+            if problem := host_problem(host):
+                raise PlannerError("cluster", f"{name}: hosts", host, problem)
+
+
+def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Check that Slurm can tell nodes with different GPUs apart; else stages for one kind may land on the other.
+
+    Args:
+        kinds: Those of the launch.
+
+    Returns:
+        What the reader should know where the cluster file has no settings of Slurm at all.
+
+    Raises:
+        PlannerError: Two kinds would be asked for by the same words.
+    """
+    asked: dict[tuple[str, ...], str] = {}
+    uses_slurm = any(kind.partition or kind.constraint or kind.account for kind in kinds.values())
+    for name, kind in kinds.items():
+        words = kind.partition, kind.constraint, kind.account, kind.gres
+        other = asked.setdefault(words, name)
+        if (kinds[other].gpu or other) == (kind.gpu or name):
+            continue
+        hint = "Give both a 'slurm' section with a gres type (gpu:a100), a constraint or a partition of their own"
+        problem = (
+            f"Slurm is asked for {other} and for {name} by the same words, so that either may get the other's nodes"
+        )
+        if uses_slurm or kind.gres not in ("", "gpu"):
+            raise PlannerError("cluster", f"{name}: slurm", " ".join(filter(None, words)), problem, hint)
+        return [f"train.sbatch: {problem}. {hint}"]
+    return []
+
+
+def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> None:
+    """Check that the nodes of the first plan can run those that follow when the batch size changes: no rank moves.
+
+    Raises:
+        PlannerError: They cannot.
+    """
+    node_of = {rank: node for node in nodes for rank in node.ranks}
+    for file, other in turns.more:
+        if other.world_size != plan.world_size:
+            problem = f"the first plan has {plan.world_size}, and no process begins or ends when the batch size changes"
+            raise PlannerError(file, "number of ranks", other.world_size, problem)
+        for s, stage in enumerate(other.stages):
+            for q, replica in enumerate(stage.replicas):
+                where, hint = f"stages[{s}].replicas[{q}]", "Plan with the same GPUs, or number ranks as the first plan"
+                for first in range(0, len(replica.ranks), replica.tp):
+                    group = replica.ranks[first : first + replica.tp]
+                    seen = [node_of[rank] for rank in group]
+                    names = [node.kind_of(rank) for node, rank in zip(seen, group, strict=True)]
+                    gpus = sorted({kinds[name].gpu or name for name in names})
+                    if gpus != [replica.device]:
+                        problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {replica.device}"
+                        raise PlannerError(file, where, list(group), problem, hint)
+                    if any(node is not seen[0] for node in seen):
+                        problem = "under the first plan this TP group is on several nodes"
+                        raise PlannerError(file, where, list(group), problem, hint)
+
+
+def check_training(options: Any) -> None:
+    """Iterations, batch sizes and learning rate.
+
+    Raises:
+        PlannerError: naming the option.
+    """
+    if not 1 <= options.train_iters <= _MOST:
+        raise PlannerError("emit", "--train-iters", options.train_iters, f"must be 1 to {_MOST}")
+    if options.train_samples is not None and not 1 <= options.train_samples <= _MOST:
+        raise PlannerError("emit", "--train-samples", options.train_samples, f"must be 1 to {_MOST}")
+    if options.plans and not (options.elastic or options.step_batch_size_schedule):
+        problem = "is for --elastic or --step-batch-size-schedule, which are not given"
+        raise PlannerError("emit", "--plans", str(options.plans[0]), problem)
+    if options.elastic and options.step_batch_size_schedule:
+        problem = "does not go with --elastic, where the nodes that are there choose the plan"
+        raise PlannerError("emit", "--step-batch-size-schedule", options.step_batch_size_schedule, problem)
+    try:
+        rate = float(options.lr)
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0 and options.lr.isprintable()):
+        raise PlannerError("emit", "--lr", options.lr, "must be a positive number")
+
+
+def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyType({})) -> list[str]:
+    """The words of ``--extra``.
+
+    Args:
+        text: As it was given.
+        model_flags: Those that the model file says; what they decide of the model is not for ``--extra``.
+
+    Raises:
+        PlannerError: Unbalanced quotes, control characters, a flag that plan, model file or scripts set.
+    """
+    if problem := text_problem(text, 100_000):
+        raise PlannerError("emit", "--extra", text, problem)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise PlannerError("emit", "--extra", text, f"cannot be split into words: {error}") from None
+    if words and not words[0].startswith("-"):
+        raise PlannerError("emit", "--extra", words[0], "is no flag: the first word must begin with --")
+    _check_contradictions(words, [*_MANAGED, *(set(model_flags) - TRAINING_FLAGS)])
+    return words
+
+
+def _check_contradictions(words: Sequence[str], managed_flags: Sequence[str]) -> None:
+    for word in words:
+        name = word.split("=", 1)[0].removeprefix("--")
+        if not word.startswith("--") or not name:
+            continue
+        # argparse takes the beginning of a flag for the flag.
+        managed = next((m for m in managed_flags if m == name or (len(name) > 3 and m.startswith(name))), None)
+        if managed is not None:
+            raise PlannerError(
+                "emit",
+                "--extra",
+                word,
+                f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it",
+                _instead(managed),
+            )
 
 
 def training_group(options: argparse.Namespace) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import yaml
 
 from ..errors import PlannerError
+from ..inputs.packing import Component, NodeKind, device_words, whole_kind
 from .elastic import ElasticOptions, how
-from .nodes import Component, NodeKind, device_words, whole_kind
 from .scripts import SHELLCHECK, LaunchOptions, settings
 
 Target = Literal["slurm", "jobset", "skypilot"]

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..inputs.names import comment, default_of, is_feature, quote
-from .nodes import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
+from ..inputs.files import comment, default_of, is_feature, quote
+from ..inputs.packing import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
 
 AtTimeLimit = Literal["requeue", "chain", "stop"]
 """What a job does that has saved before its time is over: it is queued again, it submits the next one, or it ends."""

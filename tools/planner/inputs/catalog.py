@@ -106,10 +106,7 @@ def parse_gpu(body: Any, file: str, key: str) -> Gpu:
     Raises:
         PlannerError: naming file, key and value.
     """
-    try:
-        gpu: Gpu = validated(Gpu, body, file)
-    except PlannerError as problem:
-        raise PlannerError(file, f"gpus.{key}.{problem.key}", problem.value, problem.problem) from None
+    gpu: Gpu = validated(Gpu, body, file, ("gpus", key))
     for precision, value in gpu.flops.items():
         if not 0 < value < inf:
             raise PlannerError(

@@ -12,8 +12,7 @@ from megatron_het.safe_io import MAX_DEVICES
 
 from ..errors import PlannerError, validated
 from .catalog import Gpu, find_gpu, parse_gpu
-from .files import read_yaml
-from .names import SLURM_RULES, expanded_hosts, text_problem
+from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -360,6 +359,9 @@ def single_kinds(groups: Any, file: str) -> tuple[Any, list[str]]:
 
 
 def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[str, Any]]:
+    if isinstance(group["gpus"], int) and "gpu" in group:
+        hint = f"Nodes with GPUs of one kind have 'gpus_per_node: {group['gpus']}'"
+        raise PlannerError(file, f"{where}.gpus", group["gpus"], "is for nodes with several kinds of GPUs", hint)
     for key, hint in {
         "gpu": "Each entry of 'gpus' has a 'type'",
         "gpus_per_node": "Each entry of 'gpus' has a 'count'",
@@ -373,11 +375,7 @@ def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[s
         raise PlannerError(file, f"{where}.gpus", group["gpus"], "expected a list", "Like [{type: T4, count: 2}]")
     entries: list[GpusOfNode] = []
     for j, body in enumerate(group["gpus"]):
-        try:
-            entries.append(validated(GpusOfNode, body, file))
-        except PlannerError as error:
-            key = f"{where}.gpus[{j}]" + ("" if error.key == "(document)" else f".{error.key}")
-            raise PlannerError(file, key, error.value, error.problem, error.hint) from None
+        entries.append(validated(GpusOfNode, body, file, (where, "gpus", j)))
     kinds: dict[str, list[int]] = {}
     total = 0
     for entry in entries:

@@ -25,10 +25,21 @@ from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
 from .catalog import Format, Precision
-from .documents import Lengths, lengths_problem, read_lengths, share_left, share_sent
-from .files import read_yaml
-from .model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, check_sizes, flag_words
-from .names import text_problem
+from .files import read_yaml, text_problem
+from .model_parts import (
+    DeltaNet,
+    Experts,
+    FlagValue,
+    Latent,
+    Lengths,
+    Mamba,
+    check_sizes,
+    flag_words,
+    lengths_problem,
+    read_lengths,
+    share_left,
+    share_sent,
+)
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
 
 

@@ -1,14 +1,19 @@
-"""Parts of the model file beyond a plain decoder layer: experts and latent attention."""
+"""Parts of the model file beyond a plain decoder layer: documents, experts, latent attention, other kinds of layers."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
+import random
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_het.features import FEATURES
+from megatron_het.plan.placement import token_blocks
 from megatron_het.plan.schema import (
     CHUNK,
     EXPERTS,
@@ -20,6 +25,128 @@ from megatron_het.plan.schema import (
     problem_of,
     sizes_of,
 )
+from megatron_het.safe_io import FileError, read_text
+from megatron_het.safe_io.reading import shown
+from megatron_het.schedule.cutting import Cutting, Span, Starts, rows_that_see
+
+from ..errors import PlannerError, from_file_error
+
+# How long the documents of a packed sequence are, and what that leaves of attention.
+#
+# A model file, or ``--document-lengths``, says it as a mean, for lengths that fall off exponentially, or as a sample.
+# Sequences are filled with documents drawn from it, as Megatron's datasets fill them: one after the other, and a
+# document that does not fit goes on in the next sequence.
+
+
+Lengths = int | tuple[int, ...]
+"""A mean, or a sample."""
+_SEED, _SEQUENCES, _MOST_DOCUMENTS = 0, 64, 50_000
+_MOST_PAIRS = 4_000  # pairs of ranks in a slice that are looked at
+MOST_LENGTHS, LONGEST = 100_000, 1 << 40
+
+
+def read_lengths(given: str) -> Lengths:
+    """Returns what ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas.
+
+    Raises:
+        PlannerError: It is neither.
+    """
+    hint = "Give a mean, or a file with the lengths of some documents in tokens"
+    try:
+        words = [given] if given.isdecimal() else read_text(given).strip().strip("[]").replace(",", " ").split()
+        found = tuple(int(word) for word in words)
+        if problem := lengths_problem(found):
+            raise ValueError(problem)
+    except FileError as error:
+        raise from_file_error(error, hint) from None
+    except ValueError as error:
+        raise PlannerError("--document-lengths", given, None, str(error), hint) from None
+    return found[0] if given.isdecimal() else found
+
+
+def lengths_problem(lengths: Lengths) -> str:
+    """Returns what is wrong with lengths; "" if nothing is."""
+    sample = (lengths,) if isinstance(lengths, int) else lengths
+    if not 1 <= len(sample) <= MOST_LENGTHS:
+        return f"{len(sample)} lengths of documents, where there must be 1 to {MOST_LENGTHS}"
+    wrong = next((length for length in sample if not 1 <= length <= LONGEST), None)
+    return "" if wrong is None else f"a document of {shown(wrong)} tokens, where there must be 1 to {LONGEST}"
+
+
+@functools.lru_cache(maxsize=8)
+def drawn(lengths: Lengths, seq_length: int) -> tuple[Starts, ...]:
+    """Where the documents of some sequences begin; the same ones in every call."""
+    rng = random.Random(_SEED)
+    mean = lengths if isinstance(lengths, int) else sum(lengths) / len(lengths)
+    count = max(1, min(_SEQUENCES, int(_MOST_DOCUMENTS * mean / seq_length)))
+    found: list[Starts] = []
+    at, starts = 0, [0]
+    while len(found) < count:
+        # The first sequence begins within a document, as all later ones do.
+        at += max(1, round(rng.expovariate(1 / lengths)) if isinstance(lengths, int) else rng.choice(lengths))
+        while at >= seq_length:
+            found.append(tuple(starts))
+            at, starts = at - seq_length, [0]
+        if at:
+            starts.append(at)
+    return tuple(found[:count])
+
+
+def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> float:
+    """Pairs of a query and a key that it sees, in the mean of sequences and layers, over those of whole sequences.
+
+    Args:
+        lengths: Of the documents.
+        seq_length: Tokens of a sequence.
+        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
+        windowed_layers: Share of such layers.
+    """
+    shares = shares_left(lengths, seq_length, window, windowed_layers)
+    return sum(shares) / len(shares)
+
+
+def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
+    """Computes the share that is left for every sequence that is drawn.
+
+    Args:
+        lengths: Of the documents.
+        seq_length: Tokens of a sequence.
+        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
+        windowed_layers: Share of such layers.
+    """
+    share = 0.0 if window is None else windowed_layers
+    cutting = Cutting(seq_length, 1, window_tokens=None if window is None else window - 1, window_share=share)
+    whole = cutting.keys((0,), seq_length)
+    return [cutting.keys(starts, seq_length) / whole for starts in drawn(lengths, seq_length)]
+
+
+@functools.lru_cache(maxsize=256)
+def share_sent(lengths: Lengths | None, seq_length: int, cp: int, slices: int, window: int | None = None) -> float:
+    """Share of its queries that a context-parallel rank sends to another one, in the mean: those that see its keys.
+
+    Args:
+        lengths: Of the documents; None if a sequence is one.
+        seq_length: Tokens of a sequence.
+        cp: Ranks.
+        slices: Of a sequence, equally long.
+        window: Keys that a query sees, its own with them; None for all of its document.
+    """
+    tokens = max(seq_length // slices // (2 * cp), 1) * 2 * cp
+    blocks = token_blocks((1,) * cp, tokens)
+    count = max(1, _MOST_PAIRS // (slices * cp * cp))
+    sent, drawn_ones = 0, ((0,),) if lengths is None else drawn(lengths, seq_length)[:count]
+    earlier = None if window is None else window - 1
+    for starts in drawn_ones:
+        held: list[list[Span]] = [[] for _ in range(cp)]
+        for first in range(0, slices * tokens, tokens):
+            placed = [[(first + a, first + b) for a, b in own] for own in blocks]
+            for rank, own in enumerate(placed):
+                held[rank] += own
+            for owner, holder in itertools.permutations(range(cp), 2):
+                for block in placed[owner]:
+                    sent += sum(b - a for a, b in rows_that_see(block, held[holder], (starts,), earlier))
+    return sent / (len(drawn_ones) * slices * tokens * (cp - 1))
+
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 _SIZES_OF = {MAMBA: "mamba", GATED_DELTA_NET: "delta_net", EXPERTS: "experts", LATENT_ATTENTION: "latent"}
@@ -57,7 +184,7 @@ MODEL_FLAGS: dict[str, tuple[str, Any]] = {
     "moe-z-loss-coeff": ("moe_z_loss_coeff", None),
     "mscale": ("mscale", 1.0),
     "mscale-all-dim": ("mscale_all_dim", 0.0),
-    "mtp-loss-scaling-factor": ("mtp_loss_scaling_factor", 0.1),
+    **{flag: known for feature in FEATURES for flag, known in feature.training_flags.items()},
     "no-bias-gelu-fusion": ("bias_gelu_fusion", True),
     "no-rope-freq": ("no_rope_freq", None),
     "no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", None),
@@ -88,7 +215,7 @@ TRAINING_FLAGS = frozenset(
     (
         *("attention-dropout", "hidden-dropout", "init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
         *("moe-router-bias-update-rate", "moe-router-load-balancing-type", "moe-z-loss-coeff"),
-        "mtp-loss-scaling-factor",
+        *(flag for feature in FEATURES for flag in feature.training_flags),
     )
 )
 """Those of them that do not decide what the model computes from its weights: a user may give others."""
@@ -388,7 +515,6 @@ def check_sizes(model: Any) -> None:
     check_pattern(model)
     if model.experts is not None:
         model.experts.check_layers(model.num_layers)
-    if model.mtp_num_layers > model.num_layers:
-        raise ValueError(f"mtp_num_layers = {model.mtp_num_layers} is more than num_layers = {model.num_layers}")
-    if model.mtp_num_layers and model.learned_positions:
-        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron's layers know rotary positions only")
+    for feature in FEATURES:
+        if problem := feature.model_problem(model):
+            raise ValueError(problem)

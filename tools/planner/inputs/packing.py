@@ -1,8 +1,11 @@
-"""TP groups into nodes: one way for the planner, for ``check`` and for the launch files."""
+"""TP groups into nodes, and which node runs which ranks: for planner, ``check`` and launch files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_het.plan import Plan
@@ -194,3 +197,227 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
         "the TP groups do not fit into the cluster's nodes",
         "Make the plan again for this cluster",
     )
+
+
+# Which node runs which ranks: the part of a launch that plan and cluster decide together.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Holds what the launcher has to know about nodes of one kind.
+
+    Attributes:
+        devices: GPUs (or ranks, on CPU nodes) that one node offers.
+        count: Nodes that exist; None = as many as needed.
+        quota: Devices that may be used in all; None = those that exist.
+        gpu: Device kind, as in the plan; empty = the name of the node kind.
+        hosts: Their host names, if known; used by the torchrun scripts.
+        partition, constraint, account, qos, reservation, licenses, mem: What Slurm is asked for them.
+        zone: Where they are; empty: unknown.
+        python: Their interpreter; empty: that of the launch.
+        gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
+        shared_node: Name of the nodes, where other kinds have more devices of the same nodes; empty: none.
+        numbers: Of these devices within such a node, in the order of the PCI bus.
+        exclusive: Whether the job has its nodes for itself; None: where it uses all GPUs of nodes
+            whose cores are not known.
+        cpus: Cores of a node; 0: unknown.
+    """
+
+    devices: int
+    count: int | None = None
+    hosts: tuple[str, ...] = ()
+    partition: str = ""
+    constraint: str = ""
+    account: str = ""
+    gres: str = ""
+    gpu: str = ""
+    quota: int | None = None
+    zone: str = ""
+    python: str = ""
+    shared_node: str = ""
+    numbers: tuple[int, ...] = ()
+    qos: str = ""
+    reservation: str = ""
+    licenses: str = ""
+    mem: str = ""
+    exclusive: bool | None = None
+    cpus: int = 0
+
+    def cores(self, ranks: int) -> int:
+        """Cores for so many ranks of a node, which share them; 0: unknown."""
+        return self.cpus * ranks // self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the launch.
+
+    Attributes:
+        kind: Name of its node kind; of the first one where it has devices of several kinds.
+        ranks: The plan's ranks on it, by local rank.
+        host: Its name, if known.
+        kinds: Name of the kind of every local rank, where kinds share such nodes; else empty.
+        devices: Number of the device of every local rank there.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    host: str = ""
+    kinds: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The kinds of its devices."""
+        return " + ".join(dict.fromkeys(self.kinds)) or self.kind
+
+    def kind_of(self, rank: int) -> str:
+        """Name of the kind of a rank's device."""
+        return self.kinds[self.ranks.index(rank)] if self.kinds else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job.
+
+    Attributes:
+        kind: Name of the node kind.
+        per_node: Ranks of each node.
+        nodes: The nodes.
+        is_whole: Whether the ranks use all devices of every node.
+    """
+
+    kind: str
+    per_node: int
+    nodes: tuple[Node, ...]
+    is_whole: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks in the order of Slurm's task numbers."""
+        return tuple(r for n in self.nodes for r in n.ranks)
+
+
+def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
+    """Fill nodes with replicas, as the planner does; a TP group never straddles two nodes.
+
+    Args:
+        plan: Replicas name their device kind.
+        kinds: The cluster's node kinds by name.
+
+    Returns:
+        Nodes, the one with rank 0 first.
+
+    Raises:
+        PlannerError: An unknown kind, a TP group larger than a node, too few nodes.
+    """
+    names = list(kinds)
+    rooms = [Room(k.gpu or name, k.devices, k.count, k.quota, k.zone, k.shared_node) for name, k in kinds.items()]
+    found: dict[tuple[int, int], list[tuple[int, int, str]]] = {}  # device, rank and kind, by node
+    for stage, seated in zip(plan.stages, seat_replicas(plan, rooms)):
+        for replica, seats in zip(stage.replicas, seated):
+            for rank, seat in zip(replica.ranks, seats):
+                name = names[seat.pool]
+                # The local ranks of a node count its devices, where it matters which one a rank has.
+                device = kinds[name].numbers[seat.gpu] if kinds[name].shared_node else 0
+                found.setdefault(seat.host, []).append((device, rank, name))
+    nodes = []
+    for (_, number), members in sorted(found.items(), key=lambda item: min(rank for _, rank, _ in item[1])):
+        devices, ranks, there = zip(*sorted(members), strict=True)
+        kind = kinds[there[0]]
+        more = (there, devices) if kind.shared_node else ((), ())
+        nodes.append(Node(there[0], ranks, _host(kind.hosts, number), *more))
+    return nodes
+
+
+def asked_gres(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+    """Slurm's generic resources of a node with their numbers; empty on CPU nodes.
+
+    Of a node with several kinds: so many of each, where each has a name of its own, else all of the node.
+    """
+    kind = kinds[node.kind]
+    if not node.kinds or not kind.gres:
+        return f"{kind.gres}:{len(node.ranks)}" if kind.gres else ""
+    if _has_names(kind, kinds):
+        return ",".join(f"{kinds[name].gres}:{count}" for name, count in Counter(node.kinds).items())
+    return f"{kind.gres}:{sum(k.devices for k in _in_same_nodes(kind, kinds))}"
+
+
+def chosen_devices(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+    """Devices that the ranks of a node have to choose themselves, as ``CUDA_VISIBLE_DEVICES``; else empty."""
+    kind = kinds[node.kind]
+    if not node.kinds or (kind.gres and _has_names(kind, kinds)):
+        return ""
+    if len(node.devices) == sum(k.devices for k in _in_same_nodes(kind, kinds)):
+        return ""
+    return ",".join(map(str, node.devices))
+
+
+def devices_of(node: Node, kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Kind of the device of every local rank, as plans call it."""
+    return [kinds[name].gpu or name for name in node.kinds or [node.kind] * len(node.ranks)]
+
+
+def device_words(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+    """The devices of a node as ``het-run --device`` takes them."""
+    if not node.kinds:
+        return kinds[node.kind].gpu or node.kind
+    return ",".join(f"{name}*{len(list(members))}" for name, members in groupby(devices_of(node, kinds)))
+
+
+def _in_same_nodes(kind: NodeKind, kinds: Mapping[str, NodeKind]) -> list[NodeKind]:
+    return [k for k in kinds.values() if k.shared_node == kind.shared_node]
+
+
+def _has_names(kind: NodeKind, kinds: Mapping[str, NodeKind]) -> bool:
+    """Whether Slurm has a name of its own for every kind of these nodes."""
+    names = [k.gres for k in _in_same_nodes(kind, kinds)]
+    return len(set(names)) == len(names) and all(":" in name for name in names)
+
+
+def whole_kind(node: Node, kinds: Mapping[str, NodeKind]) -> NodeKind:
+    """The kind of a node; of one with several kinds, all of them together."""
+    kind = kinds[node.kind]
+    if not node.kinds:
+        return kind
+    gpus = dict.fromkeys(kinds[name].gpu or name for name in node.kinds)
+    devices = sum(k.devices for k in _in_same_nodes(kind, kinds))
+    return replace(kind, gpu=" + ".join(gpus), gres=asked_gres(node, kinds), devices=devices)
+
+
+def _host(hosts: Sequence[str], index: int) -> str:
+    return hosts[index] if index < len(hosts) else ""
+
+
+def components(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[Component]:
+    """Group nodes that the launcher sees as equal; the component with rank 0 comes first."""
+    groups: dict[tuple[NodeKind, int, tuple[int, ...]], list[Node]] = {}
+    for node in nodes:
+        kind, ranks = whole_kind(node, kinds), len(node.ranks)
+        seen = replace(
+            kind,
+            gpu=kind.gpu or node.kind,
+            # What is asked for the ranks of a node counts, not what else the node has.
+            devices=0,
+            cpus=kind.cores(ranks),
+            count=None,
+            quota=None,
+            hosts=(),
+            numbers=(),
+        )
+        groups.setdefault((seen, ranks, node.devices), []).append(node)
+    first: dict[NodeKind, str] = {}
+    return [
+        Component(
+            first.setdefault(seen, members[0].kind),
+            size,
+            tuple(members),
+            all(whole_kind(node, kinds).devices == size for node in members),
+        )
+        for (seen, size, _), members in groups.items()
+    ]
+
+
+def task_ranks(parts: Sequence[Component]) -> list[int]:
+    """The plan's rank of every task, by global task number."""
+    return [rank for part in parts for rank in part.ranks]

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Literal
 from megatron_het.plan.schema import ATTENTION, EXPERTS, LATENT_ATTENTION, MLP
 
 from ..errors import PlannerError, command, validated
-from .files import read_json, write_json
-from .names import text_problem
+from .files import read_json, text_problem, write_json
 
 PROFILE_FORMAT = "megatron_het.profile"
 PROFILE_VERSION = 1

@@ -15,7 +15,7 @@ from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 from ..errors import PlannerError, validated
 from ..inputs.files import read_json
-from ..inputs.kept import CLUSTER, MODEL, PROFILE
+from ..search.outcome import CLUSTER, MODEL, PROFILE
 
 PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks")
 """Where in a run's folder the file is looked for."""

@@ -18,13 +18,10 @@ from megatron_het.safe_io import amount, count
 from ..costs.estimate import Estimator
 from ..errors import PlannerError
 from ..inputs.files import check_target, write_text
-from ..inputs.kept import cluster_text
 from ..report.tables import HARDLY, NOTATION, say, shown_progress, table
 from ..search.bounds import Bounds
-from ..search.limit import left_s
-from ..search.outcome import Goal, Progress
-from ..search.setup import check_prices, estimator_from, goal_from
-from .command import PoolPlan, add_pauses, costs_from, limited, nodes_in_words, plan_of_pool, with_growth
+from ..search.outcome import Goal, Progress, check_prices, cluster_text, estimator_from, goal_from, left_s
+from .command import PoolPlan, add_pauses, costs_from, draw_ladder, limited, nodes_in_words, plan_of_pool, with_growth
 from .policies import Costs, Pool
 
 STEPS = 4
@@ -222,8 +219,6 @@ def rent(options: argparse.Namespace) -> int:
         write_text(options.out, cluster_text(cluster))
         written.append(f"wrote {options.out}")
     if options.picture:
-        from .picture import draw_ladder
-
         draw_ladder(body["rungs"], chosen, options.picture)
         written.append(f"wrote {options.picture}")
     say(body, options, *_tables(body), *written)

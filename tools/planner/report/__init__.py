@@ -1,1 +1,1 @@
-"""Reports of a plan: tables, JSON, explanations, other plans."""
+"""Reports of a plan: tables, JSON, explanations, other plans, and the HTML page."""

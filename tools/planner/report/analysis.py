@@ -14,12 +14,12 @@ from ..costs.build import build_plan
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import SCHEDULES, schedule_of
+from ..costs.simulation import simulate_block, with_costs
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..search.methods import search
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.seeds import sizes_over_replicas
-from ..simulate.simulation import simulate_block, with_costs
 from .tables import describe, unpriced
 
 # What a homogeneous framework would run on a mixed cluster: the plans that others are compared with.

@@ -7,12 +7,10 @@ from dataclasses import replace
 from math import inf
 
 from ..costs.estimate import Estimator
-from ..search.finish import confirm
-from ..search.outcome import Outcome, Progress
-from ..search.pools import Limits, nodes_left_out, pools_left_out
-from ..search.thorough import MOST_LEFT_OUT, Ground, thorough
-from .limit import collector_paused
-from .outcome import NORMAL, Effort, Goal
+from .finish import confirm
+from .outcome import NORMAL, Effort, Goal, Outcome, Progress, collector_paused
+from .pools import Limits, nodes_left_out, pools_left_out
+from .thorough import MOST_LEFT_OUT, Ground, thorough
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
@@ -219,9 +217,9 @@ def _published_methods(ground: Ground, outcome: Outcome, known: float) -> None:
     They leave out what certainly takes longer than the best plan so far, which makes them short except
     Sailor's on clusters of very many kinds of nodes; each ends when it has taken a tenth of the time before it.
     """
+    from ..search.papers import search_sailor
     from ..search.poplar import search_poplar
-    from ..search.sailor import search_sailor
-    from ..search.zorse import search_zorse
+    from .papers import search_zorse
 
     estimator, goal, progress = ground.estimator, ground.goal, ground.progress
     if goal.objective == "cost" and outcome.best is not None:

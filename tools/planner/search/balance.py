@@ -10,10 +10,9 @@ from megatron_het.plan.schema import layers_of
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator, Unit
-from ..costs.extras import rows_of
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
-from ..costs.stages import state_shards
+from ..costs.stages import rows_of, state_shards
 
 
 class Load:

@@ -1,21 +1,350 @@
-"""All candidates met so far, each evaluated once."""
+"""All candidates met so far: guessed quickly first, and what is worth it evaluated once."""
 
 from __future__ import annotations
 
+from ctypes import c_double, c_int32
 from math import inf
+from struct import Struct
+from typing import Any, Literal, NamedTuple
 
+from megatron_het.plan.validate import most_chunks
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..costs.candidate import Candidate, Group
-from ..costs.estimate import Estimate, Estimator
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimate, Estimator, Unit, allocate
+from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
-from ..search.balance import balance
-from ..search.outcome import Progress
-from ..search.pools import Limits, all_gpus
-from ..search.sketch import Sketch
-from .outcome import PENALTY, Goal
+from ..costs.stages import tail_s
+from .balance import Rooms, balance, ends_at, layer_rooms, stage_load
+from .outcome import PENALTY, Goal, Progress
+from .pools import Limits, all_gpus
 
 Groups = tuple[tuple[Group, ...], ...]
+
+# A quick guess of an iteration time, which says what is worth evaluating: the coarse step before the closed form.
+#
+# Stages are known by a few figures each, which candidates share: the rate at which their replicas compute layers,
+# the layers that fit into memory, and what reducing the gradients of a layer takes.  A guess needs no more than
+# dividing the layers by these rates.
+
+
+TOO_LARGE = 100.0
+"""Factor of what does not fit into memory, by far above all that does."""
+BACKWARD = 2 / 3
+"""Of a pass forward and back, the way back."""
+DOUBTFUL = 0.125
+"""Stages that lack memory for no more than this share of the layers may fit after all."""
+
+
+class _Stage(NamedTuple):
+    """Holds what a stage is taken for.
+
+    Attributes:
+        layer_s: All microbatches through one layer, on the replica that takes longest.
+        ends: Embedding and head, as so many layers.
+        pass_s: Forward and backward of one microbatch through a layer, on average.
+        ends_size: Parameters of embedding and head, as so many layers.
+        width: Replicas.
+        usd_per_s: Of its GPUs.
+    """
+
+    layer_s: float
+    ends: float
+    pass_s: float
+    ends_size: float
+    width: int
+    usd_per_s: float
+
+
+class _Known:
+    """A stage at one point of the search space.
+
+    Attributes:
+        stage: What it is taken for.
+        unit: One of its replicas.
+        tail_s: Gradient reduction and update of a layer.
+        figures: Both as the compiled loops want them.
+        rate: Layers per second.
+        width: Replicas.
+        rooms: What fits into memory.
+        caps: Most layers that fit, by the replicas of later stages, or by the numbers of stages.
+    """
+
+    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
+
+    def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
+        self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
+        self.rate, self.width = 1.0 / stage.layer_s, stage.width
+        self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
+        self.caps: dict[int | tuple[int, int], int] = {}
+
+
+_FIGURES = Struct("5d")
+_NO_ENDS = 0.0, 0.0
+
+
+_Met = dict[tuple[Group, ...], "_Known | Literal[False]"]
+
+
+class _Point:
+    """Everything of a candidate but its stages, and the stages that have been met there.
+
+    Attributes:
+        like: Without stages and slack.
+        mismatch: Of its schedule.
+        most_stages: Stages of a plan that has no more passes than a plan may have.
+        total: Microbatches.
+        known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
+        values: Guesses that were made, by the groups of all stages.
+    """
+
+    __slots__ = ("known", "like", "mismatch", "most_stages", "schedule", "total", "values")
+
+    def __init__(self, like: Candidate, total: int) -> None:
+        self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
+        self.mismatch = self.schedule.mismatch(like)
+        self.most_stages = most_chunks(total, like.slices) // like.chunks
+        self.known: dict[tuple[float, float], _Met] = {}
+        self.values: dict[Groups, float] = {}
+
+
+class Sketch:
+    """Guesses of one search, in the goal's terms."""
+
+    def __init__(self, estimator: Estimator, goal: Goal) -> None:
+        self.estimator, self.goal = estimator, goal
+        self.costs_money = goal.objective == "cost"
+        self.points: dict[object, _Point | None] = {}
+        self._last: tuple[Candidate | None, _Point | None] = None, None
+        self.stages: dict[object, _Stage | None] = {}
+        self.tails: dict[object, float] = {}
+        self._compiled = loops()
+        self._out = (c_double * 3)()
+
+    def value(self, groups: Groups, like: Candidate, most: float = inf, simulated: float = inf) -> float:
+        """About the seconds or USD of the best layers for these stages.
+
+        Args:
+            simulated: Value of a plan that has been simulated: stages that compute longer are of no use.
+
+        Returns:
+            Infinite when they cannot run, or certainly look worse than ``most``.
+        """
+        wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
+        if last >= wanted or point is None or last >= point.most_stages:
+            return inf
+        known = point.values.get(groups)
+        if known is not None:
+            return known
+        found, rate = self._stages(point, groups)
+        if not rate:
+            return inf
+        usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
+        if usd * wanted > min(most, simulated) * rate:
+            return inf
+        caps = _caps(found, point.schedule.fills_by_stages)
+        lacking = wanted - sum(caps)
+        if lacking > 0:
+            factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
+            usd, caps = usd * factor, [wanted] * (last + 1)
+        limits = (most / usd, simulated / usd) if usd else (inf, inf)
+        value = usd * self._seconds(groups, point, found, caps, *limits)
+        if value < inf:
+            point.values[groups] = value
+        return value
+
+    def _point(self, like: Candidate) -> _Point | None:
+        """The candidate's point; None where the batch does not divide."""
+        if like is self._last[0]:
+            return self._last[1]
+        c = like
+        key = (
+            *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack),
+            *(c.cp, c.experts_over, c.rows),
+        )
+        if key not in self.points:
+            total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
+            self.points[key] = None if rest else _Point(c, total)
+        self._last = like, self.points[key]
+        return self.points[key]
+
+    def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
+        """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
+        count, like = len(groups), point.like
+        # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
+        most, others = _NO_ENDS, {0, count - 1}
+        if like.rows:
+            most, others = ends_at(like, 0, count), set(range(count)) if len(like.rows) == count else set()
+        met = point.known.get(most) or point.known.setdefault(most, {})
+        found: list[Any] = [*map(met.get, groups)]
+        for s in others:
+            found[s] = point.known.setdefault(ends_at(like, s, count), {}).get(groups[s])
+        if not all(found):
+            for s in range(count):
+                if found[s] is None:
+                    ends = ends_at(like, s, count)
+                    found[s] = self._meet(point, groups[s], *ends) or False
+                    point.known.setdefault(ends, {})[groups[s]] = found[s]
+                if not found[s]:
+                    return found, 0.0
+        return found, sum([entry.rate for entry in found])
+
+    def _seconds(
+        self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
+    ) -> float:
+        """Infinite where the slowest stage alone takes longer than ``most_s``, or computes longer than another plan."""
+        like, schedule = point.like, point.schedule
+        cut = like.chunks * like.slices
+        busy_s, passes, tail = self._stages_s(found, caps, BACKWARD / cut)
+        if busy_s + tail > most_s or busy_s > simulated_s:
+            return inf
+        if len(groups) == 1:
+            return busy_s + passes / cut + tail
+        ways = self.estimator.ways_s(groups, like.micro_batch_size, like.cp)
+        widths = [k.width for k in found]
+        each = point.total * like.chunks
+        link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
+        loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
+        if like.rows:
+            unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
+            loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
+            loss += loss_s / unit.both_s(layers, 1 / len(groups), 1 / len(groups))
+        fill_s = passes / cut + 2 * sum(ways) * like.chunks / like.slices
+        return max(busy_s * (1 + loss), link_s) + fill_s + tail
+
+    def _stages_s(self, found: list[_Known], caps: list[int], drain: float) -> tuple[float, float, float]:
+        """Returns what ``stages_s`` says, by the compiled loops where they are there."""
+        count, wanted = len(found), self.estimator.model.num_layers
+        if self._compiled is not None:
+            figures, out = b"".join([k.figures for k in found]), self._out
+            if self._compiled.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out):
+                return out[0], out[1], out[2]
+        return stages_s([(k.stage, k.tail_s) for k in found], caps, wanted, drain)
+
+    def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
+        """A stage that has not been met at this point."""
+        like = point.like
+        key = like.micro_batch_size, like.recompute, like.slices, like.experts_over, groups, first, last
+        if key not in self.stages:
+            self.stages[key] = self._priced(groups, like, point.total, first, last)
+        stage = self.stages[key]
+        if stage is None:
+            return None
+        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, slack=0.0)
+        unit = self.estimator.unit_of(like, groups[0])
+        return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
+
+    def _priced(
+        self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float
+    ) -> _Stage | None:
+        load = stage_load(self.estimator, groups, like, first, last)
+        width = sum([g.count for g in groups])
+        if load is None or width > total:
+            return None
+        found = allocate([t for _, t, _ in load.rates], [g.count for g in groups], total)
+        if found is None:
+            return None
+        usd = sum([self.estimator.price[g.pool] * g.tp * g.count for g in groups])
+        unit = load.units[0]
+        size = first * unit.embedding_parameters + last * unit.head_parameters
+        ends = load.time(1) / load.layer_s - 1.0
+        return _Stage(found[0], ends, width * load.layer_s, size / unit.layer_parameters, width, usd)
+
+    def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
+        """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
+        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
+        if key not in self.tails:
+            self.tails[key] = self._tail_of(groups, like)
+        return self.tails[key]
+
+    def _tail_of(self, groups: tuple[Group, ...], like: Candidate) -> float:
+        load = stage_load(self.estimator, groups, like, *_NO_ENDS)
+        assert load is not None  # the caller knows its load
+        return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
+
+
+def stages_s(
+    found: list[tuple[_Stage, float]], caps: list[int], wanted: int, drain: float
+) -> tuple[float, float, float]:
+    """Returns what stages take with the layers that suit them best.
+
+    Args:
+        found: Each with the seconds that summing a layer's gradients takes.
+        caps: Most layers of each.
+        wanted: Layers in all.
+        drain: Of a pass forward and back, what earlier stages still compute when a stage ends.
+
+    Returns:
+        Seconds of the slowest stage, of one microbatch through all the others, and of what follows the last backward.
+    """
+    layers = divide([s.layer_s for s, _ in found], [s.ends for s, _ in found], caps, wanted)
+    busy_s = passes = worst_pass_s = tail = 0.0
+    for n, (s, layer_tail_s) in zip(layers, found):
+        all_s, pass_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s
+        tail_s = (n + s.ends_size) * layer_tail_s - passes * drain
+        passes += pass_s
+        if all_s > busy_s:
+            busy_s, worst_pass_s = all_s, pass_s
+        if tail_s > tail:
+            tail = tail_s
+    return busy_s, passes - worst_pass_s, tail
+
+
+def _caps(found: list[_Known], by_stages: bool) -> list[int]:
+    """Most layers of each stage.
+
+    Args:
+        by_stages: They depend on the numbers of stages, not of replicas.
+    """
+    later, out, count = 0, [], len(found)
+    for after, entry in enumerate(reversed(found)):
+        known = (after, count) if by_stages else later
+        cap = entry.caps.get(known)
+        if cap is None:
+            cap = entry.caps[known] = entry.rooms.cap(later, after, count)
+        out.append(cap)
+        later += entry.width
+    out.reverse()
+    return out
+
+
+def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int) -> list[int]:
+    """Layers of each stage so that the slowest ends as early as possible: the integer optimum, by rising levels.
+
+    Args:
+        seconds: Of one layer.
+        ends: What comes on top, in layers.
+        caps: Most layers of each stage.
+        wanted: Layers in all, at most the sum of ``caps``.
+    """
+    all_ends = rate = 0.0
+    for t, e in zip(seconds, ends):  # one after the other, as the compiled loop does
+        all_ends += e
+        rate += 1.0 / t
+    level = (wanted + all_ends) / rate
+    layers = []
+    for t, e, cap in zip(seconds, ends, caps):
+        n = int(level / t - e)
+        n = 1 if n < 1 else n
+        layers.append(cap if n > cap else n)
+    missing = wanted - sum(layers)
+    if missing < 0:  # stages that must have a layer although they are slow
+        now = [(n + e) * t if n > 1 else 0.0 for n, e, t in zip(layers, ends, seconds)]
+        for _ in range(-missing):
+            at = now.index(max(now))
+            layers[at] -= 1
+            now[at] = now[at] - seconds[at] if layers[at] > 1 else 0.0
+    elif missing:
+        more = [(n + 1 + e) * t if n < cap else inf for n, e, t, cap in zip(layers, ends, seconds, caps)]
+        for _ in range(missing):
+            least = min(more)
+            if least == inf:
+                break
+            at = more.index(least)
+            layers[at] += 1
+            more[at] = more[at] + seconds[at] if layers[at] < caps[at] else inf
+    return layers
+
 
 LESS = (0.5, 0.0)
 """Slack to try, in this order, where the full slack does not fit."""

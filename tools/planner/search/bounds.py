@@ -27,8 +27,8 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs.estimate import Estimator, Unit
-from ..inputs.documents import shares_left
 from ..inputs.model import Model
+from ..inputs.model_parts import shares_left
 from .outcome import Goal
 from .pools import Limits
 from .poplar import SIZES

@@ -14,17 +14,13 @@ from ..costs.build import build_plan, seats
 from ..costs.candidate import Candidate, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
+from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
-from ..search.balance import balance
-from ..search.book import Book, in_regions, there
-from ..search.depths import deeper
-from ..search.moves import neighbours
-from ..search.outcome import Found, Outcome, Progress
-from ..search.pools import all_gpus
-from ..search.sketch import Sketch
-from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
-from .depths import least_s
-from .outcome import Effort, Goal
+from .balance import balance
+from .book import Book, Sketch, in_regions, there
+from .moves import deeper, least_s, neighbours
+from .outcome import Effort, Found, Goal, Outcome, Progress
+from .pools import all_gpus
 
 # Small changes of the best plans, judged by the simulator: it tells apart what the closed form takes for equal.
 

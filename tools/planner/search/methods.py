@@ -10,18 +10,17 @@ from math import inf
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
-from ..costs.extras import rows_of
 from ..costs.schedules import PLAIN, schedule_of
+from ..costs.simulation import block_s, operations_of
+from ..costs.stages import rows_of
 from ..errors import PlannerError
-from ..search.bounds import Bounds
-from ..search.moves import over_replicas
-from ..search.outcome import Outcome, Progress
-from ..search.overlap import prefer_plain, prefer_steady
-from ..search.pools import all_gpus
-from ..search.seeds import sizes_over_replicas
-from ..simulate.simulation import block_s, operations_of
+from .bounds import Bounds
 from .finish import confirm, pools_of
-from .outcome import Found, Goal
+from .moves import over_replicas
+from .outcome import Found, Goal, Outcome, Progress
+from .overlap import prefer_plain, prefer_steady
+from .pools import all_gpus
+from .seeds import sizes_over_replicas
 
 # What a plan may have besides stages, layers and batches, tried on the plans that a search has found.
 #
@@ -457,11 +456,11 @@ def search(
 def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> Outcome:
     """Modules are imported when needed."""
     if method == "zorse":
-        from ..search.zorse import search_zorse
+        from .papers import search_zorse
 
         return search_zorse(estimator, goal, progress)
     if method == "sailor":
-        from ..search.sailor import search_sailor
+        from ..search.papers import search_sailor
 
         return search_sailor(estimator, goal, progress)
     if method == "poplar":

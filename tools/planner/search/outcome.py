@@ -1,16 +1,33 @@
-"""Effort, goal and progress of a search, and its outcome."""
+"""Effort, goal, progress and time limit of a search, how they come from a command line, and its outcome."""
 
 from __future__ import annotations
 
+import argparse
+import gc
+import json
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
+from ..costs.layer import runtime_for
+from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from ..costs.schedules import SCHEDULES, Schedule, schedule_of
+from ..errors import PlannerError, command
+from ..inputs.cluster import Cluster, load_cluster
+from ..inputs.files import write_text
+from ..inputs.model import Model, model_of
+from ..inputs.profile_schema import Profile, load_profile, save_profile
 
-# How hard to search.
+if TYPE_CHECKING:
+    from megatron_het.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +293,254 @@ class Progress:
     def spent(self) -> bool:
         """Whether the CPU time is spent, by the clock."""
         return time.process_time() - self.started > self.limit_s
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No look for reference cycles in this block.
+
+    A search makes many small objects, keeps most of them, and ties next to none into cycles.  Looking through all of
+    them again and again takes a quarter of its time.  The same goes for making and writing a plan of many ranks.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.freeze()  # what has been made counts as old at once, so that nothing is looked through now
+            gc.enable()
+            gc.unfreeze()
+
+
+# ``--limit-s``: what of it is left for a search, and how a search is kept to it that does not look at the clock.
+
+_GRACE_S = 0.3
+"""How long after its limit a search is interrupted: it notices by itself almost always."""
+AT_LEAST_S = 1.0
+"""So much of the limit a search has at least, however long the command took to start and to read."""
+WRITING_S = 2.4e-5
+"""CPU seconds per GPU of the cluster that the last finalist and the plan take when the search is over, about."""
+
+
+def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
+    """CPU seconds that are left of ``--limit-s``, which count from the start of the command.
+
+    Args:
+        options: ``limit_s``, and ``began_s``: this process's CPU time when the command began.
+        used_s: What the search before has had.  :data:`AT_LEAST_S` is for both together.
+    """
+    spent_s = time.process_time() - options.began_s
+    return max(options.limit_s - spent_s, min(options.limit_s, AT_LEAST_S) - used_s, 0.0)
+
+
+def searching_s(options: argparse.Namespace, gpus: int) -> float:
+    """Returns the seconds for ``plan``'s search: a third of it at least, less what putting the plan together takes.
+
+    Args:
+        gpus: Of the cluster.
+    """
+    left = left_s(options)
+    return max(left / 3, min(left, AT_LEAST_S), left - WRITING_S * gpus)
+
+
+def each_s(options: argparse.Namespace, searches: int) -> float:
+    """The CPU time of each of several searches, which divide what is left of ``--limit-s``."""
+    return max(left_s(options) / searches, min(options.limit_s, AT_LEAST_S))
+
+
+def nothing_found(limit_s: float) -> PlannerError:
+    """No plan in this time."""
+    return PlannerError(
+        "command line",
+        "--limit-s",
+        limit_s,
+        "no plan was found in this time",
+        "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
+        "with a count",
+    )
+
+
+@contextmanager
+def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None]:
+    """Interrupt the search of this block, as Ctrl-C does, when its CPU time is over.
+
+    A search that is already putting its results together gets a quarter as long again.
+
+    Args:
+        progress: Of the search, with its limit.
+        given_s: ``--limit-s``, for the error; of which ``progress`` has what was left.
+
+    Raises:
+        PlannerError: Nothing was found in that time.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    fired = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal fired
+        if progress.is_over:
+            return
+        fired += 1
+        if not progress.finishing or fired > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    again_s = 1.0 + progress.limit_s / 4
+    signal.setitimer(signal.ITIMER_PROF, progress.limit_s + _GRACE_S, again_s)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not fired:
+            raise
+        raise nothing_found(progress.limit_s if given_s is None else given_s) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+# The planner's inputs in a run's folder, for ``replan`` to start from.
+
+
+CLUSTER, MODEL, PROFILE = "planned-cluster.yaml", "planned-model.yaml", "planned-profile.json"
+
+
+def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile | None) -> dict[str, Path]:
+    """Write what a plan was made from beside it; the files, by name."""
+    write_text(folder / CLUSTER, cluster_text(cluster))
+    write_text(folder / MODEL, model_text(model))
+    written = {CLUSTER: folder / CLUSTER, MODEL: folder / MODEL}
+    (folder / PROFILE).unlink(missing_ok=True)  # of an earlier plan
+    if profile is not None:
+        save_profile(profile, folder / PROFILE)
+        written[PROFILE] = folder / PROFILE
+    return written
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """A cluster file; JSON, which is YAML too."""
+    return json.dumps(cluster.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
+
+
+def model_text(model: Model) -> str:
+    """A model file; JSON, which is YAML too."""
+    return json.dumps(model.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
+
+
+# From command-line options to an Estimator and a Goal, with all checks of input.
+
+
+def check_memory_margin(options: argparse.Namespace) -> None:
+    """Whether ``--memory-margin`` is a share.
+
+    Raises:
+        PlannerError: It is not.
+    """
+    if not 0 < options.memory_margin <= 1:
+        raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
+
+
+def estimator_from(options: argparse.Namespace) -> Estimator:
+    """Read cluster, model and profile.
+
+    Raises:
+        PlannerError: see the readers; a precision that no GPU of the cluster supports; a bad margin.
+    """
+    cluster, model = load_cluster(options.cluster), model_of(options)
+    check_memory_margin(options)
+    runtime = runtime_for([cluster.gpu(node.gpu) for node in cluster.nodes])
+    costs: LayerCosts
+    if options.profile:
+        profile = load_profile(options.profile)
+        if not profile.complete:
+            raise PlannerError(
+                options.profile,
+                "complete",
+                False,
+                "profiling was interrupted",
+                f"Run '{command()} profile' again; it goes on where it stopped",
+            )
+        costs = MeasuredCosts(model, profile, cluster.gpu, runtime, file=options.profile)
+        for node in cluster.nodes:
+            costs.tp_sizes(node.gpu)
+    else:
+        costs = CatalogCosts(model, cluster.gpu, runtime)
+        check_precision(cluster, model, options.cluster, options.model)
+    return Estimator(cluster, model, costs, runtime, options.memory_margin)
+
+
+def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:
+    """Every GPU computes in the model's precision (V100, T4 and RTX-20 have no bf16)."""
+    without = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(model.precision)})
+    if not without:
+        low = model.linear_precision
+        slow = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(low)})
+        if slow:
+            problem = f"{', '.join(slow)} in {cluster_file} cannot compute in {low}"
+            raise PlannerError(model_file, low, True, problem, f"Set {low}: false, or remove {', '.join(slow)}")
+        return
+    common = set.intersection(*(set(cluster.gpu(n.gpu).flops) for n in cluster.nodes))
+    raise PlannerError(
+        model_file,
+        "precision",
+        model.precision,
+        f"{', '.join(without)} in {cluster_file} cannot compute in it",
+        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}: "
+        f"give --precision, or remove {', '.join(without)}",
+    )
+
+
+def check_planned_precision(made: Plan, model: Model, file: str) -> None:
+    """A plan trains in the precision that it was made for.
+
+    Raises:
+        PlannerError: The model file, or ``--precision``, says another.
+    """
+    planned, mine = made.training.precision, "fp32" if model.precision == "tf32" else model.precision
+    if planned != mine:
+        problem, hint = f"the model's is {mine}", f"Give --precision {planned}, or plan again"
+        raise PlannerError(file, "training.precision", planned, problem, hint)
+
+
+def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
+    """Money needs prices: every kind of GPU has one when the goal speaks of costs.
+
+    Raises:
+        PlannerError: naming the node group without a price.
+    """
+    if goal.objective != "cost" and goal.max_usd_per_iteration is None:
+        return
+    for i, node in enumerate(estimator.cluster.nodes):
+        if node.usd_per_gpu_hour is None and estimator.cluster.gpu(node.gpu).usd_per_hour is None:
+            raise PlannerError(
+                file,
+                f"nodes[{i}].usd_per_gpu_hour",
+                None,
+                f"{node.gpu} has no known price",
+                "Give your price per GPU hour (0 for GPUs that cost nothing)",
+            )
+
+
+def goal_from(options: argparse.Namespace) -> Goal:
+    """Objective and constraints.
+
+    Raises:
+        PlannerError: a constraint that is not positive, an unknown schedule.
+    """
+    for name in ("max_usd_per_iteration", "min_iterations_per_s", "max_gpus", "limit_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < inf:
+            raise PlannerError("command line", "--" + name.replace("_", "-"), value, "must be positive")
+    schedules = tuple(s.strip() for s in options.schedules.split(",") if s.strip())
+    for schedule in schedules:
+        if schedule not in SCHEDULES:
+            raise PlannerError(
+                "command line", "--schedules", schedule, "unknown schedule", f"Known: {', '.join(SCHEDULES)}"
+            )
+    if not schedules:
+        raise PlannerError("command line", "--schedules", options.schedules, "at least one schedule is needed")
+    return Goal(
+        options.objective, options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus, schedules
+    )

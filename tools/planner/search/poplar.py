@@ -14,10 +14,9 @@ from ..costs.estimate import Estimator
 from ..costs.operating import pass_s
 from ..costs.schedules import MINISTAGES
 from ..costs.stages import tail_s
-from ..search.book import Book
-from ..search.finish import finish
-from ..search.outcome import Outcome, Progress
-from .outcome import NORMAL, Effort, Goal
+from .book import Book
+from .finish import finish
+from .outcome import NORMAL, Effort, Goal, Outcome, Progress
 
 # Microbatches of different sizes for a plan of one stage: Poplar's curves and algorithm 2 on predicted times.
 

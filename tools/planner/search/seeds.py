@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
-from ..search.book import Book, Groups
-from ..search.pools import Limits
+from .book import Book, Groups
 from .outcome import Goal
+from .pools import Limits
 
 TP_SIZES = (1, 2, 4, 8)
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)

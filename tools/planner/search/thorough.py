@@ -11,16 +11,24 @@ from math import inf
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
-from ..search.book import Book, Groups
-from ..search.bounds import Bounds
-from ..search.depths import hide_transfers
-from ..search.finish import finish
-from ..search.moves import cut_anew, neighbours, schedule_variants
-from ..search.outcome import Outcome, Progress
-from ..search.pools import MOST_POOLS, Limits, all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
-from ..search.seeds import WORTH, even_seeds, seeds
-from .outcome import Effort, Goal, effort_for
-from .pools import Merged, expand, merge
+from .book import Book, Groups
+from .bounds import Bounds
+from .finish import finish
+from .moves import cut_anew, hide_transfers, neighbours, schedule_variants
+from .outcome import Effort, Goal, Outcome, Progress, effort_for
+from .pools import (
+    MOST_POOLS,
+    Limits,
+    Merged,
+    all_gpus,
+    expand,
+    merge,
+    nodes_left_out,
+    parts,
+    pools_left_out,
+    rounded_down,
+)
+from .seeds import WORTH, even_seeds, seeds
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
@@ -515,7 +523,7 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: 
     """Zorse's groups as further starting points, where cutting the bandwidth graph is cheap."""
     if sum(n.count for n in estimator.cluster.nodes) > effort.cut_nodes:
         return
-    from ..search.zorse import configure_groups
+    from .papers import configure_groups
 
     before = book.best
     configure_groups(book, 1, few=True)

@@ -40,7 +40,7 @@ def test_gradients_and_bytes(ratio: float) -> None:
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     offload = ActivationOffload(ratio, CPU)
-    offload.begin([model])
+    offload.start([model])
     with memory_meter(CPU) as meter:
         source = _source()
         with offload.saving(_op(), source):
@@ -55,7 +55,7 @@ def test_gradients_and_bytes(ratio: float) -> None:
         assert offload.pool.used_bytes == 0
     offload.release(_op())
     loss.backward()
-    offload.finish()
+    offload.check_empty()
     assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
     model, source, plain = _model(), _source(), _source()
     model(plain).sum().backward()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         loss = model(source).sum()
     weights = {p.data_ptr() for p in model.parameters()}
@@ -83,7 +83,7 @@ def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
 def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         handed_over = torch.nn.functional.softmax(source, dim=0)  # saves its result
     second = RankOp(Kind.FORWARD, 0, 0, 1, "F")
@@ -95,7 +95,7 @@ def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
 
 def test_a_backward_frees_what_it_has_used() -> None:
     offload, layers, size = ActivationOffload(1.0, CPU), 8, SIZE * SIZE * 4
-    offload.begin([])
+    offload.start([])
     live: list[int] = []
     with memory_meter(CPU) as meter:
         source = _source()
@@ -119,7 +119,7 @@ def test_a_backward_frees_what_it_has_used() -> None:
 def test_backward_without_fetch_says_so() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         loss = model(source).sum()
     _move(offload, Kind.ACT_OFFLOAD)
@@ -131,7 +131,7 @@ def test_host_blocks_are_reused() -> None:
     model, offload = _model(), ActivationOffload(1.0, CPU)
     seen: set[int] = set()
     for _ in range(3):
-        offload.begin([model])
+        offload.start([model])
         source = _source()
         with offload.saving(_op(), source):
             loss = model(source).sum()
@@ -142,4 +142,4 @@ def test_host_blocks_are_reused() -> None:
         _move(offload, Kind.ACT_FETCH)
         offload.release(_op())
         loss.backward()
-        offload.finish()
+        offload.check_empty()

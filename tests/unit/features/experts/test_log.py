@@ -12,7 +12,7 @@ platform.activate()
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 
 from megatron_het.features.experts import runtime  # noqa: E402
-from megatron_het.features.experts.balancing import Passes  # noqa: E402
+from megatron_het.features.experts.runtime import Passes  # noqa: E402
 from megatron_het.plan import Cut  # noqa: E402
 
 

@@ -7,8 +7,7 @@ from megatron_het.schedule.ir import V_SHAPED
 from ..candidate import Candidate
 from .base import Schedule
 from .ministage import Ministage
-from .one_f_one_b import Interleaved, OneFOneB, VShaped
-from .slimpipe import SlimPipe
+from .pipelines import Interleaved, OneFOneB, SlimPipe, VShaped
 
 
 class _Other(Schedule):

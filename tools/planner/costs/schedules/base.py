@@ -13,8 +13,7 @@ from megatron_het.plan import Plan
 from megatron_het.schedule.cutting import Parts
 
 from ...inputs.model import Model
-from ..candidate import Candidate
-from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit
+from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, Unit
 from ..operating import OperatingPoints
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)

@@ -9,11 +9,20 @@ from typing import NamedTuple
 from megatron_het.features import host_parameters, switches
 from megatron_het.plan.placement import route
 
-from ..candidate import Candidate, chunk_layers
-from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, rank_bytes, rank_parameters
+from ..candidate import (
+    Candidate,
+    Estimate,
+    GroupMemory,
+    Pipeline,
+    StageTimes,
+    Unit,
+    chunk_layers,
+    rank_bytes,
+    rank_parameters,
+)
 from ..operating import OperatingPoints
 from .base import Place, Schedule, State
-from .one_f_one_b import CHUNKS
+from .pipelines import CHUNKS
 
 # How long the ministages of a pipeline take in one direction (Zorse, section 4.1.1).
 

@@ -1,6 +1,6 @@
 """Carries published measurements of the Sailor project over into ``data/sailor.json``.
 
-    python -m tools.planner.published.import_sailor DIRECTORY > tools/planner/published/data/sailor.json
+    python -m scripts.import_sailor DIRECTORY > benchmarks/published/data/sailor.json
 
 Figures only, in this project's own compact form: repeated layers once, sizes once, bandwidths as the
 measured maxima.  What is known to be wrong at the source is left out here (see ``OMITTED``).

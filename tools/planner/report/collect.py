@@ -12,14 +12,12 @@ from megatron_het.schedule.ir import RECEIVES, SENDS, TRANSFERS, Kind, Op
 from megatron_het.schedule.kinds import COLLECTIVES, Role, Stream, Work
 from megatron_het.schedule.simulate import Result
 
-from ..costs.candidate import Candidate, Group
+from ..costs.candidate import Candidate, Group, rank_parameters
 from ..costs.estimate import Estimate, Estimator
-from ..costs.estimates import rank_parameters
 from ..costs.schedules import schedule_of
+from ..costs.simulation import Simulation, simulate_candidate
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.packing import Seat
-from ..report.tables import summary
-from ..simulate.simulation import Simulation, simulate_candidate
 from .data import (
     ClusterMap,
     Figure,
@@ -34,6 +32,7 @@ from .data import (
     TimelineData,
     ZoneOnMap,
 )
+from .tables import summary
 
 # The cluster as the page draws it: who sits where, and what every link carries in an iteration.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from ..report.tables import NOTATION
 from .data import (
     ClusterMap,
     Course,
@@ -22,6 +21,7 @@ from .data import (
     StageRow,
     TimelineData,
 )
+from .tables import NOTATION
 
 # HTML that cannot be broken by what users write: every text is escaped unless it was made here.
 

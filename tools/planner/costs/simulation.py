@@ -19,17 +19,15 @@ from megatron_het.schedule.ir import Program
 from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.transfers import post_receives_early
 
-from ..costs.build import build_plan, in_order_of, part_of, seats
-from ..costs.candidate import Candidate, Group
-from ..costs.estimate import Estimate, Estimator, Unit
-from ..costs.estimates import rank_parameters
-from ..costs.extras import attention_layers, passes_of_plan
-from ..costs.operating import unit_of_device
-from ..costs.schedules import PLAIN, schedule_of
-from ..costs.stages import sharding_s, stage_tails
 from ..errors import PlannerError
 from ..inputs.packing import Seat
+from .build import build_plan, in_order_of, part_of, seats
+from .candidate import Candidate, Group, rank_parameters
+from .estimate import Estimate, Estimator, Unit
+from .operating import unit_of_device
 from .plain import Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
+from .schedules import PLAIN, schedule_of
+from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 
 # The simulator's costs of a plan, from the same per-layer figures as the closed form.
 

@@ -11,14 +11,14 @@ from importlib import resources
 from math import exp, log
 from typing import Any
 
-from ..costs.candidate import Candidate, Group, Stage
-from ..costs.catalogcost import CatalogCosts
-from ..costs.estimate import Estimator
-from ..costs.runtime import MEGATRON, MEGATRON_HET, Kernels, Runtime
-from ..inputs.catalog import catalog
-from ..inputs.cluster import Cluster, NodeGroup
-from ..inputs.model import Model
-from ..inputs.model_parts import Experts, Latent
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.catalogcost import CatalogCosts
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import MEGATRON, MEGATRON_HET, Kernels, Runtime
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts, Latent
 
 # Published training runs without profiles (``data/*_runs.csv``), and what the catalog predicts for them.
 #

@@ -12,14 +12,14 @@ from math import log
 from statistics import mean
 from typing import Any
 
-from ..costs.candidate import Candidate, Group, Stage
-from ..costs.estimate import Estimate, Estimator
-from ..costs.layercost import MeasuredCosts
-from ..costs.runtime import Runtime
-from ..inputs.catalog import catalog
-from ..inputs.cluster import Cluster, NodeGroup
-from ..inputs.model import Model
-from ..inputs.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimate, Estimator
+from tools.planner.costs.layer import Runtime
+from tools.planner.costs.layercost import MeasuredCosts
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
 
 # The published measurements in ``data/sailor.json`` as profiles, clusters and runs.
 

@@ -1,1 +1,0 @@
-"""The time of a pipeline: exact, and fast for the search."""
