@@ -5,8 +5,9 @@ some of them in bf16 and fp16 too, 20 random ones, and under 1F1B and GPipe plan
 For each: the largest relative difference of the losses of 10 steps (lr 1e-3, Lion 1e-5, dropout 0) and of the
 evaluations, of the norm and of every gradient at the first step (L2, per parameter, on every replica), and in fp32 of
 every parameter and tensor of the optimizer after the last one.
-Top-level figures are those of fp32; bf16 stands apart.  OUT is written after every plan; ``--add OUT`` goes on with
-what is not in it, and puts such results together.
+Top-level figures are those of fp32; bf16 stands apart.  Where the last parameters are further apart than the bar, stock
+Megatron is compared with itself too, from weights whose last digit is another one.  OUT is written after every plan;
+``--add OUT`` goes on with what is not in it, and puts such results together.
 """
 
 from __future__ import annotations
@@ -206,6 +207,8 @@ def _compared(lab: Lab, case: Case, finished: Finished) -> dict[str, Any]:
         figures = compare(finished.job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
         if isinstance(lab, MinistageLab) and compares_parameters(case) and lab.runner.device == "cpu":
             entry["relative_parameter_difference"] = lab.parameter_difference(case)
+            if case.plan.training.precision == "fp32" and entry["relative_parameter_difference"] > BAR:
+                entry["stock_parameter_difference"] = lab.rounding_difference(case)
     except (AssertionError, OSError, KeyError) as error:
         entry["error"] = str(error)
         sys.stderr.write(f"{case.name}: {error}\n")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import parity
+from testing.cases import Case
+from testing.compare import Differences
+from testing.zorse_cases import MinistageLab
 
 GOOD = {f"relative_{key}_difference": 1e-7 for key in ("loss", "validation", "gradient", "norm", "later_norm")}
 
@@ -62,3 +67,32 @@ def test_a_plan_that_failed_is_tried_again(run, tmp_path):
     report["cases"][1]["error"] = "it failed"
     (tmp_path / "before.json").write_text(json.dumps(report))
     assert run("--add", str(tmp_path / "before.json"), "--begin-s", "1")[2] == [first[1]]
+
+
+class SavedRuns(MinistageLab):
+    """A lab whose runs are over, with so much between their parameters."""
+
+    runner = SimpleNamespace(device="cpu")
+
+    def __init__(self, difference: float) -> None:
+        self._found = difference
+
+    def reference(self, case: Case) -> Path:
+        return Path("reference")
+
+    def parameter_difference(self, case: Case) -> float:
+        return self._found
+
+    def rounding_difference(self, case: Case) -> float:
+        return 3e-5
+
+
+@pytest.mark.parametrize(("difference", "stock"), [(9e-6, None), (2e-5, 3e-5)])
+def test_stock_megatron_is_compared_with_itself_where_parameters_miss_the_bar(monkeypatch, difference, stock):
+    case = next(case for case in parity.all_cases(0, "1f1b", True)[0] if parity.compares_parameters(case))
+    monkeypatch.setattr(parity, "compare", lambda *_, **__: Differences(0.0, 0.0, 0.0, "none", 0.0, 0.0))
+    job = SimpleNamespace(log_dir=Path("case"))
+    finished = SimpleNamespace(job=job, elapsed_s=1.0, cpu_s=1.0, check=lambda: None)
+    entry = parity._compared(SavedRuns(difference), case, finished)
+    assert entry["relative_parameter_difference"] == difference
+    assert entry.get("stock_parameter_difference") == stock
