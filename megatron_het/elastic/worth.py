@@ -196,7 +196,7 @@ def _progress(status: Mapping[str, Any]) -> str:
 def _generation(status: Mapping[str, Any]) -> list[str]:
     if status["generation"] is None:
         nodes, come = status.get("nodes", 1), len({member["node"] for member in status["members"]})
-        return [f"no generation yet: {come} of {nodes} node{'s' * (nodes > 1)} came; the job waits for all workers"]
+        return [f"no generation yet: the job waits for its nodes, and {come} of {nodes} came"]
     plan = Plan.from_json(status["generation"]["plan"])
     stages = " + ".join(str(sum(len(replica.ranks) for replica in stage.replicas)) for stage in plan.stages)
     why = status["history"][-1]["why"] if status["history"] else "start"

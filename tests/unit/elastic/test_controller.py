@@ -101,7 +101,7 @@ def test_nodes_that_do_not_come_are_told_with_those_that_have_no_worker_left(tmp
     job = Job(tmp_path, PAIR, bounds=Bounds(start_s=0.0))
     exits(job, 1, "n1", 0), job.come(2, node="n2")
     job.controller._listen()
-    assert "no generation yet: 1 of 2 nodes came" in describe(job.controller.status())
+    assert "waits for its nodes, and 1 of 2 came" in describe(job.controller.status())
     with pytest.raises(JobError, match=r"only 1 of 2 nodes came in 0 s \(n2\).*n1 .*no such data.*--start-s"):
         job.step()
 
