@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_a_copy_of_tied_weights_is_written_once(schedule: str, rank: int, writte
             "layer": entry(prefix + _LAYER, 0),
         }
         assert set(hook._strip(part)) == written
+
+
+@pytest.mark.parametrize(("rank", "written"), [(0, {"layer", "step"}), (1, {"layer", "step"}), (2, {"step"})])
+def test_one_class_of_replicas_writes(rank: int, written: set[str]) -> None:
+    """The other one has the same weights, cut in another way."""
+    plan = tied_plan("1f1b")
+    stage = Stage((4,), (Replica((0, 1), (0,)), Replica((2,), (1,))))
+    plan = replace(plan, stages=(stage,), model=replace(plan.model, tied_embeddings=False))
+    groups = PlanGroups(Placement(plan), rank, "gloo", "world", PairGroups(rank, 1.0))  # type: ignore[arg-type]
+    part = {"layer": entry(_LAYER, 0), "step": 3}
+    assert set(StateDictHook(groups, tied_embeddings=False)._strip(part)) == written
 
 
 def test_the_same_layers_in_a_v_are_another_topology() -> None:

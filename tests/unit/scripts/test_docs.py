@@ -16,9 +16,9 @@ PAGES = sorted(
 )
 SOURCES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("megatron_het", "tools", "benchmarks", "examples", "testing", "tests")
+    for folder in ("megatron_het", "tools", "benchmarks", "examples", "scripts", "testing", "tests")
     for path in (ROOT / folder).rglob("*.py")
-]
+] + ["setup.py"]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"python -m ((?:megatron_het|tools|benchmarks|examples)[\w.]*)")
 _TEST = re.compile(r"tests/[\w/]+\.py")

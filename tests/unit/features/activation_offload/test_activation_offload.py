@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -9,10 +12,12 @@ from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
 from megatron_het.features.activation_offload.runtime import ActivationOffload
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass
 from megatron_het.schedule.ir import Kind
 
 CPU = Platform("cpu")
 SIZE = 64
+ANY: Any = None
 
 
 def _op(kind: Kind = Kind.FORWARD, microbatch: int = 0) -> RankOp:
@@ -30,7 +35,7 @@ def _source() -> torch.Tensor:
 
 
 def _move(offload: ActivationOffload, kind: Kind) -> None:
-    {Kind.ACT_OFFLOAD: offload.store, Kind.ACT_FETCH: offload.fetch}[kind](_op(kind))
+    offload.handlers()[kind](_op(kind), ANY, ANY)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 1.0])
@@ -39,11 +44,11 @@ def test_gradients_and_bytes(ratio: float) -> None:
     model(plain).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    offload = ActivationOffload(ratio, CPU)
-    offload.start([model])
+    offload, call = ActivationOffload(ratio, CPU), cast(Call, SimpleNamespace(models=[model], forward_only=False))
+    offload.begin(call, ANY)
     with memory_meter(CPU) as meter:
         source = _source()
-        with offload.saving(_op(), source):
+        with offload.around_forward(ForwardPass(_op(), source, ANY, None, ends_in_loss=False), call):
             loss = model(source).square().sum()
         kept = meter.live_bytes()
         _move(offload, Kind.ACT_OFFLOAD)
@@ -53,9 +58,11 @@ def test_gradients_and_bytes(ratio: float) -> None:
         assert ratio - SIZE * SIZE * 4 / total <= gone / total <= ratio
         _move(offload, Kind.ACT_FETCH)
         assert offload.pool.used_bytes == 0
-    offload.release(_op())
-    loss.backward()
-    offload.check_empty()
+    with pytest.raises(RuntimeError, match="activations left"):
+        offload.finish(call, ANY)
+    with offload.around_backward(BackwardPass(_op()), call, ANY):
+        loss.backward()
+    offload.finish(call, ANY)
     assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
 
