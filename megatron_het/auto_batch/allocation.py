@@ -12,6 +12,34 @@ from dataclasses import dataclass, replace
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage
 from megatron_het.plan.validate import check_plan
 
+# What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
+
+SIZES_BYTES = (1 << 16, 1 << 23)
+"""Sizes at which a gather and a reduction are measured."""
+
+
+def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping[str, int]) -> float:
+    """Seconds of the collectives of one pass, none of which compute is taken to hide (Poplar, section 3.2).
+
+    Args:
+        zero: ZeRO stage.
+        seconds: What ``measure.measure_links`` found.
+        amounts: ``parameter_bytes`` and ``gradient_bytes`` of the model, in ``buckets`` collectives.
+    """
+    if zero < 2 or not seconds:
+        return 0.0
+    gathers = 2 * _one(seconds["gather"], amounts["parameter_bytes"], amounts["buckets"]) if zero == 3 else 0.0
+    return gathers + _one(seconds["reduce"], amounts["gradient_bytes"], amounts["buckets"])
+
+
+def _one(times: list[float], size_bytes: int, count: int) -> float:
+    """Latency of each collective, and the rest by bytes."""
+    small, large = SIZES_BYTES
+    each_s = max(0.0, (times[1] - times[0]) / (large - small))
+    latency_s = max(0.0, times[0] - each_s * small)
+    return count * latency_s + size_bytes * each_s
+
+
 # Performance curves: seconds of a pass over the sequences in it (Poplar, section 3.2, figure 6).
 
 

@@ -66,7 +66,7 @@ class HetConfig:
 
 # Plans that take turns in one job, one for each global batch size: what they must have in common.
 #
-# ``elastic/turns.py`` changes from one to the next.
+# ``elastic/sessions.py`` changes from one to the next.
 
 
 @contextlib.contextmanager

@@ -372,7 +372,7 @@ def _picture(result: Any, path: str) -> None:
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
     from ..inputs.model import model_of
-    from ..profile.settings import run
+    from ..profile.worker import run
 
     found = run(options, model_of(options).profiled)
     if found is not None:
