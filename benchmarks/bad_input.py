@@ -131,7 +131,7 @@ _OUTPUTS = ("out.json", "plan.json.x", "run", "target", "t.svg")
 _MODULES = (
     *("yaml", "rich.table", "rich.console", "matplotlib.figure"),
     *("megatron_het.arguments.flags", "megatron_het.lowering.programs", "megatron_het.schedule.view.cli"),
-    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.cli.commands"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.__main__", "tools.planner.cli.commands"),
     *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.replan"),
     *("tools.planner.profile.settings", "tools.planner.search.papers"),
     "tools.planner.costs.simulation",
@@ -184,7 +184,7 @@ def _run_tool(case: Case) -> int:
 
 def _doctor(words: list[str]) -> None:
     """What rank 0 of the doctor reads before it meets others."""
-    from megatron_het.doctor.options import parse, read_inputs
+    from megatron_het.doctor.__main__ import parse, read_inputs
 
     read_inputs(parse(words), world_size=3)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_het.families.gpt import LATENT_SPEC
+from megatron_het.families import LATENT_SPEC
 from tools.planner.costs.build import model_shape
 from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments

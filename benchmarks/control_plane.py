@@ -33,15 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.job import Board, ServedBoard
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
-from megatron_het.store import Store, StoreError, free_port, server, wire
+from megatron_het.store import Store, StoreError, free_port, server
 from megatron_het.store.job import TOKEN as TOKEN_VARIABLE
-from megatron_het.store.job import job_store, job_token, places
+from megatron_het.store.job import Exchange, ExchangeError, job_store, job_token, places
 from megatron_het.watch import monitor as watch
 
 TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
@@ -207,7 +206,7 @@ class Meeting:
 
 def _is_store(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, port), _SOON_S) as one:
-        return one.recv(wire.HELLO_BYTES).startswith(wire.MAGIC)
+        return one.recv(server.HELLO_BYTES).startswith(server.MAGIC)
     return False
 
 
@@ -232,13 +231,13 @@ class Stranger:
         """Connect, greet, send and listen for a moment."""
         self.attempts[kind] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
-            said = one.recv(wire.HELLO_BYTES)
+            said = one.recv(server.HELLO_BYTES)
             one.sendall(greets(said) + data)
             one.shutdown(socket.SHUT_WR)
             heard = bytearray()
             while part := one.recv(65536):
                 heard += part
-            self.answered += bytes(heard) not in (b"", wire.REFUSED)
+            self.answered += bytes(heard) not in (b"", server.REFUSED)
 
     def every_operation(self) -> None:
         """Every operation on every key: unsigned, and signed with another token."""
@@ -246,7 +245,7 @@ class Stranger:
             for key in KEYS:
                 for request in _requests(operation, key):
                     contents = json.dumps(request).encode()
-                    plain = struct.pack(">I", len(contents)) + bytes(wire.DIGEST_BYTES) + contents
+                    plain = struct.pack(">I", len(contents)) + bytes(server.DIGEST_BYTES) + contents
                     self.send("without a greeting", plain)
                     self.send("after a wrong greeting", _signed(contents), greets=_wrong)
                     self.send("after a mirrored greeting", plain, greets=lambda said: said[-32:] * 2)
@@ -261,7 +260,7 @@ class Stranger:
 
     def half_messages(self) -> None:
         """Every beginning of a greeting and of a request."""
-        whole = bytes(wire.PROOF_BYTES) + _signed(b'["get", "over"]')
+        whole = bytes(server.PROOF_BYTES) + _signed(b'["get", "over"]')
         for length in range(len(whole)):
             self.send("half messages", whole[:length])
 
@@ -288,7 +287,7 @@ class Stranger:
 
     def flood_of_bytes(self, size: int, live: Callable[[], None]) -> None:
         """As many bytes as the other end takes, after the announcement of a large frame."""
-        for head in (b"", bytes(wire.PROOF_BYTES) + struct.pack(">I", wire.MAX_FRAME_BYTES)):
+        for head in (b"", bytes(server.PROOF_BYTES) + struct.pack(">I", server.MAX_FRAME_BYTES)):
             self.attempts["floods of bytes"] += 1
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
                 one.sendall(head)
@@ -312,11 +311,11 @@ def _requests(operation: str, key: str) -> list[list[Any]]:
 
 
 def _wrong(said: bytes) -> bytes:
-    return wire.Handshake(WRONG.encode(), said[-wire.NONCE_BYTES :], wire.hello()[-wire.NONCE_BYTES :]).proof()
+    return server.Handshake(WRONG.encode(), said[-server.NONCE_BYTES :], server.hello()[-server.NONCE_BYTES :]).proof()
 
 
 def _signed(contents: bytes) -> bytes:
-    requests, _ = wire.Handshake(WRONG.encode(), bytes(wire.NONCE_BYTES), bytes(wire.NONCE_BYTES)).channels()
+    requests, _ = server.Handshake(WRONG.encode(), bytes(server.NONCE_BYTES), bytes(server.NONCE_BYTES)).channels()
     return requests.frame(contents)
 
 

@@ -181,7 +181,7 @@ class Trial:
     """Holds what is to happen.
 
     Attributes:
-        kind: Key of ``fault_kinds.KINDS``.
+        kind: Key of ``faults.KINDS``.
         pool: Nodes and plans.
         faults: See :mod:`benchmarks.fault_points`.
         options: More words for every node's ``het-run``.

@@ -4,13 +4,15 @@ A tiny job does ``--iterations`` with so many random changes, deaths and leaves 
 by which share memory, descriptors and threads of the controller, of an agent and of a worker that live from the start,
 and the bytes of the job's folder, are larger in the last quarter than in the second one (at most 0.02).  Logs are cut
 shorter than by default, so that they are full within the run.  What was measured is written after every change: a run
-that is ended says how far it came.  ``loss_difference`` is the largest relative one to an undisturbed run of one rank,
-over its newest iterations, which are those that its report has.
+that is ended says how far it came.  ``loss_difference`` is the largest relative one to an undisturbed run of one rank
+beside it, over the ``losses_compared`` iterations that both have done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
 import random
 import statistics
@@ -21,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import SHORT, ForkedJob, losses_of, plan_of, small_data
+from benchmarks.elastic import SHORT, ElasticJob, ForkedJob, plan_of, small_data
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, save, scratch, write_report
 from megatron_het.elastic import agent
@@ -72,6 +74,46 @@ def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: median(late, key) / median(early, key) - 1.0 for key in samples[0] if key not in _WHERE}
 
 
+class Losses:
+    """Losses that the reports below a folder have had so far; a report keeps its newest ones only.
+
+    Args:
+        folder: Of the reports.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._times: dict[Path, int] = {}
+        self._losses: dict[Path, dict[int, float]] = {}
+
+    def read(self) -> dict[int, list[float]]:
+        """All of them by iteration, with those of reports that were written since the last call."""
+        for file in self._folder.rglob("rank-*.json"):
+            with contextlib.suppress(OSError, json.JSONDecodeError):  # it is being written
+                if self._times.get(file) != (written := file.stat().st_mtime_ns):
+                    new = {int(number): loss for number, loss in json.loads(file.read_text(encoding="utf-8"))["losses"]}
+                    old, self._times[file] = self._losses.get(file, {}), written
+                    self._losses[file] = {i: loss for i, loss in old.items() if i < min(new, default=0)} | new
+        found: dict[int, list[float]] = {}
+        for losses in self._losses.values():
+            for number, loss in losses.items():
+                found.setdefault(number, []).append(loss)
+        return found
+
+
+def compared(losses: Losses, undisturbed: Losses) -> dict[str, Any]:
+    """How losses differ from those of the undisturbed run, over the iterations that both have done."""
+    found, expected = losses.read(), undisturbed.read()
+    both = found.keys() & expected.keys()
+    differences = (abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in found[i])
+    return {
+        "iterations_seen": len(found),
+        "losses_compared": len(both),
+        "last_compared": max(both, default=0),
+        "loss_difference": max(differences, default=0.0),
+    }
+
+
 def long_run(
     folder: Path, iterations: int, changes: int, seed: int, limit_s: float, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
@@ -87,7 +129,11 @@ def long_run(
     """
     rng, made, samples, began_s = random.Random(seed), Counter[str](), list[dict[str, float]](), time.monotonic()
     data, at, away = small_data(folder / "data"), 0, ""
-    with ForkedJob(folder / "long", iterations, _COPY_EVERY, tiny, data=data) as job:
+    losses, undisturbed = (Losses(folder / name / "report") for name in ("long", "undisturbed"))
+    with contextlib.ExitStack() as jobs:
+        plain = jobs.enter_context(ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data))
+        plain.until(functools.partial(plain.has_logged, 4), "the first iterations of the undisturbed job")
+        job = jobs.enter_context(ForkedJob(folder / "long", iterations, _COPY_EVERY, tiny, data=data))
         acts: dict[str, Callable[[str], object]] = {"death": job.kill_worker, "leave": job.notify, "join": job.start}
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         steady = {"controller": job.process("controller"), "agent": job.process("a"), "worker": job.worker("a")}
@@ -95,7 +141,8 @@ def long_run(
         def document(at: int) -> dict[str, Any]:
             where = {"iteration": at, "seconds": time.monotonic() - began_s, "away": float(bool(away))}
             samples.append(where | used(steady, job.folder / "job"))
-            return {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(samples), "samples": samples}
+            head = {"iterations": at, "seed": seed, "changes": dict(made), "grew": grown(samples)}
+            return head | compared(losses, undisturbed) | {"samples": samples}
 
         for number in range(1, changes + 1):
             at = number * iterations // (changes + 1)
@@ -115,24 +162,16 @@ def long_run(
             found = document(at)
             note(found)
             job.end()
+            wait_for(plain, at)
         generations = job.history()[-1]["generation"] + 1
-    return found | {"generations": generations} | compared(folder, data, iterations, at)
+        return found | {"generations": generations} | compared(losses, undisturbed)
 
 
-def compared(folder: Path, data: Sequence[str], iterations: int, done: int) -> dict[str, Any]:
-    """Train undisturbed as far as the job has come, ``done`` of ``iterations``; returns how its losses differ."""
-    losses = losses_of(folder / "long" / "report")
-    with ForkedJob(folder / "undisturbed", iterations, "0", alone, nodes={"a": 1}, data=data) as job:
-        for part in (*range(_PART, done, _PART), done - 1):
-            job.until(functools.partial(job.has_reached, part), f"iteration {part} of the undisturbed job")
-        if done == iterations:
-            job.end()
-        expected = losses_of(folder / "undisturbed" / "report")
-    both = losses.keys() & expected.keys()
-    return {
-        "losses_compared": len(both),
-        "loss_difference": max(abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in losses[i]),
-    }
+def wait_for(job: ElasticJob, iterations: int) -> None:
+    """Wait until a job has done its iterations and ended, in parts with a bound for each."""
+    for part in range(_PART, iterations, _PART):
+        job.until(lambda part=part: job.has_reached(part) or job.exit_code() == 0, f"iteration {part}")  # type: ignore[misc]
+    job.end()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import tempfile
@@ -55,6 +56,12 @@ def command_line(module: str, text: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", required=True, type=Path, metavar="OUT", help="where to write the figures")
     return parser
+
+
+def add_begin_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--begin-s``, for runs in pieces."""
+    text = "begin no plan later than so long after the first one; go on with --add"
+    parser.add_argument("--begin-s", type=float, default=math.inf, metavar="SECONDS", help=text)
 
 
 @contextlib.contextmanager

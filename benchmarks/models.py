@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.combinations import argument_problems
 from benchmarks.machine import command_line, write_report
 from benchmarks.parity import measure
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError
 from megatron_het.plan.validate import check_plan

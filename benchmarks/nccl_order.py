@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.combinations import added
-from benchmarks.machine import command_line, save, scratch, write_report
+from benchmarks.machine import add_begin_argument, command_line, save, scratch, write_report
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
 from benchmarks.parity import all_cases, labs
 from megatron_het.plan import ScheduleSpec
@@ -87,7 +89,7 @@ def caught_by_some_rank(done: Finished) -> bool:
 
 
 def measure(
-    cases: Iterable[Case], runner: Runner, folder: Path, *, at_once: int, steps: int
+    cases: Iterable[Case], runner: Runner, folder: Path, *, at_once: int, steps: int, begin_s: float = math.inf
 ) -> Iterator[dict[str, Any]]:
     """Train every case; one that fails is recorded.
 
@@ -97,11 +99,15 @@ def measure(
         folder: For data, checkpoints and references, which later runs use again, and for the runs.
         at_once: Jobs at the same time.
         steps: Of training.
+        begin_s: No case begins later than so long after the first one.
     """
+    end_s = time.monotonic() + begin_s
     for kind, members in labs(cases).items():
         own = Path(tempfile.mkdtemp(dir=folder))
         lab = kind(runner, own, steps=steps, shared=folder / kind.__name__)
         for batch in itertools.batched(members, at_once):
+            if time.monotonic() > end_s:
+                break
             for case in batch:
                 lab.reference(case)
             jobs = {case.name: case for case in batch}
@@ -167,6 +173,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of every training (default: {STEPS})")
     parser.add_argument("--keep", type=Path, help="folder for data and references, which later runs use again")
+    add_begin_argument(parser)
     options = parser.parse_args()
     options.schedules = [name for name in options.schedules.split(",") if name]
     if unknown := sorted(set(options.schedules) - set(everything)):
@@ -188,7 +195,9 @@ def main() -> int:
             save(options.json, summary(list(entries.values()), caught, options.seed))
         wanted = [case for schedule in options.schedules for case in cases.get(schedule, ())]
         left = [case for case in wanted if "error" in entries.get(case.name, {"error": ""})]
-        for entry in measure(left, runner, folder, at_once=options.at_once, steps=options.steps):
+        for entry in measure(
+            left, runner, folder, at_once=options.at_once, steps=options.steps, begin_s=options.begin_s
+        ):
             entries[entry["name"]] = entry
             save(options.json, summary(list(entries.values()), caught, options.seed))
     report = summary(list(entries.values()), caught, options.seed)

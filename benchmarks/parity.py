@@ -5,22 +5,27 @@ some of them in bf16 and fp16 too, 20 random ones, and under 1F1B and GPipe plan
 For each: the largest relative difference of the losses of 10 steps (lr 1e-3, Lion 1e-5, dropout 0) and of the
 evaluations, of the norm and of every gradient at the first step (L2, per parameter, on every replica), and in fp32 of
 every parameter and tensor of the optimizer after the last one.
-Top-level figures are those of fp32; bf16 stands apart.
+Top-level figures are those of fp32; bf16 stands apart.  Where the last parameters are further apart than the bar, stock
+Megatron is compared with itself too, from weights whose last digit is another one.  OUT is written after every plan;
+``--add OUT`` goes on with what is not in it, and puts such results together.
 """
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import json
 import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import add_begin_argument, command_line, save, scratch, write_report
 from testing.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, pairwise, random_case, with_schedule
 from testing.compare import BAR, BOUNDS, compare, failures
 from testing.feature_cases import (
@@ -36,7 +41,7 @@ from testing.feature_cases import (
     zero_cases,
 )
 from testing.lab import Lab
-from testing.runner import Device, Job, JobError, Runner, add_device_argument
+from testing.runner import Device, Finished, Job, JobError, Runner, add_device_argument
 from testing.slimpipe_cases import MultiHeadLab, slimpipe_cases
 from testing.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
@@ -133,6 +138,8 @@ def measure(
     has_te: bool = False,
     limit_s: float | None = None,
     on_entry: Callable[[dict[str, Any]], None] = lambda entry: None,
+    shared: Path | None = None,
+    begin_s: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Run all cases; a case that fails is recorded and does not end the benchmark.
 
@@ -144,68 +151,84 @@ def measure(
         has_te: Whether layers are those of Transformer Engine.
         limit_s: Bound on a case; the lab's own without.
         on_entry: Called with what was found of a case, as soon as that is known.
+        shared: Folder of data, checkpoints and references, which other runs use too; the run's own without.
+        begin_s: No case begins later than so long after the first one.
     """
     found = []
+    end_s = time.monotonic() + begin_s
     with Runner(device, has_te=has_te) as runner:
         # On a GPU Adam makes whole steps of what rounding leaves of a gradient: last parameters tell nothing there.
         for kind, members in labs(cases, saves=device == "cpu").items():
-            lab = kind(runner, folder / kind.__name__)
-            for entry in _measured(lab, members, at_once, limit_s):
+            lab = kind(runner, folder / kind.__name__, shared=shared)
+            for entry in _measured(lab, members, at_once, limit_s, end_s):
                 found.append(entry)
                 on_entry(entry)
     return sorted(found, key=lambda entry: entry["name"])
 
 
-def _measured(lab: Lab, cases: list[Case], at_once: int, limit_s: float | None) -> Iterator[dict[str, Any]]:
-    runner = lab.runner
-    jobs: dict[str, tuple[Case, Job]] = {}
+def _measured(
+    lab: Lab, cases: list[Case], at_once: int, limit_s: float | None, end_s: float
+) -> Iterator[dict[str, Any]]:
+    started: dict[str, Case] = {}
     failed: dict[Any, str] = {}  # references, which are not tried again for every case
-    for case in cases:
-        try:
-            if case.reference not in failed:
-                lab.reference(case)
-        except JobError as error:
-            sys.stderr.write(f"{case.name}: {error}\n")
-            failed[case.reference] = f"its reference: {error}"
-        if (error_text := failed.get(case.reference)) is not None:
-            common = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
-            yield {**common, "error": error_text}
-            continue
-        job = lab.job(case)
-        jobs[case.name] = case, job if limit_s is None else replace(job, timeout_s=limit_s)
-    for finished in runner.run_all((job for _, job in jobs.values()), at_once=at_once):
-        case, job = jobs[finished.job.name]
-        entry: dict[str, Any] = {
-            "name": case.name,
-            "world_size": case.plan.world_size,
-            "chosen": case.chosen,
-            "elapsed_s": round(finished.elapsed_s, 2),
-            "cpu_s": round(finished.cpu_s, 2),
-        }
-        try:
-            finished.check()
-            figures = compare(job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
-            if isinstance(lab, MinistageLab) and compares_parameters(case) and runner.device == "cpu":
-                entry["relative_parameter_difference"] = lab.parameter_difference(case)
-        except (AssertionError, OSError, KeyError) as error:
-            entry["error"] = str(error)
-            sys.stderr.write(f"{case.name}: {error}\n")
-        else:
-            entry.update(
-                relative_loss_difference=figures.loss,
-                relative_validation_difference=figures.validation,
-                relative_gradient_difference=figures.gradient,
-                worst_gradient=figures.worst,
-                relative_norm_difference=figures.norm,
-                relative_later_norm_difference=figures.later_norm,
-            )
-            print(
-                f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, "
-                f"{finished.cpu_s:5.1f} s of processor  "
-                f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
-                flush=True,
-            )
-        yield entry
+    without: list[dict[str, Any]] = []
+
+    def jobs() -> Iterator[Job]:
+        for case in cases:
+            if time.monotonic() > end_s:
+                return
+            try:
+                if case.reference not in failed:
+                    lab.reference(case)
+            except JobError as error:
+                sys.stderr.write(f"{case.name}: {error}\n")
+                failed[case.reference] = f"its reference: {error}"
+            if (error_text := failed.get(case.reference)) is not None:
+                without.append(_entry(case, error=error_text))
+                continue
+            started[case.name] = case
+            job = lab.job(case)
+            yield job if limit_s is None else replace(job, timeout_s=limit_s)
+
+    for finished in lab.runner.run_all(jobs(), at_once=at_once):
+        yield _compared(lab, started[finished.job.name], finished)
+    yield from without
+
+
+def _entry(case: Case, **found: Any) -> dict[str, Any]:
+    return {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen, **found}
+
+
+def _compared(lab: Lab, case: Case, finished: Finished) -> dict[str, Any]:
+    """What is recorded of a case that has run."""
+    entry = _entry(case, elapsed_s=round(finished.elapsed_s, 2), cpu_s=round(finished.cpu_s, 2))
+    try:
+        finished.check()
+        figures = compare(finished.job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
+        if isinstance(lab, MinistageLab) and compares_parameters(case) and lab.runner.device == "cpu":
+            entry["relative_parameter_difference"] = lab.parameter_difference(case)
+            if case.plan.training.precision == "fp32" and entry["relative_parameter_difference"] > BAR:
+                entry["stock_parameter_difference"] = lab.rounding_difference(case)
+    except (AssertionError, OSError, KeyError) as error:
+        entry["error"] = str(error)
+        sys.stderr.write(f"{case.name}: {error}\n")
+        return entry
+    entry.update(
+        relative_loss_difference=figures.loss,
+        relative_validation_difference=figures.validation,
+        relative_gradient_difference=figures.gradient,
+        worst_gradient=figures.worst,
+        relative_norm_difference=figures.norm,
+        relative_later_norm_difference=figures.later_norm,
+    )
+    parameters = entry.get("relative_parameter_difference")
+    print(
+        f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, "
+        f"{finished.cpu_s:5.1f} s of processor  loss {figures.loss:.1e}  gradient {figures.gradient:.1e}"
+        + (f"  parameters {parameters:.1e}" if parameters is not None else ""),
+        flush=True,
+    )
+    return entry
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,8 +243,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def main() -> int:
-    """Command line."""
+def _options() -> argparse.Namespace:
     parser = command_line("benchmarks.parity", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of pairwise choice and random plans")
     parser.add_argument("--quick", action="store_true", help="a small part of the cases")
@@ -247,20 +269,41 @@ def main() -> int:
         default="local",
         help="layers; those of Transformer Engine need --device cuda, and train every case in bf16 (default: local)",
     )
-    parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
+    parser.add_argument(
+        "--keep", type=Path, help="keep logs, gradients and references in this folder, whose references are used again"
+    )
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs")
+    add_begin_argument(parser)
     options = parser.parse_args()
-    has_te = options.transformer_impl != "local"
-    if has_te and options.device != "cuda":
+    if options.transformer_impl != "local" and options.device != "cuda":
         parser.error("--transformer-impl transformer_engine needs --device cuda")
-    start_s = time.monotonic()
-    cases, impossible = all_cases(options.seed, options.schedule, options.quick)
-    cases = MODELS[options.model](cases, options.seed)
-    cases = with_precision(cases, "bf16") if has_te else cases
-    cases = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only)]
-    if not cases:
-        parser.error(f"--only {options.only}: no such case")
-    with scratch("parity-", options.keep) as folder:
-        entries = measure(cases, folder, options.at_once, options.device, has_te=has_te)
+    return options
+
+
+_DRAW = ("schedule", "model", "seed", "device", "transformer_impl")
+
+
+def added(options: argparse.Namespace, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """Entries of earlier runs by name, those without an error.
+
+    Raises:
+        SystemExit: They are of another draw.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    chosen = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
+    for file in options.add:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        for name in _DRAW:
+            if report[name] != getattr(options, name):
+                raise SystemExit(f"--add {file}: {name} {report[name]}, and this run has {getattr(options, name)}")
+        if other := [e["name"] for e in report["cases"] if chosen.get(e["name"]) != e["chosen"]]:
+            raise SystemExit(f"--add {file}: {', '.join(other)} are other plans now; train them again")
+        found |= {entry["name"]: entry for entry in report["cases"] if "error" not in entry}
+    return found
+
+
+def report_of(entries: list[dict[str, Any]], impossible: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The report, of the plans that have run so far."""
     by_precision = {p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16", "fp16")}
     is_cpu = options.device == "cpu"
     # On a CPU bf16 and fp16 are shown without a bar.
@@ -268,20 +311,48 @@ def main() -> int:
     fp32 = by_precision["fp32"]
     within = [v for k, v in fp32.items() if k.startswith("max_") and k not in _LATER and v is not None]
     worst = max(within, default=None)
-    report = {
+    return {
         **{name: value for name, value in fp32.items() if name.startswith("max_")},
         "bar": BAR if is_cpu else BOUNDS["cuda"],
         "passed": not failed and (not is_cpu or (worst is not None and worst <= BAR)),
-        "device": options.device,
-        "transformer_impl": options.transformer_impl,
-        "schedule": options.schedule,
-        "model": options.model,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in _DRAW},
         **by_precision,
         "failed": failed,
         "impossible_pairs": impossible,
         "cases": entries,
     }
+
+
+def main() -> int:
+    """Command line."""
+    options = _options()
+    has_te = options.transformer_impl != "local"
+    start_s = time.monotonic()
+    cases, impossible = all_cases(options.seed, options.schedule, options.quick)
+    cases = MODELS[options.model](cases, options.seed)
+    cases = with_precision(cases, "bf16") if has_te else cases
+    entries = added(options, cases)
+    left = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only) and case.name not in entries]
+    if not left and not entries:
+        raise SystemExit(f"--only {options.only}: no such case")
+
+    def add(entry: dict[str, Any]) -> None:
+        entries[entry["name"]] = entry
+        save(options.json, report_of([entries[name] for name in sorted(entries)], impossible, options))
+
+    with scratch("parity-", options.keep) as folder:
+        own = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
+        measure(
+            left,
+            own,
+            options.at_once,
+            options.device,
+            has_te=has_te,
+            on_entry=add,
+            shared=folder / "shared",
+            begin_s=options.begin_s,
+        )
+    report = report_of([entries[name] for name in sorted(entries)], impossible, options)
     write_report(options.json, report, start_s, unprinted=("cases", "impossible_pairs"))
     return 0 if report["passed"] else 1
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import save
-from megatron_het.schedule import Costs, Graph, Link, Memory, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Graph, Link, Memory, Shape, add_transfers, generate
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import check
 
 SIZES = ((4, 8, 1, 4), (8, 16, 1, 8), (8, 32, 2, 8), (16, 32, 2, 8), (16, 64, 2, 16), (32, 64, 2, 16), (32, 64, 4, 16))

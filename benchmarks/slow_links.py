@@ -2,7 +2,7 @@
 
 Two stages train over a delayed, rate-limited link on loopback (``slow_link.py``).  First a run without delay measures
 the passes.  A transfer then takes ``--share`` of a stage's time for one microbatch, half of it latency.  Depths are
-chosen by simulation (``megatron_het/schedule/depths.py``) and by the published rule.  Runs of plain 1F1B and of both
+chosen by simulation (``schedule/generators/one_f_one_b.py``) and by the published rule.  Runs of plain 1F1B and of both
 depths alternate.  A run's figure is the median of the iteration times that Megatron logs, without the first ones.
 
 Keys: ``speedup`` (plain over chosen, median over rounds; at least 1.25 where the transfer takes half a stage's time),
@@ -27,8 +27,9 @@ from typing import Any
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.zero_bubble_speed import durations, flags
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate, simulate
-from megatron_het.schedule.depths import choose_depths, published_depths
+from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate
+from megatron_het.schedule.generators.one_f_one_b import choose_depths, published_depths
+from megatron_het.schedule.simulate import simulate
 from testing.runner import Job, Runner
 
 # A slow link on one machine: point-to-point messages that are on their way for a while.

@@ -403,7 +403,7 @@ def iterations(families: Sequence[str]) -> list[Any]:
     """The dry runs of some families: the first and the last rank of a plan of every one of ``SCHEDULES``."""
     from benchmarks.cuda_iterations import Iteration
     from benchmarks.models import case_for
-    from megatron_het.families.gpt import LATENT_SPEC
+    from megatron_het.families import LATENT_SPEC
     from testing.combination_cases import pair_row
 
     @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate
+from megatron_het.schedule.simulate import simulate
 from testing.cases import machine_flags
 from testing.runner import Job, Runner, words
 

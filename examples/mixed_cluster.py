@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_het.schedule import Costs, Link, Result, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Link, Shape, add_transfers, generate
+from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.view.visualize import draw_timelines
 
 SPEEDS = (1.0, 1.0, 0.4, 0.4)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_het.arguments import hooks
+from megatron_het.features.registry import reads_tokens
 
 # What a batch may hold; the loader fills a subset of it.
 _FIELDS = (
@@ -39,22 +40,6 @@ def _is_packed(args: Any) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _has_mtp(args: Any, vp_stage: int | None) -> bool:
-    """Whether multi-token prediction layers of this rank need the tokens too."""
-    if not args.mtp_num_layers:
-        return False
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    config = core_transformer_config_from_args(args)
-    return mtp_on_this_rank(
-        layout=config.pipeline_model_parallel_layout,
-        mtp_num_layers=config.mtp_num_layers,
-        ignore_virtual=False,
-        vp_stage=vp_stage,
-    )
-
-
 def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
     """The next microbatch of this rank, broadcast over its TP group.
 
@@ -72,7 +57,7 @@ def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
     args = get_args()
-    needs_data = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+    needs_data = is_first_or_last_pipeline_stage(vp_stage) or reads_tokens(args, vp_stage)
     if not needs_data and not _is_packed(args):
         return dict.fromkeys(_FIELDS)
     batch: dict[str, Any] = {}
@@ -93,7 +78,7 @@ def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=_has_mtp(args, vp_stage),
+        mtp_on_this_rank=reads_tokens(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -317,7 +302,7 @@ def datasets_provider(train_val_test_num_samples: Sequence[int | None], vp_stage
     def reads_data() -> bool:
         if mpu.get_tensor_model_parallel_rank() != 0:
             return False
-        return args.sft or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+        return args.sft or is_first_or_last_pipeline_stage(vp_stage) or reads_tokens(args, vp_stage)
 
     choices = ((args.sft, SFTDataset), (args.mock_data, MockGPTDataset), (args.fim_data, GPTFIMDataset))
     kind = next((dataset for chosen, dataset in choices if chosen), GPTDataset)

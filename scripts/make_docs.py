@@ -134,7 +134,7 @@ def run(pieces: Sequence[Piece], folder: Path) -> list[Piece]:
 def flags_page() -> str:
     """Returns the page of all options."""
     from megatron_het.arguments.flags import add_het_arguments
-    from megatron_het.doctor.options import parser_of as doctor_parser
+    from megatron_het.doctor.__main__ import parser_of as doctor_parser
     from megatron_het.elastic import __main__ as elastic
     from megatron_het.schedule.view.cli import _parser as schedule_parser
     from tools.planner import __main__ as planner

@@ -21,8 +21,7 @@ from tools.planner.__main__ import parser_of
 from tools.planner.report.analysis import alternatives, best_even_split, binding, row_of, simulated
 from tools.planner.report.tables import NOTATION, bound_lines, describe, summary
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Goal
-from tools.planner.search.setup import estimator_from
+from tools.planner.search.outcome import Goal, estimator_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CASES = ROOT / "docs" / "plans.md", Path(__file__).with_name("plans.yaml")

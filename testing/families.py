@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_het.families.gpt import LATENT_SPEC
+from megatron_het.families import LATENT_SPEC
 from megatron_het.plan import ModelShape
 from testing.runner import words
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_het.lowering.programs import program_of
 from megatron_het.plan import Plan, ScheduleSpec
 from megatron_het.plan.schema import WITH_ATTENTION, later_layers
-from megatron_het.schedule.gradient_sync import unequal_orders
+from megatron_het.schedule.joint import unequal_orders
 from testing.cases import (
     LAYERS,
     MICROBATCHES,

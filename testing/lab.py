@@ -7,13 +7,16 @@ import fcntl
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_het.plan import save_plan
 from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags
+from testing.compare import Differences, compare
 from testing.runner import Job, Runner
 
 _DOCUMENTS, _DATA_SEED = 3000, 7
 _PACKED = ("--reset-attention-mask", "--reset-position-ids")
+OBSERVE = "testing.probe:observe"
 _CASE_S = 900.0  # far more than a case takes, for machines that do other work
 
 
@@ -107,8 +110,15 @@ class Lab:
                 self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
         return folder
 
-    def job(self, case: Case, *more: str) -> Job:
-        """The run of a case under its plan, in a folder of its own, also where several cases have one name."""
+    def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:
+        """The run of a case under its plan, in a folder of its own, also where several cases have one name.
+
+        Args:
+            case: Plan, weights and flags.
+            more: Flags of this run alone.
+            observe: What sees the run, and may break it, in place of the probe.
+            options: Of the probe.
+        """
         folder = self.folder / "cases" / f"{self._jobs:03}-{case.name}"
         self._jobs += 1
         folder.mkdir(parents=True)
@@ -120,9 +130,15 @@ class Lab:
             case.plan.world_size,
             (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(self.runner.device), *more),
             folder,
-            setup=("testing.probe:observe", {"out": str(folder), "gradients": True}),
+            setup=(observe, {"out": str(folder), "gradients": True, **options}),
             timeout_s=_CASE_S,
         )
+
+    def differences(self, case: Case, *more: str, gradients: bool = True, **of_job: Any) -> Differences:
+        """How far a run of a case is from one process of stock Megatron; see :meth:`job` and :func:`compare`."""
+        reference, job = self.reference(case), self.job(case, *more, **of_job)
+        self.runner.run(job)
+        return compare(job.log_dir, case.plan, reference, gradients=gradients)
 
 
 def reference_name(kind: str, weights: Weights, *what: object) -> str:

@@ -133,7 +133,7 @@ def _wrap_stock(observer: Observer) -> None:
 
 
 def _wrap_plan(observer: Observer, meter: bool) -> None:
-    from megatron_het.report.run_report import RunReport
+    from megatron_het.report import RunReport
     from megatron_het.runtime.session import HetSession
 
     if not meter:
@@ -450,6 +450,27 @@ def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
     optimizer.clip_grad_by_total_norm_fp32 = clipper.clip
+
+
+def observe_other_digits(*, rank: int, out: str) -> None:
+    """Observe a reference whose weights begin with another last digit: what rounding alone makes of a training."""
+    import torch
+    from megatron.training import training
+
+    observe(rank=rank, out=out)
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def setup_model_and_optimizer(*positional: Any, **keywords: Any) -> Any:
+        built = setup(*positional, **keywords)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in (weight for model in built[0] for weight in model.parameters()):
+                signs = 2 * torch.randint(2, weight.shape, generator=generator) - 1
+                weight.mul_(1 + signs * torch.finfo(weight.dtype).eps)
+        return built
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
 class _Clipper:

@@ -41,7 +41,7 @@ _POLL_S = 0.01
 _LATE_IMPORTS = (
     "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
     "megatron.core.tokenizers.text.models",
-    "megatron_het.plan.from_flags",
+    "megatron_het.plan.run_config",
     "megatron_het.plan.validate",
     "megatron_het.runtime.session",
     "megatron_het.runtime.building",

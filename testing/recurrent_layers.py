@@ -114,7 +114,7 @@ def mamba_chunk_scan_combined(
         added = (dt[:, t, :, None] * x[:, t])[..., None] * writes[:, t, :, None]
         state = state * decay[:, t, :, None, None] + added
         found.append((state * reads[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
-    y = torch.stack(found, dim=1)
+    y = torch.stack(found, dim=1).to(x.dtype)
     y = y if z is None else y * F.silu(z)
     return (y, state) if return_final_states else y
 

@@ -177,7 +177,7 @@ def watch_window(*, rank: int, out: str) -> None:
     """Meter the start and the third iteration of this rank into ``watch-<rank>.json``."""
     from megatron.training import training
 
-    from megatron_het.report.run_report import RunReport
+    from megatron_het.report import RunReport
     from megatron_het.runtime.session import HetSession
 
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
@@ -272,7 +272,7 @@ def _state(session: Any) -> Iterator[torch.Tensor]:
     """Parameters, gradients and optimizer state of a rank, open or closed."""
     from megatron.core.utils import get_model_config
 
-    from megatron_het.report.run_report import optimizer_tensors
+    from megatron_het.report import optimizer_tensors
     from megatron_het.runtime.feature import optimizer_of
 
     yield from optimizer_tensors(optimizer_of(get_model_config(session._models[0])))

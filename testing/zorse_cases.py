@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_het.plan import Plan, ScheduleSpec
 from testing.cases import STEPS, Case, build_plan
-from testing.lab import Lab, made_once, reference_name
+from testing.lab import OBSERVE, Lab, made_once, reference_name
 from testing.runner import Job, Runner
 
 Row = dict[str, Any]
@@ -208,51 +208,55 @@ class MinistageLab(Lab):
 
     def reference(self, case: Case) -> Path:
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
-        weights, clip, extra = case.reference
         plan = clipping_plan(case)
-        folder = self.shared / reference_name("one-saved", weights, clip, extra, self.steps, plan)
+        folder = self.shared / reference_name("one-saved", *case.reference, self.steps, plan)
+        setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
+        if plan is not None:
+            setup = ("testing.probe:observe_clipping_groups", {"out": str(folder), "plan": plan})
+        return self._saved(case, folder, setup)
+
+    def _saved(self, case: Case, folder: Path, setup: tuple[str, Row]) -> Path:
+        """The folder of a run of stock Megatron that saves its last parameters."""
+        weights, clip, extra = case.reference
         with made_once(folder) as is_missing:
             if is_missing:
                 flags = self.common_flags(weights, clip, extra)
                 argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
-                setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
-                if plan is not None:
-                    options = {"out": str(folder), "plan": plan}
-                    setup = ("testing.probe:observe_clipping_groups", options)
                 self.runner.run(Job(folder.name, 1, argv, folder, timeout_s=600, setup=setup))
         return folder
 
     def _saving(self, folder: Path) -> tuple[str, ...]:
         return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
 
-    def job(self, case: Case, *more: str) -> Job:
+    def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:
         """The run of a case, with a checkpoint after the last step."""
         # At-once updates have used their gradients up when the iteration ends.
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
         if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
             more += ("--rerun-mode", "disabled")  # an update cannot be made twice
-        job = super().job(case, *size, *more)
-        assert job.setup is not None
+        job = super().job(case, *size, *more, observe=observe, **{"gradients": keeps_gradients(case), **options})
         self._folders[case.name] = job.log_dir
-        setup = ("testing.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
-        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600, setup=setup)
+        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600)
 
     def parameter_difference(self, case: Case) -> float:
         """Largest relative L2 difference of a parameter after the last step of the case's newest run."""
-        folder = self._folders[case.name]
-        out = folder / "parameters.json"
-        last = f"checkpoint/iter_{self.steps:07}"
-        options = {"first": str(folder / last), "second": str(self.reference(case) / last), "out": str(out)}
-        self.runner.run(
-            Job(
-                "parameters",
-                1,
-                (),
-                out.parent / "comparison",
-                "testing.probe:nothing",
-                ("testing.zorse_cases:compare_parameters", options),
-            )
-        )
+        return self._difference(self._folders[case.name], self.reference(case))
+
+    def rounding_difference(self, case: Case) -> float:
+        """The same of the case's reference, from weights of another last digit: what rounding alone makes of it.
+
+        Clipped by the norm of all gradients.
+        """
+        folder = self.shared / reference_name("one-other-digits", *case.reference, self.steps)
+        self._saved(case, folder, ("testing.probe:observe_other_digits", {"out": str(folder)}))
+        return self._difference(folder, self.reference(case))
+
+    def _difference(self, folder: Path, other: Path) -> float:
+        """Largest relative L2 difference of a parameter after the last steps of two runs; written beside the first."""
+        out, last = folder / "parameters.json", f"checkpoint/iter_{self.steps:07}"
+        options = {"first": str(folder / last), "second": str(other / last), "out": str(out)}
+        setup = ("testing.zorse_cases:compare_parameters", options)
+        self.runner.run(Job("parameters", 1, (), folder / "comparison", "testing.probe:nothing", setup))
         return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
 
 

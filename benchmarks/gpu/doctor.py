@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.cases import Case, CaseError, Setting, command, run_part
-from megatron_het.doctor.options import CHECKS
+from megatron_het.doctor.__main__ import CHECKS
 from megatron_het.plan import ScheduleSpec, save_plan
 from megatron_het.safe_io import read_json
 from megatron_het.store import free_port

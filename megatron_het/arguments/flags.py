@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
-from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.features.registry import check_plan_alone, runnable_schedules
+from megatron_het.plan import Plan, ScheduleSpec
 from megatron_het.plan.run_config import HetConfig, check_turns, errors_of
 from megatron_het.safe_io import count
 
@@ -148,8 +148,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         with errors_of(file, files):
             check_plan_alone(plan)
     check_turns(plans, files)
-    if namespace.het_measured_cp_shares:
-        _check_measured_shares(plans)
+    for feature in FEATURES:
+        feature.check_flags(plans, namespace)
     config = HetConfig(
         plan=plans[0],
         plan_path=files[0],
@@ -163,20 +163,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         trust_checkpoint=namespace.het_trust_checkpoint,
     )
     return config, rest
-
-
-def _check_measured_shares(plans: Sequence[Plan]) -> None:
-    """Refuse to measure what no plan has, or what several plans would share."""
-    flag = "--het-measured-cp-shares"
-    if len(plans) > 1:
-        raise PlanError(flag, "given", "does not go with several plans", "Write cp_shares into the plans")
-    if all(replica.cp == 1 for stage in plans[0].stages for replica in stage.replicas):
-        raise PlanError(
-            flag,
-            "given",
-            "no replica of the plan has context parallelism",
-            "Leave the flag out, or give replicas a cp above 1 (--context-parallel-size without a plan)",
-        )
 
 
 _OF_THE_RUN = (
@@ -211,7 +197,7 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
 def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, ...], list[str]]:
     """The plans of the files or, without one, that of Megatron's flags; with the schedule asked for."""
     from megatron_het.plan import load_plan
-    from megatron_het.plan.from_flags import plan_from_flags
+    from megatron_het.plan.run_config import plan_from_flags
     from megatron_het.plan.validate import check_plan
 
     parameters = _schedule_parameters(namespace)

@@ -1,6 +1,6 @@
 """Switches the extension on in a process that is about to run ``megatron.training``.
 
-Rebinds the few functions of ``megatron.training`` that have no public hook (``megatron_patches/plan_hooks.py``).
+Rebinds the few functions of ``megatron.training`` that have no public hook (``megatron_patches/patches.py``).
 :func:`megatron_het.launch.start.install` is what programs call; it knows the optional packages as well.
 """
 
@@ -141,7 +141,6 @@ def _install_plan(
     boundary: Boundary | None,
 ) -> None:
     from megatron_het import megatron_patches as upstream
-    from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.megatron_patches import torch_checkpoints
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import Boundary, PretrainHook, single_iterations
@@ -166,7 +165,7 @@ def _install_plan(
             "plan_pretrain": pretrain.wrap,
             "plan_log": single_iterations,
             "plan_save": pretrain.wrap_generate_state_dict,
-            "plan_load": LoadHook(config.plan, pretrain.restore, pretrain.before_loading).wrap,
+            "plan_load": pretrain.wrap_load,
         },
     )
 

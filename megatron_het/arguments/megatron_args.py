@@ -11,7 +11,6 @@ import math
 import re
 from typing import Any
 
-from megatron_het.checkpoint import asynchronous
 from megatron_het.families import family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
@@ -86,7 +85,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     """Compare a plan with Megatron's parsed (not yet validated) arguments.
 
     Args:
-        plan: The plan; what depends on it alone has been checked (``features.plan_checks``).
+        plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).
         args: Megatron's arguments.
         world_size: Number of processes.
 
@@ -123,7 +122,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_fp8(plan, args)
     check_skipping(plan, args)
     _check_checkpoint(plan, args)
-    asynchronous.check(args)
+    check_async_save(args)
     for feature, options in features_of(plan):
         feature.check_arguments(plan, options, args)
 
@@ -363,6 +362,24 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
             False,
             "required with the distributed optimizer and a plan: other formats depend on the layout",
             "Add the flag",
+        )
+
+
+def check_async_save(args: Any) -> None:
+    """Compare Megatron's parsed arguments with what asynchronous saving needs.
+
+    Raises:
+        PlanError: Megatron would switch it off without an error, or fail at the first save.
+    """
+    if not getattr(args, "async_save", False):
+        return
+    if not args.use_persistent_ckpt_worker:
+        raise PlanError(
+            "--async-save", True, "Megatron switches it off without this flag", "Add --use-persistent-ckpt-worker"
+        )
+    if args.async_strategy == "nvrx" and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise PlanError(
+            "--async-strategy", "nvrx", "nvidia-resiliency-ext is not installed", "Give --async-strategy mcore"
         )
 
 

@@ -222,7 +222,12 @@ class SliceCoreAttention(torch.nn.Module):
 
 
 def replace_core_attention(
-    model: torch.nn.Module, slots: int, device: torch.device, kernels: Sequence[str] = (), batch: int | None = None
+    model: torch.nn.Module,
+    slots: int,
+    device: torch.device,
+    kernels: Sequence[str] = (),
+    batch: int | None = None,
+    runs: int = 1,
 ) -> list[SliceCoreAttention]:
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
@@ -232,6 +237,7 @@ def replace_core_attention(
         device: What the model will compute on; its weights may not be there yet.
         kernels: Names of the attention kernels to choose from; nothing for all.
         batch: Sequences of the largest microbatch; None where all are alike.
+        runs: How often a layer for multi-token prediction runs in a pass.
 
     Returns:
         The new modules, in layer order.
@@ -241,7 +247,7 @@ def replace_core_attention(
     """
     chunk: Any = model
     placed = []
-    for layer, runs in family_of_model(chunk).attention_layers(chunk):
+    for layer, is_later in family_of_model(chunk).attention_layers(chunk):
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
@@ -260,7 +266,7 @@ def replace_core_attention(
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
             rotates=not _is_without_positions(attention),
-            runs=runs,
+            runs=runs if is_later else 1,
         )
         placed.append(attention.core_attention)
     return placed

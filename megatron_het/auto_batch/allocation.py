@@ -12,6 +12,34 @@ from dataclasses import dataclass, replace
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage
 from megatron_het.plan.validate import check_plan
 
+# What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
+
+SIZES_BYTES = (1 << 16, 1 << 23)
+"""Sizes at which a gather and a reduction are measured."""
+
+
+def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping[str, int]) -> float:
+    """Seconds of the collectives of one pass, none of which compute is taken to hide (Poplar, section 3.2).
+
+    Args:
+        zero: ZeRO stage.
+        seconds: What ``measure.measure_links`` found.
+        amounts: ``parameter_bytes`` and ``gradient_bytes`` of the model, in ``buckets`` collectives.
+    """
+    if zero < 2 or not seconds:
+        return 0.0
+    gathers = 2 * _one(seconds["gather"], amounts["parameter_bytes"], amounts["buckets"]) if zero == 3 else 0.0
+    return gathers + _one(seconds["reduce"], amounts["gradient_bytes"], amounts["buckets"])
+
+
+def _one(times: list[float], size_bytes: int, count: int) -> float:
+    """Latency of each collective, and the rest by bytes."""
+    small, large = SIZES_BYTES
+    each_s = max(0.0, (times[1] - times[0]) / (large - small))
+    latency_s = max(0.0, times[0] - each_s * small)
+    return count * latency_s + size_bytes * each_s
+
+
 # Performance curves: seconds of a pass over the sequences in it (Poplar, section 3.2, figure 6).
 
 
@@ -327,7 +355,7 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         )
     rest = _without(words, "--global-batch-size")
     shape = [*rest, "--micro-batch-size", "1", "--global-batch-size", str(world_size)]
-    from megatron_het.plan.from_flags import plan_from_flags
+    from megatron_het.plan.run_config import plan_from_flags
 
     plan, _ = plan_from_flags(shape, world_size, ScheduleSpec("data-parallel"))
     if len(plan.stages) > 1 or plan.stages[0].replicas[0].ranks != (0,) or len(plan.stages[0].layers) > 1:

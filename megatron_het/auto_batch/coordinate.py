@@ -19,14 +19,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.auto_batch.allocation import ZERO_STAGES, Curve, allocate, base_plan, extra_words, with_zero
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all, pass_seconds
+from megatron_het.auto_batch.allocation import (
+    ZERO_STAGES,
+    Curve,
+    allocate,
+    base_plan,
+    extra_words,
+    pass_seconds,
+    with_zero,
+)
 from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import FileError, one_line, read_json, write_json
 from megatron_het.store import StoreError
-from megatron_het.store.job import IDENTITY
+from megatron_het.store.job import IDENTITY, Exchange, ExchangeError, end_all
 
 # The measuring process of this rank, seen from the process that will train.
 

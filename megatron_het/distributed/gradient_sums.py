@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups
-from megatron_het.distributed.resharding import CopiesCheck, ReplicaClass, ShardedParameter, ShardExchange, is_tied_copy
 from megatron_het.lowering.ranks import expert_name
 from megatron_het.plan import Placement
+
+if TYPE_CHECKING:  # stages with one class of replicas, and untied weights, do without it
+    from megatron_het.distributed.resharding import ShardedParameter, ShardExchange
 
 
 class GradientFinalizer:
@@ -210,9 +212,18 @@ def _beginning(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
+def is_tied_copy(parameter: torch.Tensor) -> bool:
+    """Whether Megatron holds these weights twice, in the first and in the last chunk of the model."""
+    return bool(getattr(parameter, "shared_embedding", False))
+
+
 def _compare_copies(model: list[torch.nn.Module], held: dict[tuple[int, int], tuple[int, int]]) -> None:
     """Refuse different gradients of the copies of tied weights on this rank."""
     copies: list[Any] = [p for chunk in model for p in chunk.parameters() if is_tied_copy(p)]
+    if not copies:
+        return
+    from megatron_het.distributed.resharding import CopiesCheck
+
     check = CopiesCheck(len(copies))
     for copy in copies:
         start, stop = held.get(_beginning(copy.main_grad), (0, copy.numel()))
@@ -243,6 +254,8 @@ def tied_exchange(groups: PlanGroups) -> ShardExchange | None:
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:
+    from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
+
     placement: Placement = groups.placement
     where = placement.locate(groups.rank)
     own = placement.replica(where.stage, where.replica).cut

@@ -177,11 +177,6 @@ def _without_rows(like: ShardedParameter) -> torch.Tensor:
     return like.tensor.new_empty(shape)
 
 
-def is_tied_copy(parameter: torch.Tensor) -> bool:
-    """Whether Megatron holds these weights twice, in the first and in the last chunk of the model."""
-    return bool(getattr(parameter, "shared_embedding", False))
-
-
 class CopiesCheck:
     """Compares the gradients of the copies of tied weights on this rank, at the first update.
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, dtype_of
 from megatron_het.doctor.participant import hear
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone, layer_flags, shrunk
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan
@@ -111,9 +111,8 @@ def tiny_plan(plan: Plan) -> Plan:
         seq_length=length,
         ffn_hidden_size=heads * _HEAD_DIM * 2,
         tied_embeddings=plan.model.tied_embeddings,
-        mtp_num_layers=min(plan.model.mtp_num_layers, 1),
     )
-    whole = replace(plan, model=model, stages=stages, predicted=None, notes="")
+    whole = replace(plan, model=shrunk(model, plan.model), stages=stages, predicted=None, notes="")
     if plan.training.micro_batch_sizes:
         return whole
     whole = _with_microbatches(whole, range(plan.num_microbatches))
@@ -182,8 +181,8 @@ def flags_of(plan: Plan, machine: Sequence[str]) -> list[str]:
     words = text.split()
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
-    if model.mtp_num_layers:
-        words += ["--mtp-num-layers", str(model.mtp_num_layers)]
+    for flag, value in layer_flags(model).items():
+        words += [f"--{flag}", str(value)]
     if plan.training.precision in ("bf16", "fp16"):
         words.append(f"--{plan.training.precision}")
     return [*words, *machine]

@@ -26,7 +26,7 @@ from megatron_het.doctor.participant import hear
 from megatron_het.lowering.programs import build, posted_for
 from megatron_het.lowering.ranks import RankOp, boundary_map, edges, lower
 from megatron_het.plan import Placement, Plan
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Executor
 from megatron_het.runtime.feature import Call, Iteration

@@ -21,8 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_het.device.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
 from megatron_het.dry_run.device_streams import HostWaits
-from megatron_het.dry_run.kernels import SELECT, selected
-from megatron_het.dry_run.remembered import Remembered
+from megatron_het.dry_run.kernels import SELECT, Remembered, selected
 
 # The account of a rank's memory: every change of a storage's size, and when in the run it happened.
 #

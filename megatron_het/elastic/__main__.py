@@ -16,7 +16,7 @@ from megatron_het.elastic.job import Board, signature_of
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, split_words, write_text
 from megatron_het.store.job import address, token_of_file
@@ -83,6 +83,7 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
     own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
     own.add_argument("--nodes", type=count(1, 10**6), default=1, help="nodes to wait for at the start (default 1)")
+    own.add_argument("--start-s", type=float, default=600.0, help="for --nodes nodes to come (default 600)")
     own.add_argument("--plans", nargs="+", type=Path, default=[], metavar="FILE", help="plans, the best one first")
     own.add_argument("--cluster", type=Path, help="cluster file, to search plans for pools that "
                      "none of --plans fits")  # fmt: skip
@@ -166,14 +167,14 @@ def _run(words: Sequence[str]) -> int:
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
     from megatron_het.elastic.controller import Bounds, Controller, JobError
     from megatron_het.elastic.job import ServedBoard
-    from megatron_het.elastic.recalled import FolderLock
+    from megatron_het.elastic.members import FolderLock
 
     options.folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.folder)
     board = None
     try:
         board = ServedBoard(host, port, token, options.tls_cert, options.tls_key)
-        bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s, stuck_s=options.stuck_s)
+        bounds = Bounds(options.lost_s, options.leave_s, options.start_s, options.return_s, options.stuck_s)
         state, fallback = options.folder / "state.json", options.save_fallback
         controller = Controller(
             board=board,
@@ -186,6 +187,7 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
             fallback="" if fallback is None else str(fallback.absolute()),
         )
         _write_address(_address_file(options), host, port)
+        _say(f"the controller listens on {host}:{port}")
         controller.run()
         _linger()
     except JobError as error:
@@ -265,8 +267,10 @@ def _ask(words: Sequence[str]) -> int:
         if options.node not in nodes:
             raise UsageError(f"no node of the job is called {options.node!r}; its nodes are {', '.join(nodes)}")
         board.post({"type": "leave", "node": options.node})
+        sys.stdout.write(f"node {options.node} is asked to leave; het-run status lists it until it has gone\n")
     else:
         board.post({"type": "replan"})
+        sys.stdout.write("another plan is asked for; het-run status and the controller say what comes of it\n")
     return 0
 
 
@@ -297,7 +301,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _check_options(options: Any) -> None:
-    for name in ("timeout_s", "away_s", "lost_s", "leave_s", "return_s", "stuck_s", "plan_limit_s"):
+    for name in ("timeout_s", "away_s", "lost_s", "leave_s", "start_s", "return_s", "stuck_s", "plan_limit_s"):
         if not 0 < getattr(options, name) <= _LONGEST_S:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} is not above 0 and at most {_LONGEST_S:g} seconds"

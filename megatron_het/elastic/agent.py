@@ -26,7 +26,7 @@ from megatron_het.elastic.worker import ENVIRONMENT, Setting
 from megatron_het.store import StoreError, TokenError
 
 _POLL_S, _MEET_S = 0.02, 0.1
-_GLANCE_S = 0.5
+_GLANCE_S, _QUIET_S = 0.5, 2.0
 _END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
@@ -144,19 +144,19 @@ class Agent:
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        self._has_met = False  # the controller has ever answered
+        self._has_met = self._waits = False  # the controller has ever answered; it was said that it has not
         self._away_since_s: float | None = None
         self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
         self._workers: list[_Worker] = []
         self._to_start = list(range(node.workers))
         self._restarts = [node.restarts] * node.workers
         self._codes: list[int] = []
-        self._asked = False
+        self._asked = self._to_leave = False
         self._stops = self._has_said = False
         self._begun_s = self._told_s = self._met_s = 0.0
 
     def run(self) -> int:
-        """Until the job is over or no worker is left; returns the exit code.
+        """Until the job is over, or no worker is left and no controller runs here; returns the exit code.
 
         Raises:
             StoreError: The controller does not answer, and there is nothing else to do.
@@ -170,8 +170,7 @@ class Agent:
                 over = self._meet()
                 if over is not None:
                     self._wait_for_ends()
-                    if over["error"]:
-                        self._say(f"the job ended: {over['error']}")
+                    self._say(f"the job ended: {over['error']}" if over["error"] else "the training is over")
                     return 1 if over["error"] else 0
                 self._look_after()
                 time.sleep(_POLL_S)
@@ -182,11 +181,22 @@ class Agent:
             self._say("the training is over, and nobody has said so: the controller is away")
             return 0
         self._say("no worker is left on this node")
-        return 0 if self._asked else 1
+        code = self._wait_for_controller()
+        return int(not self._asked if code is None else code != 0)
+
+    def _wait_for_controller(self) -> int | None:
+        """The exit code of the controller that this agent has started: the other nodes need it; None without one."""
+        if self._helper is None or self._to_leave:
+            return None
+        if self._helper.poll() is None:
+            self._say("the controller goes on here until the job is over")
+        while (code := self._helper.poll()) is None and not self._to_leave:
+            time.sleep(_POLL_S)
+        return code
 
     def _ask_to_leave(self, *_unused: Any) -> None:
         """SIGTERM is a notice: the node leaves when the running iteration is done, or one more."""
-        self._asked = True
+        self._asked = self._to_leave = True
 
     def _ask_to_stop(self, *_unused: Any) -> None:
         """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
@@ -231,6 +241,9 @@ class Agent:
         if not self._has_met:
             if code is not None and code > 0:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
+            if not self._waits and now_s - self._begun_s > _QUIET_S:
+                self._waits, setting = True, self._node.setting
+                self._say(f"waits up to {setting.timeout_s:g} s for the controller at {setting.host}:{setting.port}")
             if now_s - self._begun_s > self._node.setting.timeout_s:
                 raise StoreError(f"{error}. Start the controller first, with the same --controller")
             return
@@ -296,8 +309,12 @@ class Agent:
                 self._workers.remove(worker)
                 self._codes.append(code)
                 why = _why(code) + _last_words(worker.log.ended())
-                self._unsaid.append({"type": "exit", "process": worker.number, "node": name, "why": why})
+                if code and not (self._asked or worker.is_refused or worker.comes_again):
+                    self._say(f"worker {worker.number} {why}")
                 self._perhaps_restart(worker, code)
+                left = len(self._workers) + len(self._to_start)
+                exit_of = {"type": "exit", "process": worker.number, "node": name, "why": why, "left": left}
+                self._unsaid.append(exit_of)
 
     def _obey(self, worker: _Worker, refused: Any, kill: Any, gone: Any) -> None:
         """Do what the controller wants of a worker."""

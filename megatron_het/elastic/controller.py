@@ -13,20 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.job import CHECK_S, Generation, ServedBoard, refusal
+from megatron_het.elastic.job import Checks, Generation, Moment, ServedBoard, refusal
 from megatron_het.elastic.members import (
+    Arrivals,
     Bounds,
     Failures,
     JobError,
     Lessons,
     Member,
-    Moment,
     Progress,
     ReplacedError,
     Saves,
+    StateFile,
+    recalled,
 )
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
-from megatron_het.elastic.recalled import StateFile, recalled
 from megatron_het.elastic.worth import (
     DEATH,
     JOIN,
@@ -45,7 +46,7 @@ from megatron_het.store import StoreError
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
-_SETTLE_S, _GAP_S = 30.0, 1.0
+_GAP_S = 1.0
 _TRIES = 2
 _KEPT = 2
 """Generations whose documents stay on the board."""
@@ -79,8 +80,7 @@ class Controller:
         self._saves = Saves(fallback)
         self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
         self._bounds, self._say, self._is_replaced = bounds, say, is_replaced
-        self._file = StateFile(state, say)
-        self._lessons = Lessons(planner, say)
+        self._file, self._lessons = StateFile(state, say), Lessons(planner, say)
         self._members: dict[int, Member] = {}
         self._newest = 0
         self._leaving: set[str] = set()
@@ -93,16 +93,14 @@ class Controller:
         self._proved: list[Plan] = []
         self._failures, self._progress = Failures(), Progress(bounds.stuck_s)
         self._told = 0
-        self._checks: dict[str, Moment | list[str]] = {}
         self._misses: dict[str, int] = {}
-        self._missing: dict[str, int] = {}
+        self._arrivals, self._checks = Arrivals(nodes, bounds.start_s), Checks()
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
         self._shown_s = self._tried_s = 0.0
         self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
-        self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
         self._recover()
@@ -135,7 +133,8 @@ class Controller:
         self._prepare()
         generation = self._generation
         if generation is None:
-            self._perhaps_start()
+            if self._arrivals.are_complete(self._pool()):
+                self._next("start", Moment())
             return False
         alive = [process for process in generation.ranks if process in self._members]
         if all(self._ended.get(process, {}).get("how") == "finished" for process in generation.ranks):
@@ -172,7 +171,9 @@ class Controller:
         if kind == "ready":
             self._welcome(message)
         elif kind == "exit":
-            self._lose(int(message["process"]), f"worker {message['process']} on {message['node']} {message['why']}")
+            why = f"worker {message['process']} on {message['node']} {message['why']}"
+            self._lose(int(message["process"]), why)
+            self._arrivals.ended(str(message["node"]), int(message.get("left", 1)), why)
         elif kind == "ended" and self._generation is not None and message["generation"] == self._generation.number:
             self._note_ended(message)
         elif kind == "opened":
@@ -180,14 +181,22 @@ class Controller:
         elif kind == "drift" and self._generation is not None and message["generation"] == self._generation.number:
             self._lessons.note(message, self._generation, self._pool(), self.history, self._rates())
         elif kind == "checked":
-            self._checks[str(message["id"])] = [str(problem) for problem in message["problems"]]
+            self._checks.note(message)
         elif kind == "newer":
             self._adopt(Generation.from_json(message["generation"]))
         elif kind == "leave":
             self._leaving.add(str(message["node"]))
             self._say(f"node {message['node']} is to leave")
+            self._release()
         elif kind == "replan":
+            self._replan()
+
+    def _replan(self) -> None:
+        try:
             self._planner.renew()
+        except (ImportError, ValueError) as error:
+            self._say(f"a new plan was asked for, and nothing changes: {error}")
+        else:
             self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
 
     def _note_ended(self, message: dict[str, Any]) -> None:
@@ -218,10 +227,13 @@ class Controller:
         self._signature = self._signature or signature
         if differs := refusal(signature, self._signature):
             self._board.put(f"refused/{number}", {"identity": identity, "why": differs, "again": False})
+            self._gone[number], why = identity, f"worker {number} on {node} is refused: {differs}"
+            self._arrivals.ended(node, 0, why)
+            self._say(why)
             return
         self._leaving.discard(node)
         self._members[number] = Member(Process(number, node, str(message["device"])), identity=identity)
-        self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
+        self._arrivals.came(node, int(message.get("workers", 1)))
         self._give_no_number_below(number)  # a controller that is started again gives its number to nobody else
         self._unwritten = True
         self._say(f"worker {number} on {node} is ready")
@@ -258,7 +270,6 @@ class Controller:
         if self.history and self._generation is not None and message["generation"] == self._generation.number:
             self._failures.over()
             self._progress.opened()
-            self._release(self._generation)
             entry = self.history[-1]
             if "opened" not in entry and self._changed is not None:
                 entry |= {"took_s": self._changed.ago_s(), "state_bytes": state_bytes(self._generation.plan)}
@@ -267,13 +278,18 @@ class Controller:
             entry.setdefault("opened", {})[str(message["process"])] = {
                 key: message[key] for key in ("iteration", "last", "times", "sent_bytes") if key in message
             }
+            self._release()
             self._unwritten = True
 
-    def _release(self, generation: Generation) -> None:
-        """The next generation trains: nodes that leave have nothing any more that somebody needs."""
+    def _release(self) -> None:
+        """Let nodes go that leave, once the generation trains or before the first: nobody needs what they have."""
+        if self._generation is not None and not (self.history and self.history[-1].get("opened")):
+            return
+        ranks = () if self._generation is None else self._generation.ranks
         for number, member in list(self._members.items()):
-            if member.process.node in self._leaving and number not in generation.ranks:
+            if member.process.node in self._leaving and number not in ranks:
                 self._forget(number)
+                self._arrivals.ended(member.process.node, 0, "it has left")
                 self._board.put(f"gone/{number}", {"identity": member.identity})
                 self._say(f"worker {number} on {member.process.node} has left")
 
@@ -341,6 +357,8 @@ class Controller:
 
     def _lose(self, number: int, why: str) -> None:
         if number not in self._members:
+            if number not in self._gone:  # it was not ready yet
+                self._say(why)
             return
         self._forget(number)
         self._say(why)
@@ -370,18 +388,6 @@ class Controller:
         self._prepared = numbers
         without = ([p for p in pool if p.node != node] for node in sorted({p.node for p in pool}))
         self._planner.prepare([pool, *(left for left in without if left)])
-
-    def _perhaps_start(self) -> None:
-        settled = max((member.came_s for member in self._members.values()), default=0.0) + _SETTLE_S
-        complete = all(missing <= 0 for missing in self._missing.values()) or time.monotonic() > settled
-        if len({p.node for p in self._pool()}) >= self._nodes and complete:
-            self._next("start", Moment())
-        elif time.monotonic() - self._started_s > self._bounds.start_s:
-            found = sorted({p.node for p in self._pool()})
-            raise JobError(
-                f"only {len(found)} of {self._nodes} nodes came in {self._bounds.start_s:g} s ({', '.join(found)}). "
-                "Start the agents of the others, or ask for fewer with --nodes"
-            )
 
     def _perhaps_learn(self, generation: Generation) -> None:
         """A better plan for what the run has measured."""
@@ -422,16 +428,10 @@ class Controller:
                 self._want("a node joins")
 
     def _problems(self, plan: Plan, newcomers: Collection[int]) -> list[str] | None:
-        """Returns what the training's flags have against a plan, as one of those says who wait; None until then."""
-        key = plan_hash(plan)
-        found = self._checks.get(key)
-        if found is None and plan not in self._proved:
-            self._checks[key] = Moment()
-            self._board.put(f"check/{min(newcomers)}", {"id": key, "plan": plan.to_json()})
-            return None
-        if isinstance(found, Moment):
-            return None if found.ago_s() < CHECK_S else []
-        return found or []
+        """See :class:`Checks`, made by a newcomer; a plan that has run needs none."""
+        if plan in self._proved:
+            return []
+        return self._checks.problems(plan, lambda asked: self._board.put(f"check/{min(newcomers)}", asked))
 
     def _plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """A plan for a pool; where the planner has none any more, one that has run.
@@ -514,7 +514,8 @@ class Controller:
         try:
             plan, ranks = self._plan(self._pool())
         except NoPlanError as error:
-            raise JobError(f"{reason}, and there is no plan for what is left: {error}") from None
+            what = f"{reason}, and there is no plan for what is left" if before else "the job cannot begin"
+            raise JobError(f"{what}: {error}") from None
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
@@ -559,6 +560,7 @@ class Controller:
             "newest": self._newest,
             "under_way": self._wanted[0] if self._wanted else "a session failed" if self._failed_since else "",
             "leaving": sorted(self._leaving),
+            "nodes": self._nodes,
             "corrected": self._lessons.corrected,
             "strangers": self._board.strangers.to_json(),
             "unwritten": self._file.failure,

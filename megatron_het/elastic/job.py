@@ -12,14 +12,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import megatron_het
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import FileError, read_text, shown, write_json
 from megatron_het.store import Store, StoreError, StoreServer, client_tls, server_tls
 from megatron_het.store.job import address
@@ -92,6 +92,23 @@ class Generation:
             fallback=str(known["fallback"]),
             **numbers,
         )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When something happened: by the wall clock for people, by another one for waits, because the former may jump.
+
+    Attributes:
+        wall_s: Seconds since 1970.
+        clock_s: Seconds of the monotonic clock.
+    """
+
+    wall_s: float = field(default_factory=time.time)
+    clock_s: float = field(default_factory=time.monotonic)
+
+    def ago_s(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self.clock_s
 
 
 class Board(Store):
@@ -233,6 +250,33 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
         return []
 
     return answer
+
+
+class Checks:
+    """What the training's flags have against plans, as workers that wait say: :func:`problems_under`."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Moment | list[str]] = {}
+
+    def note(self, message: Mapping[str, Any]) -> None:
+        """A worker's answer."""
+        self._found[str(message["id"])] = [str(problem) for problem in message["problems"]]
+
+    def problems(self, plan: Plan, ask: Callable[[dict[str, Any]], None]) -> list[str] | None:
+        """Returns the problems with a plan; None until a worker has said, none where it does not in time.
+
+        Args:
+            plan: The plan.
+            ask: Called once with what a worker has to know.
+        """
+        key = plan_hash(plan)
+        if key not in self._found:
+            self._found[key] = Moment()
+            ask({"id": key, "plan": plan.to_json()})
+        found = self._found[key]
+        if isinstance(found, Moment):
+            return None if found.ago_s() < CHECK_S else []
+        return found
 
 
 def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:

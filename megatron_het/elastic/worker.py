@@ -441,7 +441,7 @@ def main() -> None:
     from megatron_het import device as platform
     from megatron_het import gpt_training
     from megatron_het.arguments import hooks
-    from megatron_het.auto_batch.cp_shares import measured_config
+    from megatron_het.auto_batch.measure import measured_config
 
     platform.activate()
     warm_up()  # what takes seconds is done before the worker says that it is ready

@@ -195,14 +195,15 @@ def _progress(status: Mapping[str, Any]) -> str:
 
 def _generation(status: Mapping[str, Any]) -> list[str]:
     if status["generation"] is None:
-        return ["no generation yet: the job waits for its nodes"]
+        nodes, come = status.get("nodes", 1), len({member["node"] for member in status["members"]})
+        return [f"no generation yet: the job waits for its nodes, and {come} of {nodes} came"]
     plan = Plan.from_json(status["generation"]["plan"])
     stages = " + ".join(str(sum(len(replica.ranks) for replica in stage.replicas)) for stage in plan.stages)
     why = status["history"][-1]["why"] if status["history"] else "start"
     number = status["generation"]["number"]
     return [
         f"generation {number} ({why}): plan {plan_hash(plan)}, {plan.schedule.name}, "
-        f"{len(plan.stages)} stages of {stages} ranks"
+        f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} of {stages} ranks"
     ]
 
 

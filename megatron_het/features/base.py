@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan import ModelShape, Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting, Parts
-from megatron_het.schedule.gradient_sync import unequal_orders
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
+from megatron_het.schedule.joint import unequal_orders
 
 # Early reductions of gradients: replicas of a stage have to begin them in one order.
 
@@ -232,7 +232,9 @@ class Feature:
         upstream_names: Dotted names of upstream code that it leans on, with the SHA-256 of their sources
             (``upstream.source_hash``).  A run with the feature does not start when one differs.
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
-            top of the one before (``megatron_patches/distributed_optimizer.py``).
+            top of the one before (``megatron_patches/patches.py``).
+        training_flags: Flags of Megatron that a model file may give for it: argument, and its default.
+        shards_parameters: Whether ranks keep shards of parameters that all of a stage's replicas have copies of.
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
         packing_flags: Flags with which a user says what a document is.
         no_graphs: Why CUDA graphs of layers cannot go with it; "" where they can.
@@ -256,6 +258,8 @@ class Feature:
     sets: ClassVar[tuple[str, ...]] = ()
     upstream_names: ClassVar[Mapping[str, str]] = {}
     optimizer_layers: ClassVar[tuple[str, ...]] = ()
+    training_flags: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    shards_parameters: ClassVar[bool] = False
     holds_rows_once: ClassVar[bool] = False
     packing_flags: ClassVar[frozenset[str]] = frozenset()
     no_graphs: ClassVar[str] = ""
@@ -313,7 +317,7 @@ class Feature:
         """Refuse a plan that cannot be run as it says, whatever the training's arguments.
 
         Args:
-            plan: Its parameters have the names of parameters of its schedule (``features.plan_checks``).
+            plan: Its parameters have the names of parameters of its schedule (``features.registry.check_plan_alone``).
 
         Raises:
             PlanError: The first thing that does not fit.
@@ -368,6 +372,17 @@ class Feature:
         del plan
         return self.title
 
+    def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
+        """Refuse a ``--het-*`` flag of the run that is about the feature and does not go with the plans.
+
+        Args:
+            plans: All of the job.
+            flags: Of the command line, as argparse names them.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what of Megatron's parsed arguments no plan can have, or none without the feature.
 
@@ -412,6 +427,33 @@ class Feature:
         """Why stock Megatron cannot run a plan with the feature, where no parameter of the schedule says it."""
         del plan, options
         return ""
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def extra_layers(self, model: Any) -> int:
+        """Layers of a model that ``num_layers`` does not count; arguments and plans have the same names for them."""
+        del model
+        return 0
+
+    def layer_flags(self, model: Any) -> dict[str, int]:
+        """Flags of Megatron, without hyphens in front, that say how many such layers there are."""
+        del model
+        return {}
+
+    def model_problem(self, model: Any) -> str:
+        """Why the planner's model cannot have the feature as it says; "" where it can."""
+        del model
+        return ""
+
+    def shrink(self, model: ModelShape, like: ModelShape) -> ModelShape:
+        """A tiny model with as little as possible of what a larger one has of the feature."""
+        del like
+        return model
+
+    def reads_tokens(self, args: Any, vp_stage: int | None) -> bool:
+        """Whether the chunk of this rank, beside the one with the embedding, reads tokens."""
+        del args, vp_stage
+        return False
 
     # -- programs ----------------------------------------------------------------------------------
 

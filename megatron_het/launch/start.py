@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_het.arguments import hooks
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan.run_config import HetConfig
 
 if TYPE_CHECKING:  # it imports torch
@@ -45,7 +45,7 @@ def install(
 
     def choose_plan(config: HetConfig, rest: list[str]) -> tuple[HetConfig, list[str]]:
         if config.turns:
-            from megatron_het.elastic.turns import take_turns
+            from megatron_het.elastic.sessions import take_turns
 
             take_turns(words, config.turns, config.turn_files, _enter)
         return (config, rest) if config.auto_batch is None else _with_measured_plan(config, rest)
@@ -80,6 +80,6 @@ def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig,
 
 def _with_measured_shares(config: HetConfig, device: Platform) -> HetConfig:
     """Imports what measures only where flags ask for it."""
-    from megatron_het.auto_batch.cp_shares import measured_config
+    from megatron_het.auto_batch.measure import measured_config
 
     return measured_config(config, device)

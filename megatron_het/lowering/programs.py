@@ -158,7 +158,7 @@ def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
     """The plan's training program (False) and evaluation program (True), which ranks run as they are.
 
     Args:
-        plan: Checked (``features.plan_checks``).
+        plan: Checked (``features.registry.check_plan_alone``).
         rank: Build only what this rank needs.  Replicas that exchange nothing fall into parts
             (``schedule/generators/listing.py``); only the devices of the rank's own part have operations then,
             the same ones as in the whole program.  Equal parts are made and validated once, so every rank

@@ -12,8 +12,8 @@ from megatron_het.features.registry import part_grain, slice_tokens
 from megatron_het.plan import Cut, Placement, Plan, Replica
 from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.schedule.deps import Dependencies
-from megatron_het.schedule.gradient_sync import counting_places
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.joint import counting_places
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, Role
 
 # Stage boundaries: which ranks exchange which part of an activation.  Pure arithmetic.

@@ -8,7 +8,6 @@ people read the same file.  This package needs the standard library only.
 Open ``schema.py`` first: all fields of a plan.  ``validate.py`` checks them, ``placement.py`` says where a rank is.
 """
 
-from megatron_het.plan.errors import PlanError
 from megatron_het.plan.placement import Location, Placement
 from megatron_het.plan.schema import (
     PLAN_FORMAT,
@@ -18,6 +17,7 @@ from megatron_het.plan.schema import (
     LinkCosts,
     ModelShape,
     Plan,
+    PlanError,
     PlannedCosts,
     Prediction,
     RankPrediction,

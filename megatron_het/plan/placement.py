@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_het.plan.errors import PlanError
-from megatron_het.plan.schema import Cut, Plan, Replica, Stage
+from megatron_het.plan.schema import Cut, Plan, PlanError, Replica, Stage
 from megatron_het.schedule.ir import Place
 
 # Parts that the ranks of a plan hold: rows of a split vocabulary, and tokens of a slice.  Pure arithmetic.

@@ -12,12 +12,34 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from megatron_het.plan.errors import PlanError
+from megatron_het.safe_io import one_line, shown
 from megatron_het.schedule.ir import Place, path_of, placement_of
+
+
+class PlanError(ValueError):
+    """A plan, or a plan together with the training arguments, cannot be run.
+
+    Attributes:
+        where: The field or option, e.g. ``stages[1].replicas[0].ranks``.
+        value: What was found there.
+        problem: Why it is wrong.
+        hint: What to do about it.
+    """
+
+    def __init__(self, where: str, value: object, problem: str, hint: str = "") -> None:
+        self.where = where
+        self.value = value
+        self.problem = problem
+        self.hint = hint
+        text = f"{where} = {shown(value, 200)}: {problem}"
+        if hint:
+            text += f". {hint}"
+        super().__init__(one_line(text))
+
 
 # Inputs of a plan's prediction: seconds per device and chunk, links.  A run compares itself with them.
 #
@@ -96,57 +118,6 @@ class PlannedCosts:
 
 PER_CHUNK = tuple(f.name for f in fields(DeviceCosts) if f.name != "devices" and f.default != 0.0)
 PER_DEVICE = tuple(f.name for f in fields(DeviceCosts) if f.default == 0.0)
-
-
-def check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
-    """Refuse costs that do not fit a plan.
-
-    Args:
-        costs: Of the plan's prediction.
-        chunks: Chunks of every device.
-
-    Raises:
-        PlanError: The first figure that does not fit.
-    """
-    where = "predicted.costs"
-    seen: set[int] = set()
-    for i, row in enumerate(costs.devices):
-        for device in row.devices:
-            if not 0 <= device < len(chunks) or device in seen:
-                raise PlanError(
-                    f"{where}.devices[{i}].devices", device, "no such device, or a device that was there before"
-                )
-            seen.add(device)
-            _check_row(row, chunks[device], f"{where}.devices[{i}]")
-    if len(seen) != len(chunks):
-        missing = next(d for d in range(len(chunks)) if d not in seen)
-        raise PlanError(f"{where}.devices", sorted(seen), f"nothing is said of device {missing}", "Plan again")
-    for i, link in enumerate(costs.links):
-        for pair in link.pairs:
-            if len(pair) != 2 or not all(0 <= d < len(chunks) for d in pair):
-                raise PlanError(f"{where}.links[{i}].pairs", list(pair), "must be two devices of the plan")
-        _check_amount(link.latency_s, f"{where}.links[{i}].latency_s")
-        _check_amount(link.bytes_per_s, f"{where}.links[{i}].bytes_per_s")
-        if not link.bytes_per_s:
-            raise PlanError(f"{where}.links[{i}].bytes_per_s", link.bytes_per_s, "must be positive")
-    for name in ("message_bytes", "weight_share", "diagonal", "operation_s", "post_s"):
-        _check_amount(getattr(costs, name), f"{where}.{name}")
-
-
-def _check_row(row: DeviceCosts, chunks: int, where: str) -> None:
-    for name in PER_CHUNK:
-        values = getattr(row, name)
-        if len(values) != chunks and (values or name in ("forward_s", "backward_s")):
-            raise PlanError(f"{where}.{name}", list(values), f"needs one figure for each of {chunks} chunks")
-        for value in values:
-            _check_amount(value, f"{where}.{name}")
-    for name in PER_DEVICE:
-        _check_amount(getattr(row, name), f"{where}.{name}")
-
-
-def _check_amount(value: float, where: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise PlanError(where, value, "must be a finite number, not negative")
 
 
 # Hybrid models' patterns of layers: one symbol for each, as Megatron's ``--hybrid-layer-pattern`` writes them.
@@ -253,6 +224,16 @@ class ModelShape:
     """Width of a head where it is not ``hidden_size / num_attention_heads``; compared with the run's when given."""
     pattern: str = field(default="", metadata={"omit_default": True})
     """The kinds of a hybrid model's layers, as ``plan/schema.py`` reads them; empty for layers of one kind."""
+
+    @property
+    def layout_end(self) -> str:
+        """The end of Megatron's layout string: layers for multi-token prediction, and the output layer."""
+        return "m" * self.mtp_num_layers + "L"
+
+    def check_later_layers(self) -> None:
+        """Raise a PlanError unless there are 0 to ``num_layers`` layers for multi-token prediction."""
+        if not 0 <= self.mtp_num_layers <= self.num_layers:
+            raise PlanError("model.mtp_num_layers", self.mtp_num_layers, f"must be 0 to {self.num_layers}")
 
     @property
     def embeds_twice(self) -> bool:

@@ -7,19 +7,23 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Sequence
 
-from megatron_het.plan.errors import PlanError
 from megatron_het.plan.placement import Placement
 from megatron_het.plan.schema import (
     CHUNK,
+    PER_CHUNK,
+    PER_DEVICE,
     Cut,
+    DeviceCosts,
     ModelShape,
     Plan,
+    PlanError,
+    PlannedCosts,
     Replica,
     Stage,
     TrainingShape,
     _plain,
-    check_costs,
     problem_of,
     sizes_of,
 )
@@ -134,7 +138,53 @@ def _check_prediction(plan: Plan) -> None:
         for name in ("compute_s", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"):
             _check_amount(getattr(rank, name), f"{where}.{name}")
     if plan.predicted.costs is not None:
-        check_costs(plan.predicted.costs, [len(s.layers) for s in plan.stages for _ in s.replicas])
+        _check_costs(plan.predicted.costs, [len(s.layers) for s in plan.stages for _ in s.replicas])
+
+
+def _check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
+    """Refuse costs that do not fit a plan.
+
+    Args:
+        costs: Of the plan's prediction.
+        chunks: Chunks of every device.
+
+    Raises:
+        PlanError: The first figure that does not fit.
+    """
+    where = "predicted.costs"
+    seen: set[int] = set()
+    for i, row in enumerate(costs.devices):
+        for device in row.devices:
+            if not 0 <= device < len(chunks) or device in seen:
+                raise PlanError(
+                    f"{where}.devices[{i}].devices", device, "no such device, or a device that was there before"
+                )
+            seen.add(device)
+            _check_row(row, chunks[device], f"{where}.devices[{i}]")
+    if len(seen) != len(chunks):
+        missing = next(d for d in range(len(chunks)) if d not in seen)
+        raise PlanError(f"{where}.devices", sorted(seen), f"nothing is said of device {missing}", "Plan again")
+    for i, link in enumerate(costs.links):
+        for pair in link.pairs:
+            if len(pair) != 2 or not all(0 <= d < len(chunks) for d in pair):
+                raise PlanError(f"{where}.links[{i}].pairs", list(pair), "must be two devices of the plan")
+        _check_amount(link.latency_s, f"{where}.links[{i}].latency_s")
+        _check_amount(link.bytes_per_s, f"{where}.links[{i}].bytes_per_s")
+        if not link.bytes_per_s:
+            raise PlanError(f"{where}.links[{i}].bytes_per_s", link.bytes_per_s, "must be positive")
+    for name in ("message_bytes", "weight_share", "diagonal", "operation_s", "post_s"):
+        _check_amount(getattr(costs, name), f"{where}.{name}")
+
+
+def _check_row(row: DeviceCosts, chunks: int, where: str) -> None:
+    for name in PER_CHUNK:
+        values = getattr(row, name)
+        if len(values) != chunks and (values or name in ("forward_s", "backward_s")):
+            raise PlanError(f"{where}.{name}", list(values), f"needs one figure for each of {chunks} chunks")
+        for value in values:
+            _check_amount(value, f"{where}.{name}")
+    for name in PER_DEVICE:
+        _check_amount(getattr(row, name), f"{where}.{name}")
 
 
 def _check_amount(value: float, where: str) -> None:
@@ -384,8 +434,7 @@ def _check_layers(plan: Plan) -> None:
             [list(s.layers) for s in plan.stages],
             f"add up to {total}, but model.num_layers is {plan.model.num_layers}",
         )
-    if not 0 <= plan.model.mtp_num_layers <= total:
-        raise PlanError("model.mtp_num_layers", plan.model.mtp_num_layers, f"must be 0 to {total}")
+    plan.model.check_later_layers()
 
 
 def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:

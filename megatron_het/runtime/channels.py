@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.distributed import Edge, Link, PairGroups
-from megatron_het.report.timeline import Arrival, TransferLog
+from megatron_het.report import Arrival, TransferLog
 
 Moment = torch.cuda.Event
 """How far the compute stream of a device has come."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,8 +97,33 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
 # What the FORWARD operations of an iteration read, and what of it is needed ahead of them.
 
 
+class Documents(Protocol):
+    """Where the documents of microbatches begin (``features/documents/runtime.py``).
+
+    Attributes:
+        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
+    """
+
+    ends_states: bool
+
+    def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See where the documents of a batch that was read begin; the batch as the script is to see it."""
+
+    def of(self, microbatch: int) -> tuple[tuple[int, ...], ...]:
+        """Where the documents of each sequence of a microbatch begin."""
+
+
 class Batches:
-    """A FORWARD reads a microbatch from its first token to its last."""
+    """A FORWARD reads a microbatch from its first token to its last.
+
+    Attributes:
+        cuts: Whether a FORWARD may run a part of its sequences; :meth:`whole`, :meth:`taken` and :meth:`is_last` are
+            for such readers.
+        documents: Where documents begin, where attention ends at them.
+    """
+
+    cuts = False
+    documents: Documents | None = None
 
     def __init__(self) -> None:
         self._ahead: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -136,7 +161,22 @@ class Batches:
         """Returns each slice's part of a microbatch, with so many exchange units per slice; none without slices."""
         return ()
 
-    def finish(self) -> None:
+    def documents_known(self) -> None:
+        """An iteration begins, and where its documents begin is known."""
+
+    def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """The batch of an operation with all tokens of its sequences, ahead of it (first TP rank)."""
+        raise NotImplementedError
+
+    def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what an operation's pass has of whole sequences, which are the last dimension."""
+        raise NotImplementedError
+
+    def is_last(self, op: RankOp) -> bool:
+        """Whether an operation's pass is the last one of its chunk over its sequences."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
         """All operations of the iteration are done."""
 
 

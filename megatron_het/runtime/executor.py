@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,53 @@ from torch.profiler import record_function
 
 from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
-from megatron_het.runtime.quantized_weights import drop_copies
-from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.joint import sync_points
 from megatron_het.schedule.kinds import PARTS, executed_by
+
+# Quantised copies of weights (fp8) that the layers of Transformer Engine keep from pass to pass.
+#
+# A layer quantises its weights once, for all microbatches and slices.  ``is_first_microbatch`` tells it to do so anew,
+# and with fused accumulation also to write to ``main_grad`` what others add there, which is right only where the
+# backward of the first pass comes first: not with slices, in a ministage or in a V.  So here no pass is the first one.
+# The copies are dropped instead, before the first pass of an iteration and when weights are freed; a layer without one
+# makes one.
+
+
+_COPIES = "_fp8_workspaces"
+_FLAG = "is_first_microbatch"
+
+
+def add_all_gradients(models: Iterable[torch.nn.Module]) -> None:
+    """Let the backward of every pass add to the gradients, whichever comes first.
+
+    Args:
+        models: Chunks; what Megatron's own schedules say of first microbatches is not said to them.
+    """
+    for model in models:
+        for module in model.modules():
+            if hasattr(module, _FLAG):
+                setattr(module, _FLAG, False)
+
+
+def copies_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the tensors that quantised copies consist of: values, their transposes, scales."""
+    for module in model.modules():
+        for copy in (getattr(module, _COPIES, None) or {}).values():
+            yield from (part for part in vars(copy).values() if isinstance(part, torch.Tensor))
+
+
+def drop_copies(model: torch.nn.Module) -> None:
+    """Let the layers of a chunk quantise their weights in the next pass."""
+    for module in model.modules():
+        copies: Any = getattr(module, _COPIES, None)
+        if copies:
+            copies.clear()
+
 
 # ``--overlap-param-gather``: when updated parameters travel between the replicas of a stage.
 #
@@ -161,7 +200,7 @@ class Executor:
             feature.weigh_losses(call, state)
         self._channels.wait_sends()
         self._check_nothing_left(state)
-        self._batches.finish()
+        self._batches.forget()
         return state
 
     # -- compute -----------------------------------------------------------------------------

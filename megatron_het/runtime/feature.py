@@ -18,11 +18,12 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.distributed import Edge, PlanGroups
-from megatron_het.features import features_of
+from megatron_het.features import feature, features_of
+from megatron_het.features.base import Feature
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
 from megatron_het.plan.run_config import HetConfig
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind, Program
@@ -320,7 +321,16 @@ def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
     for spec, options in features_of(context.plan):
         if spec.runtime and spec.runs_with(context.args):
             context.options = options
-            feature: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
-            feature.name = spec.name
-            found.append(feature)
+            found.append(_opened(spec, context))
     return tuple(found)
+
+
+def open_half(name: str, context: OpenContext) -> RuntimeFeature:
+    """The half on a rank of one feature, for another that runs on top of it, whatever the plan says.  Collective."""
+    return _opened(feature(name), context)
+
+
+def _opened(spec: Feature, context: OpenContext) -> RuntimeFeature:
+    half: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
+    half.name = spec.name
+    return half

@@ -28,13 +28,11 @@ from megatron_het.lowering.programs import Choice, build, choose_transport, post
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.plan import Placement, Plan, PlanError, plan_hash
 from megatron_het.plan.run_config import HetConfig
-from megatron_het.report.run_report import Measurement, RunReport
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Measurement, RunReport, Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.data import Reports, of_whole_stage, passed_on
-from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_chunk
+from megatron_het.runtime.executor import Executor, StallWatch, add_all_gradients, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
-from megatron_het.runtime.quantized_weights import add_all_gradients
 
 # A closed session leaves nothing in its process: no weights, no optimizer state, no connection.
 #

@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
-from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
-from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.session import HetSession
+
+if TYPE_CHECKING:
+    from megatron_het.checkpoint.choice import ChecksumWriter
 
 # How ranks end: finding out who has stopped when a transfer or a collective fails, and leaving after a good end.
 #
@@ -237,7 +237,6 @@ class PretrainHook:
     def __init__(self, session: HetSession, boundary: Boundary) -> None:
         self._session = session
         self._boundary = boundary
-        self._state_dict: StateDictHook | None = None
         self._checksums: ChecksumWriter | None = None
         self._roll_call: RollCall | None = None
 
@@ -280,12 +279,13 @@ class PretrainHook:
         except RuntimeError as error:
             self._add_verdict(error, args.rank)
             raise
-        self._state_dict = StateDictHook(session.groups, session.tied_copies, session.copies)
         complete_model_config(cfg_container.model, args)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
         if self._boundary.restores and args.load is None:
+            from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
+
             args.load = NOTHING_TO_LOAD
         _say_on_first_rank(session)
         try:
@@ -347,11 +347,14 @@ class PretrainHook:
 
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
-            assert self._state_dict is not None, "no checkpoint before the session is open"
+            from megatron_het.checkpoint.state_dict import StateDictHook
+
+            session = self._session
             if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
-                self._session.settle()
+                session.settle()
                 self._note_save(positional[0] if positional else keywords["args"], keywords.get("iteration"))
-            return self._state_dict.wrap(original)(*positional, **keywords)
+            hook = StateDictHook(session.groups, session.tied_copies, session.copies)
+            return hook.wrap(original)(*positional, **keywords)
 
         return generate_state_dict
 
@@ -363,18 +366,28 @@ class PretrainHook:
             self._boundary.reached(self._session, _get_args().curr_iteration)
         return self._session.forward_backward(*positional, **keywords)
 
-    def restore(self, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
+    def wrap_load(self, original: Callable[..., tuple[int, float]]) -> Callable[..., tuple[int, float]]:
+        """``load_checkpoint``; where the boundary has a state to put into the new model, that is it."""
+
+        @functools.wraps(original)
+        def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
+            from megatron_het.checkpoint.loading import LoadHook
+
+            hook = LoadHook(self._session.plan, self._restore, self._session.before_loading)
+            return hook.wrap(original)(*positional, **keywords)
+
+        return load_checkpoint
+
+    def _restore(self, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
         """Whether the boundary put a state into a new model; where it goes on then."""
         return self._boundary.load(self._session, _get_args(), models, optimizer, scheduler)
-
-    def before_loading(self, models: Any, optimizer: Any) -> None:
-        """Megatron is about to load a checkpoint."""
-        self._session.before_loading(models, optimizer)
 
     def _note_save(self, args: Any, iteration: int | None) -> None:
         """A checkpoint of an iteration is about to be written."""
         if iteration is None:
             return
+        from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
+
         self._boundary.saves()
         torch_checkpoints.guard_writes()
         torch_checkpoints.forget_failed_writes()

@@ -2,7 +2,8 @@
 
 Plans, clusters, models, profiles and programs are read here and nowhere else, so that no file can stop
 the program, exhaust memory or become part of a shell script.  Standard library only; ``yaml`` is
-imported when a YAML file is read.  ``reading.py`` has the limits, ``writing.py`` what may be replaced.
+imported when a YAML file is read.  ``reading.py`` has the limits and what YAML may say, ``writing.py`` what may
+be replaced.
 """
 
 from megatron_het.safe_io.reading import (
@@ -14,8 +15,10 @@ from megatron_het.safe_io.reading import (
     count,
     one_line,
     parse_json,
+    parse_yaml,
     read_json,
     read_text,
+    read_yaml,
     shown,
     split_words,
 )
@@ -27,7 +30,6 @@ from megatron_het.safe_io.writing import (
     write_json,
     write_text,
 )
-from megatron_het.safe_io.yaml_text import parse_yaml, read_yaml
 
 __all__ = [
     "MAX_BYTES",

@@ -22,7 +22,6 @@ from megatron_het.schedule.ir import (
     dumps,
     loads,
 )
-from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.transfers import add_transfers
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "Memory",
     "Op",
     "Program",
-    "Result",
     "ScheduleError",
     "ScheduleSyntaxError",
     "Shape",
@@ -47,5 +45,4 @@ __all__ = [
     "dumps",
     "generate",
     "loads",
-    "simulate",
 ]

@@ -7,8 +7,16 @@ Open ``job.py`` first: a process's access; then ``server.py``, who gets in.  ``t
 """
 
 from megatron_het.store.job import Address, Store
-from megatron_het.store.server import StoreServer, Strangers, free_port
-from megatron_het.store.wire import Documents, StoreError, TokenError, client_tls, server_tls
+from megatron_het.store.server import (
+    Documents,
+    StoreError,
+    StoreServer,
+    Strangers,
+    TokenError,
+    client_tls,
+    free_port,
+    server_tls,
+)
 
 __all__ = [
     "Address",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_het.store.wire import Documents
+from megatron_het.store.server import Documents
 
 
 class LostError(RuntimeError):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.dry_run import device_streams as fake_cuda
-from megatron_het.dry_run.alone import join_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
+from megatron_het.dry_run.run import join_alone, without_values
 from megatron_het.dry_run.tracker import Tracker
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,9 +64,7 @@ def test_equals_one_process(name: str, lab: Lab, start: Callable[[Case], tuple[s
     lab.runner.run(
         Job("one", 1, (*common_flags(case.weights, steps=lab.steps), *start(case), *size), reference, setup=setup)
     )
-    job = lab.job(case, *start(case), "--sft")
-    assert job.setup is not None
-    done = lab.runner.run(replace(job, setup=("tests.functional.conversations:packed", job.setup[1])))
+    done = lab.runner.run(lab.job(case, *start(case), "--sft", observe="tests.functional.conversations:packed"))
     found, expected = plan_losses(done.job.log_dir, case.plan), reference_losses(reference)
     assert relative(found["losses"], expected["losses"], "losses") <= BAR
     evaluations = evaluated(reference, 0)

@@ -40,9 +40,7 @@ FULL = {"fp8-interleaved", "fp8-window"}
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_layers_run_in_their_recipe(name: str, lab: Lab) -> None:
     case = BY_NAME[name]
-    job = lab.job(case)
-    assert job.setup is not None
-    job = replace(job, setup=("tests.functional.fp8_layers:observe", job.setup[1]), timeout_s=240.0)
+    job = lab.job(case, observe="tests.functional.fp8_layers:observe")
     lab.runner.run(job)
     layers, seen = case.plan.model.num_layers, set()
     for rank in range(case.plan.world_size):

@@ -38,10 +38,7 @@ FULL = {"graphs-1f1b", "graphs-interleaved", "graphs-overlap", "graphs-unequal-m
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab) -> None:
     case = BY_NAME[name]
-    job = lab.job(case)
-    assert job.setup is not None
-    setup = ("tests.functional.captured_layers:observe", job.setup[1])
-    job = replace(job, setup=setup, timeout_s=240.0, environment={TRY: "1"})
+    job = replace(lab.job(case, observe="tests.functional.captured_layers:observe"), environment={TRY: "1"})
     lab.runner.run(job)
     replays = [int((job.log_dir / f"replays-{rank}").read_text()) for rank in range(case.plan.world_size)]
     assert min(replays) > 0

@@ -165,9 +165,7 @@ def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], Min
     lab, parameters = lab_of(MinistageLab), {"update": "undo", "offload": True}
     made = make("window-undo", [[1, 1], [1, 1]], [3, 2], **_WINDOW)
     case = replace(windowed(made, [(2, 1), (1, 1)], **parameters), chosen={"window": parameters})
-    lab.reference(case)
-    done = lab.runner.run(lab.job(case))
-    found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+    found = lab.differences(case, gradients=False)
     assert max(found.loss, found.validation) <= BAR, found
     assert lab.parameter_difference(case) <= BAR
 
@@ -200,10 +198,8 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
         )
     ]
     reference = within_documents(lab, cases[0], tmp_path / "one")
-    broken = lab.job(replace(cases[1], name="broken"))
-    assert broken.setup is not None
-    accident = ("tests.functional.later_tokens:beyond_documents", broken.setup[1])
-    jobs = [*map(lab.job, cases), replace(broken, setup=accident)]
+    accident = "tests.functional.later_tokens:beyond_documents"
+    jobs = [*map(lab.job, cases), lab.job(replace(cases[1], name="broken"), observe=accident)]
     by_name = {done.job.name: done.check() for done in lab.runner.run_all(jobs, at_once=2)}
     expected = logged_by_stock(reference, cases[0], lab.steps)
     for case in cases:
@@ -211,7 +207,7 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
         found = compare(done.job.log_dir, case.plan, reference)
         assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, (case.name, found)
         assert logged(done.log()) == pytest.approx(expected, rel=BAR)
-    beyond = compare(broken.log_dir, cases[1].plan, reference)
+    beyond = compare(by_name["broken"].job.log_dir, cases[1].plan, reference)
     assert beyond.gradient > 100 * BAR, beyond
 
 
@@ -221,8 +217,5 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
 )
 def test_the_comparison_can_fail(case: str, accident: str, lab: Lab) -> None:
     broken = replace(BY_NAME[case], name=f"{case}-broken")
-    job = lab.job(broken)
-    assert job.setup is not None
-    done = lab.runner.run(replace(job, setup=(f"tests.functional.later_tokens:{accident}", job.setup[1])))
-    found = compare(done.job.log_dir, broken.plan, lab.reference(broken))
+    found = lab.differences(broken, observe=f"tests.functional.later_tokens:{accident}")
     assert found.gradient > 100 * BAR, found

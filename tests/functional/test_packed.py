@@ -129,8 +129,5 @@ def test_windows_end_at_documents(lab: Lab) -> None:
 )
 def test_the_comparison_can_fail(name: str, accident: str, lab: Lab) -> None:
     case = replace(BY_NAME[name], name=f"{name}-broken")
-    job = lab.job(case)
-    assert job.setup is not None
-    done = lab.runner.run(replace(job, setup=(f"tests.functional.break_documents:{accident}", job.setup[1])))
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    found = lab.differences(case, observe=f"tests.functional.break_documents:{accident}")
     assert found.gradient > 100 * BAR, found

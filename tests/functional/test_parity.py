@@ -16,7 +16,7 @@ import pytest
 
 from megatron_het.plan import Stage, save_plan
 from testing.cases import Case, Weights, build_plan, common_flags, with_schedule, words
-from testing.compare import Differences, compare
+from testing.compare import compare
 from testing.lab import Lab
 from testing.runner import Finished, Job
 from tests.functional.selected import compared, tiers
@@ -108,10 +108,8 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
 def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
     """Tokens and labels of a microbatch are read by different ranks, each with a loader of its own."""
     case = replace(BY_NAME["replicas"], name="cyclic-short-epochs")
-    planned = lab.job(case, "--dataloader-type", "cyclic")
-    assert planned.setup is not None
     observe = "tests.functional.short_epochs:observe"
-    planned = replace(planned, setup=(observe, planned.setup[1]))
+    planned = lab.job(case, "--dataloader-type", "cyclic", observe=observe)
     folder = lab.folder / "one-cyclic-short-epochs"
     flags = (
         *common_flags(*case.reference, steps=lab.steps),
@@ -169,10 +167,5 @@ ACCIDENTS = {
 def test_the_comparison_can_fail(accident: str, lab: Lab):
     name, figure, times = ACCIDENTS[accident]
     case = replace(BY_NAME[name], name=f"{name}, {accident}")
-    lab.reference(case)
-    job = lab.job(case)
-    assert job.setup is not None
-    options = {**job.setup[1], "accident": accident}
-    done = lab.runner.run(replace(job, setup=("testing.probe:break_and_observe", options)))
-    found: Differences = compare(done.job.log_dir, case.plan, lab.reference(case))
+    found = lab.differences(case, observe="testing.probe:break_and_observe", accident=accident)
     assert getattr(found, figure) > times * FP32_BAR, found

@@ -72,20 +72,14 @@ FULL = {
 
 @pytest.mark.parametrize("name", tiers(CASES, FULL))
 def test_equals_one_process(name: str, lab: Lab) -> None:
-    case = CASES[name]
-    reference = lab.reference(case)
-    done = lab.runner.run(replace(lab.job(case), timeout_s=240.0))
-    found = compare(done.job.log_dir, case.plan, reference)
+    found = lab.differences(CASES[name])
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
 def test_one_call_per_slice(lab: Lab) -> None:
     """Transformer Engine's attention, stood in for: a slice and all before it are one call."""
     case = replace(CASES["slices-plain"], name="slices-in-one-call")
-    job = replace(lab.job(case), timeout_s=240.0)
-    assert job.setup is not None
-    job = replace(job, setup=("testing.attention_stand_ins:observe", job.setup[1]))
-    done = lab.runner.run(job)
+    done = lab.runner.run(lab.job(case, observe="testing.attention_stand_ins:observe"))
     assert all((done.job.log_dir / f"joined-{rank}").exists() for rank in range(case.plan.world_size))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
@@ -93,9 +87,7 @@ def test_one_call_per_slice(lab: Lab) -> None:
 
 def test_thrifty_layers(lab: Lab) -> None:
     case = replace(CASES["slices-plain"], name="slices-thrifty")
-    job = replace(lab.job(case, "--het-thrifty-layers"), timeout_s=240.0)
-    done = lab.runner.run(job)
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    found = lab.differences(case, "--het-thrifty-layers")
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
@@ -133,18 +125,12 @@ def test_refused_before_training(lab: Lab, tmp_path: Path) -> None:
 def test_the_comparison_can_fail(lab: Lab, tmp_path: Path) -> None:
     """Slices that all start at position 0 train something else."""
     case = replace(CASES["slices-plain"], name="slices-wrong-positions")
-    job = replace(lab.job(case), timeout_s=240.0)
-    assert job.setup is not None
-    done = lab.runner.run(replace(job, setup=("tests.functional.break_slices:positions", job.setup[1])))
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    found = lab.differences(case, observe="tests.functional.break_slices:positions")
     assert found.gradient > 100 * BAR, found
 
 
 def test_exchanged_attention_matters(lab: Lab) -> None:
     """Helpers that answer with wrong weights train something else."""
     case = replace(CASES["exchange"], name="exchange-wrong-weights")
-    job = replace(lab.job(case), timeout_s=240.0)
-    assert job.setup is not None
-    done = lab.runner.run(replace(job, setup=("tests.functional.break_slices:weights", job.setup[1])))
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    found = lab.differences(case, observe="tests.functional.break_slices:weights")
     assert found.gradient > 100 * BAR, found

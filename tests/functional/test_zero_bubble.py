@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from testing.cases import LAYERS, Case, build_plan, with_schedule
-from testing.compare import Differences, compare
 from testing.lab import Lab
 from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
@@ -63,23 +62,14 @@ FULL = {
 }
 
 
-def differences(lab: Lab, case: Case, fault: str | None = None) -> Differences:
-    reference, job = lab.reference(case), lab.job(case)
-    if fault is not None:
-        assert job.setup is not None
-        job = replace(job, setup=(fault, job.setup[1]))
-    lab.runner.run(replace(job, timeout_s=240.0))
-    return compare(job.log_dir, case.plan, reference)
-
-
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab) -> None:
-    found = differences(lab, BY_NAME[name])
+    found = lab.differences(BY_NAME[name])
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
 def test_the_comparison_can_fail(lab: Lab) -> None:
     """One microbatch without its second half is seen in gradients and losses."""
     case = replace(CASES[0], name="lost-weight-gradients")
-    found = differences(lab, case, "tests.functional.break_zero_bubble:lose_weight_gradients")
+    found = lab.differences(case, observe="tests.functional.break_zero_bubble:lose_weight_gradients")
     assert found.gradient > 100 * BAR and found.loss > 3 * BAR, found

@@ -411,7 +411,7 @@ def completion(options: argparse.Namespace) -> int:
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
     """By program."""
-    from megatron_het.doctor import options as doctor
+    from megatron_het.doctor import __main__ as doctor
     from megatron_het.elastic import __main__ as elastic
 
     run = elastic.parser_of()

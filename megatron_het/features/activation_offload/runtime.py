@@ -11,6 +11,7 @@ import torch
 from megatron_het.device import Platform
 from megatron_het.device.memory import HostPool
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.runtime.executor import copies_of
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -20,7 +21,6 @@ from megatron_het.runtime.feature import (
     OpenContext,
     RuntimeFeature,
 )
-from megatron_het.runtime.quantized_weights import copies_of
 from megatron_het.schedule.ir import Kind
 
 # Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).
@@ -69,8 +69,8 @@ class _Forward:
     known: dict[int, _Block] = field(default_factory=dict)
 
 
-class ActivationOffload:
-    """Moves saved tensors between device and host.
+class ActivationOffload(RuntimeFeature):
+    """Moves what training's forwards save between device and host; evaluation saves nothing.
 
     Args:
         ratio: Share of the bytes of each offloaded FORWARD that leave, above 0 and at most 1.
@@ -87,7 +87,39 @@ class ActivationOffload:
         self._models: tuple[torch.nn.Module, ...] = ()
         self._staying: set[int] = set()
 
-    def begin(self, models: Sequence[torch.nn.Module]) -> None:
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """See :class:`RuntimeFeature`."""
+        return {
+            Kind.ACT_OFFLOAD: lambda op, call, state: self.store(op),
+            Kind.ACT_FETCH: lambda op, call, state: self.fetch(op),
+        }
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        if not call.forward_only:
+            self.start(call.models)
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return contextlib.nullcontext() if call.forward_only else self.saving(forward.op, forward.source)
+
+    def around_backward(
+        self, backward: BackwardPass, call: Call, state: Iteration
+    ) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        self.release(backward.op)
+        return contextlib.nullcontext()
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        if not call.forward_only:
+            self.check_empty()
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """The most that activations took on the host so far."""
+        return {"host_memory": {"activation_peak_bytes": self.pool.peak_bytes}}
+
+    def start(self, models: Sequence[torch.nn.Module]) -> None:
         """Start an iteration: note the storages of parameters, which never leave.
 
         A parameter window empties and fills them again, but they stay the same storages.
@@ -119,8 +151,8 @@ class ActivationOffload:
             raise RuntimeError(f"{op.label}: its activations are still on the host")
         blocks.clear()  # the graph's hooks hold the list
 
-    def finish(self) -> None:
-        """The iteration is over."""
+    def check_empty(self) -> None:
+        """The iteration is over, and nothing of it is left."""
         self._reclaim(wait=True)
         if self._forwards or self.pool.used_bytes:
             raise RuntimeError(f"activations left at the end of the step: {sorted(self._forwards)}")
@@ -246,54 +278,6 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class ActivationOffloadFeature(RuntimeFeature):
-    """Moves what training's forwards save; evaluation saves nothing.
-
-    Args:
-        offload: Does the work.
-    """
-
-    def __init__(self, offload: ActivationOffload) -> None:
-        self.offload = offload
-
-    def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
-        return {
-            Kind.ACT_OFFLOAD: lambda op, call, state: self.offload.store(op),
-            Kind.ACT_FETCH: lambda op, call, state: self.offload.fetch(op),
-        }
-
-    def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        if not call.forward_only:
-            self.offload.begin(call.models)
-
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
-        if call.forward_only:
-            return contextlib.nullcontext()
-        return self.offload.saving(forward.op, forward.source)
-
-    @contextlib.contextmanager
-    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
-        """See :class:`RuntimeFeature`."""
-        self.offload.release(backward.op)
-        yield
-
-    def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        if not call.forward_only:
-            self.offload.finish()
-
-    def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """The most that activations took on the host so far."""
-        return {"host_memory": {"activation_peak_bytes": self.offload.pool.peak_bytes}}
-
-    def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
-        self.offload.close()
-
-
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
-    return ActivationOffloadFeature(ActivationOffload(float(context.options.ratio), context.platform))
+    return ActivationOffload(float(context.options.ratio), context.platform)

@@ -57,7 +57,7 @@ from megatron_het.features.context_exchange.helper import (
 from megatron_het.features.context_exchange.kinds import HELPS, OWNERS
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels, Moment, PendingReceive
 from megatron_het.schedule.ir import Kind, Program
 

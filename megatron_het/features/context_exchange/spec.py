@@ -9,12 +9,11 @@ from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, ViewFlag, not_sliced, option
 from megatron_het.features.context_exchange.kinds import exchanged_layers
-from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, plan_exchange
 from megatron_het.features.registry import slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Bounds, Parts
-from megatron_het.schedule.ir import SLICED_SCHEDULES, Program, Shape
+from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
 
 # Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
 
@@ -147,10 +146,6 @@ class ExchangeOptions:
         problem=lambda plan: _times_problem(_chunks(plan), "chunk of every replica", "a pass without attention"),
     )
 
-    def costs(self, shape: Shape) -> PassCosts | None:
-        """Returns what passes take, where the plan says so."""
-        return PassCosts.of(shape, self.attention, self.rest) if self.attention else None
-
 
 class ContextExchange(Feature):
     """Devices with short prefixes attend for those with long ones."""
@@ -194,6 +189,8 @@ class ContextExchange(Feature):
         """Who attends for whom, slot by slot."""
         if not flags["exchange_plan"]:
             return None
+        from megatron_het.features.context_exchange.passes import plan_exchange
+
         units = flags["exchange_units"] or DEFAULT_UNITS
         plan = plan_exchange(program, units=units, helping=flags["helping"], keep=flags["keep_kv"])
         return plan.to_json(), ("  slot | loads | giver>taker:slices | loads after", *plan.lines())
@@ -242,7 +239,9 @@ class ContextExchange(Feature):
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
         """The program in which devices attend for each other."""
-        costs = options.costs(program.shape)
+        from megatron_het.features.context_exchange.passes import PassCosts, add_exchange
+
+        costs = PassCosts.of(program.shape, options.attention, options.rest) if options.attention else None
         return add_exchange(
             program, units=options.units, keep=options.keep, helping=options.idle, costs=costs, parts=self.parts
         )

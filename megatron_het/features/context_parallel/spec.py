@@ -7,6 +7,7 @@ pieces that sender and receiver have in common (``lowering/ranks.py``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,21 @@ class ContextParallel(Feature):
                         f"without slices, together a multiple of {grain}; so these need a multiple of {even} tokens, "
                         f"at least {least}, not {tokens}",
                     )
+
+    def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
+        """Refuse to measure what no plan has, or what several plans would share."""
+        if not flags.het_measured_cp_shares:
+            return
+        flag = "--het-measured-cp-shares"
+        if len(plans) > 1:
+            raise PlanError(flag, "given", "does not go with several plans", "Write cp_shares into the plans")
+        if self.options_of(plans[0]) is None:
+            raise PlanError(
+                flag,
+                "given",
+                "no replica of the plan has context parallelism",
+                f"Leave the flag out, or give replicas a cp above 1 ({_FLAG} without a plan)",
+            )
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """The table, and another size than the plan's."""

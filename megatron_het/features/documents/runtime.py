@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
-from megatron_het.features.slices.runtime import SlicedSequences, open_sequences
 from megatron_het.lowering.ranks import RankOp, RankProgram
-from megatron_het.runtime.data import Reports
-from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.data import Batches, Reports
+from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature, open_half
 from megatron_het.schedule.kinds import Kind
 
 # Where the documents of an iteration begin.
@@ -129,7 +128,7 @@ class DocumentsFeature(RuntimeFeature):
     def __init__(
         self,
         args: Any,
-        sequences: SlicedSequences,
+        sequences: Batches,
         whole: RuntimeFeature | None,
         first_chunk: int | None,
         programs: Mapping[bool, RankProgram],
@@ -159,7 +158,7 @@ class DocumentsFeature(RuntimeFeature):
         for op in self._reading(call.forward_only):
             self._sequences.whole(op, call.data_iterators[op.chunk])
         self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
-        self._sequences.begin()
+        self._sequences.documents_known()
 
     def _reading(self, forward_only: bool) -> Iterator[RankOp]:
         """The forwards that read, each microbatch once, in the order in which it is read."""
@@ -228,8 +227,7 @@ def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context)
-    assert isinstance(context.batches, SlicedSequences)
+    whole = None if context.batches.cuts else open_half("slices", context)
     where = context.placement.locate(context.rank)
     stage, chunk = context.plan.path[0]
     reads = where.stage == stage and where.tp_rank == 0

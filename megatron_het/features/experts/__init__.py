@@ -1,1 +1,1 @@
-"""Mixture of experts under a plan: what can be trained in ``spec.py``, balancing losses in ``balancing.py``."""
+"""Mixture of experts under a plan: what can be trained in ``spec.py``, balancing losses in ``runtime.py``."""

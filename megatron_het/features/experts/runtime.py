@@ -1,23 +1,289 @@
-"""Mixture of experts as a feature of a rank: what Megatron's layers report, summed over a plan's ranks."""
+"""Mixture of experts as a feature of a rank: balancing losses and what layers report, over all slices and ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
+from megatron_het.features.registry import extra_layers
 from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 
-if TYPE_CHECKING:
-    from megatron_het.features.experts.balancing import BalancedRouter, Passes
+# Losses that balance experts, exact where a pass has only a part of the sequences.
+#
+# The loss of a layer and microbatch is ``E c / (k T^2) * sum_e f_e p_e``: E experts, coefficient c, k experts per
+# token, T tokens, f_e how many tokens chose expert e, and p_e the sum of the scores that tokens give it (Switch
+# Transformer, 2101.03961, section 2.2).  It is a product of two sums over all tokens, so the losses of slices do not
+# add up to it.
+#
+# The f_e have no gradient, and a token's score has the gradient ``E c / (k T^2) f_e``.  In SlimPipe all slices of a
+# microbatch have run forward before its first backward begins (section 4.1 of 2504.14519).  So forward passes only
+# count, the last one adds what the other ranks of the replica have counted, and every backward pass uses the whole f_e.
+
+
+_MEAN_OF_MICROBATCH, _MEAN_OF_SEQUENCE, _MEAN_OF_BATCH = "aux_loss", "seq_aux_loss", "global_aux_loss"
+_LOGGED = {
+    _MEAN_OF_MICROBATCH: "load_balancing_loss",
+    _MEAN_OF_SEQUENCE: "seq_load_balancing_loss",
+    _MEAN_OF_BATCH: "global_load_balancing_loss",
+}
+"""The losses of this kind, by the names that Megatron has for their flags and in its log."""
+_Z_LOSS = "z_loss"
+
+
+@dataclass(slots=True)
+class Passes:
+    """Which pass runs on this rank, and who has the other parts of its microbatch.
+
+    The backward of a CUDA graph of operations runs on another thread, so this is no thread-local.
+
+    Attributes:
+        slices: Per sequence.
+        groups: Groups over which counts are summed one after the other: TP, then CP.
+        current: (microbatch, slice) of the pass of training that runs; None outside.
+        part: Tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices
+            and the ranks' parts of them are equal.
+    """
+
+    slices: int
+    groups: Sequence[dist.ProcessGroup] = ()
+    current: tuple[int, int] | None = None
+    part: tuple[int, int] = (0, 0)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a part of every pass."""
+        return math.prod(group.size() for group in self.groups)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a microbatch is divided: slices x ranks."""
+        return self.slices * self.ranks
+
+    @property
+    def weight(self) -> float:
+        """How many times as long as the mean this rank's part of the slice that runs is."""
+        tokens, of = self.part
+        return tokens * self.slices / of if of else 1.0
+
+    def whole(self, rows: int) -> int:
+        """Rows of the whole microbatch, given this rank's of the pass that runs."""
+        tokens, of = self.part
+        return rows * self.ranks * of // tokens if of else rows * self.parts
+
+
+@dataclass(slots=True, eq=False)
+class Sums:
+    """Holds what the tokens of one microbatch give the experts of one layer.
+
+    Attributes:
+        chosen: ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``.
+        scores: Likewise, the sum of their scores on this rank.
+        slices: Which slices are in the sums.
+        whole: ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted.
+    """
+
+    chosen: torch.Tensor
+    scores: torch.Tensor
+    slices: set[int] = field(default_factory=set)
+    whole: torch.Tensor | None = None
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hands on what is given to it; the backward adds the gradient of a balancing loss to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, scores: torch.Tensor, sums: Sums, factor: float) -> torch.Tensor:
+        ctx.sums, ctx.factor, ctx.like = sums, factor, (scores.shape, scores.dtype)
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        whole: torch.Tensor | None = ctx.sums.whole
+        if whole is None:
+            raise RuntimeError(
+                f"slices {sorted(ctx.sums.slices)} of a microbatch have been counted, and a backward pass needs all: "
+                "the schedule runs a backward before the last forward of its microbatch"
+            )
+        shape, dtype = ctx.like
+        scale: Any = MoEAuxLossAutoScaler.main_loss_backward_scale
+        gradient = whole * (ctx.factor if scale is None else scale * ctx.factor)
+        return grad, gradient.to(dtype).expand(shape), None, None
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's router with balancing losses of whole microbatches; see the text of the module.
+
+    Routers become one by :func:`balance_whole_microbatches`.
+    """
+
+    passes: Passes
+    sums: dict[tuple[str, int], Sums]
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Megatron.  A pass that will be recomputed counts as well: its recomputation comes too late."""
+        counts = self.training and not torch.is_grad_enabled() and self.passes.current is not None
+        if counts and self.is_aux_loss_enabled():
+            seq_length, sequences = logits.shape[:2]
+            chosen, scores = compute_routing_scores_for_aux_loss(
+                logits.view(-1, self.config.num_moe_experts),
+                self.topk,
+                self.score_function,
+                fused=self.config.moe_router_fusion,
+            )
+            for kind in _LOGGED:
+                if self.get_aux_loss_coeff(kind):
+                    rows = seq_length if kind == _MEAN_OF_SEQUENCE else seq_length * sequences
+                    self._count(kind, scores.reshape(rows, -1), chosen.reshape(rows, -1))
+        return super().routing(logits, padding_mask)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """See Megatron, whose log has the mean over passes: each counts as long as it is."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        metrics, weight = get_moe_metrics_tracker().metrics, self.passes.weight
+        place = max(self._layer_in_log() or 0, 1) - 1
+        before = metrics[_Z_LOSS].values[place].clone() if weight != 1 and _Z_LOSS in metrics else 0
+        logits = super().apply_z_loss(logits, padding_mask)
+        if weight != 1 and _Z_LOSS in metrics:
+            values = metrics[_Z_LOSS].values
+            values[place] = before + (values[place] - before) * weight
+        return logits
+
+    def _layer_in_log(self) -> int | None:
+        """The number of the layer in Megatron's log, in which layers for later tokens come after all others."""
+        if self.layer_number is None or not self.is_mtp_layer:
+            return self.layer_number
+        number: int = self.layer_number + self.config.num_layers
+        return number
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        return self._with_loss(_MEAN_OF_MICROBATCH, probs, scores, routing_map, with_padding_mask)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        del bsz
+        scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
+        return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, with_padding_mask)
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        return self._with_loss(_MEAN_OF_BATCH, probs, scores, routing_map, with_padding_mask)
+
+    def _with_loss(
+        self, kind: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, is_padded: bool
+    ) -> torch.Tensor:
+        """The routing probabilities with a loss attached; ``scores`` is ``[t, e]``, or ``[s, b * e]`` per sequence."""
+        if not self.get_aux_loss_coeff(kind):
+            return probs
+        if is_padded:
+            raise RuntimeError(f"{kind}: tokens that are padding cannot be left out of whole microbatches")
+        sums = self._count(kind, scores, routing_map)
+        # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron makes up for it so.
+        tokens = self.passes.whole(probs.shape[0]) if self.calculate_per_token_loss else 1
+        return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
+
+    def _factor(self, kind: str, scores: torch.Tensor) -> float:
+        """Returns what the product of the two sums is multiplied by: ``E c / (k T^2)``."""
+        experts, tokens = self.config.num_moe_experts, self.passes.whole(scores.shape[0])
+        sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
+        return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)
+
+    @torch.no_grad()
+    def _count(self, kind: str, scores: torch.Tensor, routing_map: torch.Tensor) -> Sums:
+        """The sums of the pass's microbatch, with this pass; a recomputed pass is in them already."""
+        if self.passes.current is None:
+            raise RuntimeError("a layer of experts runs outside of the schedule, which balances whole microbatches")
+        microbatch, index = self.passes.current
+        sums = self.sums.get((kind, microbatch))
+        if sums is None:
+            sums = Sums(torch.zeros_like(routing_map[0], dtype=torch.float32), torch.zeros_like(scores[0]))
+            self.sums[kind, microbatch] = sums
+        if index in sums.slices:
+            return sums
+        sums.slices.add(index)
+        sums.chosen += routing_map.sum(dim=0)
+        sums.scores += scores.sum(dim=0)
+        if len(sums.slices) == self.passes.slices:
+            self._complete(kind, sums, self._factor(kind, scores) / self.get_aux_loss_coeff(kind))
+        return sums
+
+    def _complete(self, kind: str, sums: Sums, factor: float) -> None:
+        """All slices are counted: add the other ranks' counts, and log this rank's share of the loss."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        whole = sums.chosen
+        for group in self.passes.groups:
+            dist.all_reduce(whole, group=group)
+        if kind == _MEAN_OF_BATCH:  # the mean over the microbatches so far
+            self.global_tokens_per_expert += whole
+            self.ga_steps += 1
+            whole = self.global_tokens_per_expert / self.ga_steps
+        sums.whole = whole
+        get_moe_metrics_tracker().record(
+            _LOGGED[kind],
+            (sums.scores * whole).sum() * factor,
+            self._layer_in_log(),
+            layers_in_log(self.config),
+            reduce_group=self.tp_cp_group,
+            needs_dp_avg=kind != _MEAN_OF_BATCH,
+        )
+
+
+def layers_in_log(config: Any) -> int:
+    """Returns how many layers Megatron's log has a place for, those for later tokens included."""
+    return int(config.num_layers + extra_layers(config))
+
+
+def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:
+    """Let the routers of model chunks balance whole microbatches.
+
+    Args:
+        models: GPTModels, not wrapped.
+        passes: Told which pass runs.
+
+    Returns:
+        The routers.
+
+    Raises:
+        ValueError: A router that is not Megatron's own.
+    """
+    found = []
+    for module in (module for model in models for module in model.modules()):
+        if not isinstance(module, TopKRouter):
+            continue
+        if type(module) is not TopKRouter:
+            raise ValueError(f"{type(module).__name__}: only Megatron's TopKRouter balances whole microbatches")
+        module.__class__ = BalancedRouter
+        assert isinstance(module, BalancedRouter)
+        module.passes, module.sums = passes, {}
+        found.append(module)
+    return found
+
 
 _SYNC = "_sync_metrics"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -61,8 +327,6 @@ class Experts(RuntimeFeature):
                 if expert_name(name) is not None:
                     parameter.allreduce = self._cut.divides_alike  # type: ignore[attr-defined]
         if self._whole:
-            from megatron_het.features.experts.balancing import balance_whole_microbatches
-
             self._routers += balance_whole_microbatches(models, self._passes)
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
@@ -120,8 +384,6 @@ class Experts(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    from megatron_het.features.experts.balancing import Passes, layers_in_log
-
     where = context.placement.locate(context.rank)
     replica = context.placement.replica(where.stage, where.replica)
     slices = context.programs[False].shape.slices

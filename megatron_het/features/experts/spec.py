@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal, is_given
-from megatron_het.features.registry import runs_of_a_layer
-from megatron_het.features.window.spec import Window
+from megatron_het.features.registry import features_of, runs_of_a_layer
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
@@ -94,7 +93,7 @@ class Experts(Feature):
     def check(self, plan: Plan) -> None:
         """Refuse what does not go with expert groups that are no TP groups; ``plan.validate`` checks the groups."""
         groups = _beyond_tp_groups(plan)
-        if groups and Window().options_of(plan) is not None:
+        if groups and any(feature.shards_parameters for feature, _ in features_of(plan)):
             raise PlanError(
                 "schedule.parameters.window",
                 True,

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from megatron_het.distributed import PlanGroups, loss_source
 from megatron_het.features.documents.spec import PACKING
-from megatron_het.features.slices.runtime import SlicedSequences
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
+from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 
 # The tokens after the next one, for passes that run parts of sequences.
@@ -278,7 +278,7 @@ class LaterTokensOfParts(MultiTokenPrediction):
     roles = ("stage", "loss", "tp")
 
     def __init__(
-        self, layers: int, placement: Placement, groups: PlanGroups, sequences: SlicedSequences, *, are_packed: bool
+        self, layers: int, placement: Placement, groups: PlanGroups, sequences: Batches, *, are_packed: bool
     ) -> None:
         super().__init__(layers, placement, groups)
         self._sequences, self._are_packed = sequences, are_packed
@@ -324,7 +324,7 @@ class LaterTokensOfParts(MultiTokenPrediction):
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     given = context.options.layers, context.placement, context.groups
-    if not isinstance(context.batches, SlicedSequences):
+    if not context.batches.cuts:
         return MultiTokenPrediction(*given)
     are_packed = any(getattr(context.args, name, False) for name in PACKING)
     return LaterTokensOfParts(*given, context.batches, are_packed=are_packed)

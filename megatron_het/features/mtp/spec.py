@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature
 from megatron_het.features.registry import features_of
-from megatron_het.plan import Plan, PlanError
+from megatron_het.plan import ModelShape, Plan, PlanError
 
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _POSITIONS = ("rope", "none")
@@ -35,6 +35,9 @@ class MultiTokenPrediction(Feature):
     name = "mtp"
     title = "multi-token prediction"
     options = MtpOptions
+    training_flags: ClassVar[Mapping[str, tuple[str, Any]]] = {
+        "mtp-loss-scaling-factor": ("mtp_loss_scaling_factor", 0.1)
+    }
     no_local_graphs = "multi-token prediction under a plan runs its layers at other times than local graphs expect"
     upstream_names: ClassVar[Mapping[str, str]] = {
         f"{_MTP}.process_mtp_loss": "4b175647aeca8a06cdf1922ec6e8c05e56d95f1e34f7484b19153f05bacec78c",
@@ -82,6 +85,45 @@ class MultiTokenPrediction(Feature):
                 "different sizes would weigh tokens differently",
                 "Use microbatches of one size",
             )
+
+    def extra_layers(self, model: Any) -> int:
+        """Returns the layers for later tokens; see :class:`Feature`."""
+        return int(getattr(model, "mtp_num_layers", None) or 0)
+
+    def layer_flags(self, model: Any) -> dict[str, int]:
+        """Returns the flag, which a hybrid model's pattern stands for."""
+        layers = self.extra_layers(model)
+        return {"mtp-num-layers": layers} if layers and not model.pattern else {}
+
+    def model_problem(self, model: Any) -> str:
+        """Returns what is wrong with the number of layers or with positions; see :class:`Feature`."""
+        layers = self.extra_layers(model)
+        if layers > model.num_layers:
+            return f"mtp_num_layers = {layers} is more than num_layers = {model.num_layers}"
+        if layers and model.learned_positions:
+            return "mtp_num_layers needs learned_positions = 0: Megatron's layers know rotary positions only"
+        return ""
+
+    def shrink(self, model: ModelShape, like: ModelShape) -> ModelShape:
+        """Leave one layer at most."""
+        return replace(model, mtp_num_layers=min(like.mtp_num_layers, 1))
+
+    def reads_tokens(self, args: Any, vp_stage: int | None) -> bool:
+        """Whether layers for later tokens are in the chunk, which embed these tokens."""
+        if not args.mtp_num_layers:
+            return False
+        from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        config = core_transformer_config_from_args(args)
+        return bool(
+            mtp_on_this_rank(
+                layout=config.pipeline_model_parallel_layout,
+                mtp_num_layers=config.mtp_num_layers,
+                ignore_virtual=False,
+                vp_stage=vp_stage,
+            )
+        )
 
     def runs_of_a_layer(self, args: Any) -> int:
         """Returns 1, or with one layer for all later tokens as many as there are of those."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_het.attention.places import take_blocks
-from megatron_het.features.registry import cutting_of
+from megatron_het.features.registry import cutting_of, runs_of_a_layer
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.data import Batches
@@ -33,23 +33,7 @@ _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
 _UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
 
 
-class Documents(Protocol):
-    """Where the documents of microbatches begin (``features/documents/runtime.py``).
-
-    Attributes:
-        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
-    """
-
-    ends_states: bool
-
-    def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See where the documents of a batch that was read begin; the batch as the script is to see it."""
-
-    def of(self, microbatch: int) -> tuple[tuple[int, ...], ...]:
-        """Where the documents of each sequence of a microbatch begin."""
-
-
-class SlicedSequences(Batches):
+class SlicedSequences(Batches, RuntimeFeature):
     """A forward runs one slice of a microbatch, or this rank's part of one.
 
     Args:
@@ -63,6 +47,8 @@ class SlicedSequences(Batches):
         grain: What the tokens of each are a multiple of.
         batch: Sequences of the largest microbatch; None where all are alike.
     """
+
+    cuts = True
 
     def __init__(
         self,
@@ -89,8 +75,6 @@ class SlicedSequences(Batches):
             for mode, program in programs.items()
         }
         self._bounds: dict[int, Bounds] = {}
-        self.documents: Documents | None = None
-        """Set where attention ends at documents."""
         self._current = CurrentSlice()
         self._models: list[torch.nn.Module] = []
         self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -104,20 +88,37 @@ class SlicedSequences(Batches):
         from megatron_het.attention.core import replace_core_attention
         from megatron_het.attention.kernel_choice import kernels_of_backend
         from megatron_het.attention.recurrent import carry_states
-        from megatron_het.features.thrifty_layers.light import lighten_linear_layers
+        from megatron_het.features.thrifty_layers.runtime import lighten_linear_layers
 
         first = len(self._models)
         self._models += models
         kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
         for chunk, model in enumerate(models, first):
             slots = max(most_held(passes[chunk]) for passes in self._passes.values())
-            replace_core_attention(model, slots, self._device, kernels, self._largest)
+            replace_core_attention(model, slots, self._device, kernels, self._largest, runs_of_a_layer(self._args))
             carry_states(model)
         lighten_linear_layers(models)
         self._current.attach(models)
 
-    def begin(self) -> None:
-        """An iteration begins, and where its documents begin is known."""
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; with packed documents, their feature says when they are known."""
+        if self.documents is None:
+            self.documents_known()
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return self.forward(forward.op, call.forward_only)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        self.check_empty()
+
+    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """The slabs of all key-value caches, the states between slices, and the gradients that both collect."""
+        return {"cache": [tensor for cache in _caches(self._models) for tensor in cache.tensors()]}
+
+    def documents_known(self) -> None:
+        """See :class:`Batches`."""
         self._bounds.clear()
         if self._cutting.is_even and self.documents is None:
             return
@@ -217,11 +218,7 @@ class SlicedSequences(Batches):
         for cache in _caches(self._models):
             cache.check_empty()
 
-    def pools(self) -> list[torch.Tensor]:
-        """The slabs of all key-value caches, the states between slices, and the gradients that both collect."""
-        return [tensor for cache in _caches(self._models) for tensor in cache.tensors()]
-
-    def finish(self) -> None:
+    def forget(self) -> None:
         """See :class:`Batches`."""
         self._batches.clear()
 
@@ -230,15 +227,15 @@ class SlicedSequences(Batches):
         return cut_batch(self._batch(op, data_iterator), self._blocks(op))
 
     def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
-        """The batch of an operation with all tokens of its sequences, ahead of it (first TP rank)."""
+        """See :class:`Batches`."""
         return self._batch(op, data_iterator)
 
     def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what an operation's pass has of whole sequences, which are the last dimension."""
+        """See :class:`Batches`."""
         return take_blocks(tensor, self._blocks(op), dim=-1)
 
     def is_last(self, op: RankOp) -> bool:
-        """Whether an operation's pass is the last one of its chunk over its sequences."""
+        """See :class:`Batches`."""
         return op.slice == self._cutting.slices - 1
 
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
@@ -310,40 +307,8 @@ def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None
     return most
 
 
-class SlicesFeature(RuntimeFeature):
-    """Runs every FORWARD over one slice.
-
-    Args:
-        sequences: Cuts batches and knows the attention of the slices.
-    """
-
-    def __init__(self, sequences: SlicedSequences) -> None:
-        self._sequences = sequences
-
-    def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._sequences.attach(models)
-
-    def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; with packed documents, their feature begins again when they are known."""
-        if self._sequences.documents is None:
-            self._sequences.begin()
-
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
-        return self._sequences.forward(forward.op, call.forward_only)
-
-    def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
-        self._sequences.check_empty()
-
-    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """The pools of keys and values."""
-        return {"cache": self._sequences.pools()}
-
-
-def open_sequences(context: OpenContext) -> SlicesFeature:
-    """Forwards run slices from here on, of which one may be the whole sequence."""
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """This rank's part of the feature: forwards run slices from here on, of which one may be the whole sequence."""
     where, plan = context.placement.locate(context.rank), context.plan
     side = context.boundaries.side(context.rank)
     sequences = SlicedSequences(
@@ -357,9 +322,4 @@ def open_sequences(context: OpenContext) -> SlicesFeature:
         batch=plan.training.micro_batch_size,
     )
     context.batches = sequences
-    return SlicesFeature(sequences)
-
-
-def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature; from here on batches are cut into slices."""
-    return open_sequences(context)
+    return sequences

@@ -1,4 +1,4 @@
-"""Thrifty layers on a rank: norms that keep only their input."""
+"""Thrifty layers on a rank: norms that keep only their input, and linear layers of slices with little around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch.nn.functional import linear
 
+from megatron_het.families import family_of_model
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
 # Layers that keep less from forward to backward (SlimPipe, section 5).
@@ -58,6 +61,81 @@ def make_norms_thrifty(models: Iterable[torch.nn.Module]) -> int:
                 module.__class__ = ThriftyRMSNorm
                 count += 1
     return count
+
+
+# Linear layers of slices without tensor parallelism: the product, and nothing around it.
+#
+# Megatron's parallel layers are functions of their own to autograd, written in Python, with one more for the
+# communication before or after, which is none on one rank.  A pass pays that whatever its length, and a sequence in n
+# slices has n passes.  Here such a layer calls PyTorch's linear function.  The sums are the same ones.
+
+
+def _is_changed(module: Any) -> bool:
+    """Whether its product is somebody else's business: a schedule that splits backward passes, or an offload."""
+    return "_forward_impl" in vars(module) or module.config._cpu_offloading_context is not None
+
+
+class LightColumnLinear(ColumnParallelLinear):
+    """Megatron's layer on one TP rank."""
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *rest: Any, **more: Any) -> Any:
+        """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
+        if weight is not None or _is_changed(self):
+            return super().forward(input_, weight, *rest, **more)
+        if self.skip_bias_add:
+            return linear(input_, self.weight), self.bias
+        return linear(input_, self.weight, self.bias), None
+
+
+class LightRowLinear(RowParallelLinear):
+    """Megatron's layer on one TP rank."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
+        if _is_changed(self):
+            return super().forward(input_)
+        if self.skip_bias_add:
+            return linear(input_, self.weight), self.bias
+        return linear(input_, self.weight, self.bias), None
+
+
+_LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLinear}
+
+
+def lighten_linear_layers(models: Iterable[torch.nn.Module]) -> int:
+    """Let the linear layers of transformer layers do without communication that there is none of.
+
+    Parameters and their names stay as they are.  Layers of Transformer Engine, those with tensor or expert parallelism
+    and those with a fused gradient accumulation are left alone.
+
+    Args:
+        models: GPTModels, not wrapped.
+
+    Returns:
+        How many layers were changed.
+    """
+    count = 0
+    for model in models:
+        for module in (module for block in family_of_model(model).blocks(model) for module in block.modules()):
+            light = _LIGHT.get(type(module))
+            if light is not None and _is_alone(module):
+                module.__class__ = light
+                count += 1
+    return count
+
+
+def _is_alone(module: Any) -> bool:
+    """Whether a layer is a product of its input and its weight, and what autograd does with that."""
+    return bool(
+        module.weight is not None
+        and not _is_changed(module)
+        and module.tp_group.size() == 1
+        and not module.explicit_expert_comm
+        and not module.sequence_parallel
+        and not module.gradient_accumulation_fusion
+        and not module.config.defer_embedding_wgrad_compute
+        and module.gtp_remat_size == 1
+    )
 
 
 class ThriftyLayersFeature(RuntimeFeature):

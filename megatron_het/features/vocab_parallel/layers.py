@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_het.lowering.ranks import Piece, RankOp, Side, pieces, side_of
 from megatron_het.plan import Placement
 from megatron_het.plan.placement import stage_rows, tp_unit
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenContext

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_het.device.memory import uncounted
 from megatron_het.device.simulated import is_simulated
 from megatron_het.features.window.shards import Pending, layer_of, num_layers_of, parts_of
-from megatron_het.runtime.quantized_weights import drop_copies
+from megatron_het.runtime.executor import drop_copies
 
 # What the parameter window uses: bytes, collectives, and the shards' place in host memory.
 

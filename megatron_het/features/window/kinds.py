@@ -30,6 +30,8 @@ from megatron_het.schedule.kinds import (
 )
 from megatron_het.schedule.memory import GRADIENTS, PARAMETERS, BytesOf, Holdings
 
+ZERO_STAGES = (2, 3)
+
 
 class Parameters(State):
     """Parameters, gradients and updates of one device's chunks.

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_het.distributed.resharding import CopiesCheck, is_tied_copy
+from megatron_het.distributed.gradient_sums import is_tied_copy
+from megatron_het.distributed.resharding import CopiesCheck
 from megatron_het.features.window.chunk import ChunkWindow
 from megatron_het.features.window.spec import WindowOptions
 from megatron_het.features.window.state import Entry, OffloadedState, UndoLog

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_het.features.window.kinds import PARAMETER_KINDS
+from megatron_het.features.window.kinds import PARAMETER_KINDS, ZERO_STAGES
 from megatron_het.schedule.graph import Graph, ScheduleError, replay
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program
 from megatron_het.schedule.joint import event_places, stuck_events
@@ -14,9 +14,6 @@ from megatron_het.schedule.transfers import add_transfers, plain_durations
 #
 # The collectives of a pass need all replicas of the stage.  A replica with fewer passes than the others takes part
 # in those of the passes that it does not have, with no tokens: its gradients are zeros (Poplar, section 3.2).
-
-
-STAGES = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def add_sharded_passes(
     Raises:
         ValueError: another order, parameter operations that are there already, or an option out of range.
     """
-    if zero not in STAGES or prefetch < 0:
+    if zero not in ZERO_STAGES or prefetch < 0:
         raise ValueError(f"zero = {zero}, prefetch = {prefetch}: zero is 2 or 3, prefetch >= 0")
     if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
 from megatron_het.features.registry import rows_are_shared
-from megatron_het.features.window.passes import STAGES, add_parameters, add_sharded_passes, post_together
+from megatron_het.features.window.kinds import ZERO_STAGES
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import state_shares
 from megatron_het.schedule.cost import Costs, PerChunk
@@ -86,7 +86,7 @@ class WindowOptions:
         0,
         flag="--het-zero",
         metavar="STAGE",
-        accepts=lambda value, plan: value in STAGES,
+        accepts=lambda value, plan: value in ZERO_STAGES,
         problem="must be 2 or 3",
         help="with --het-schedule data-parallel: 2 reduces gradients to shards after every pass, 3 also gathers "
         "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
@@ -105,6 +105,7 @@ class Window(Feature):
 
     name = "window"
     title = "parameter window"
+    shards_parameters = True
     options = WindowOptions
     switch = Option(
         "window",
@@ -276,6 +277,8 @@ class Window(Feature):
 
     def after_transfers(self, program: Program, options: WindowOptions) -> Program:
         """The program in which parameters are gathered before their use and gradients reduced after it."""
+        from megatron_het.features.window.passes import add_parameters, add_sharded_passes
+
         if options.zero:
             return add_sharded_passes(
                 program,
@@ -298,6 +301,8 @@ class Window(Feature):
 
     def in_order(self, program: Program, options: WindowOptions, speeds: Sequence[float] | None) -> Program:
         """The program whose replicas come together to what they gather and reduce."""
+        from megatron_het.features.window.passes import post_together
+
         return post_together(program, speeds=speeds)
 
     def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:

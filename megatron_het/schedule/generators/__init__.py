@@ -6,8 +6,7 @@ added by the passes.
 
 from collections.abc import Callable
 
-from megatron_het.schedule.generators.interleaved import interleaved, ministage
-from megatron_het.schedule.generators.one_f_one_b import data_parallel, gpipe, one_f_one_b
+from megatron_het.schedule.generators.one_f_one_b import data_parallel, gpipe, interleaved, ministage, one_f_one_b
 from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {

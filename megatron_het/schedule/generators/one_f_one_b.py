@@ -1,16 +1,26 @@
-"""GPipe and 1F1B (PipeDream-Flush), with one or several replicas per stage."""
+"""1F1B (PipeDream-Flush), GPipe, interleaved 1F1B and Zorse's ministages; how deep 1F1B is across slow links.
+
+Stages may have one or several replicas.
+"""
+
+from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_het.schedule.generators.listing import (
+    Part,
     Speeds,
+    alternate,
     by_part,
     compute_ops,
+    equal_chunks,
     forward_program,
     in_order,
     in_turns,
+    merge,
+    most_chunks,
     parts_of,
     require,
     require_all,
@@ -18,42 +28,6 @@ from megatron_het.schedule.generators.listing import (
     single_replicas,
 )
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
-
-# No pipeline: every replica runs its microbatches one after the other (Poplar, section 3).
-
-
-NAME = "data-parallel"
-
-
-def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
-    """Each microbatch forward through all chunks and back, then the next microbatch.
-
-    Activations of one microbatch are held at most, and of the chunks one after the other is needed, which is what
-    ZeRO-2 and 3 need (``features/window/passes.py``).
-
-    Args:
-        shape: one stage; any chunks and replicas, no slices.
-        forward_only: forwards only.
-
-    Raises:
-        ValueError: several stages, slices, or the V placement.
-    """
-    require(NAME, shape.stages == 1, f"stages = {shape.stages}: it is for plans of one stage")
-    require(NAME, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
-    require(NAME, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
-    chunks = range(len(shape.layers[0]))
-    orders = []
-    for d in range(len(shape.devices)):
-        order = []
-        for m in shape.microbatches_of(d):
-            order += [op for c in chunks for op in compute_ops(Kind.FORWARD, (m,), (0,), c)]
-            if not forward_only:
-                order += [op for c in reversed(chunks) for op in compute_ops(Kind.BACKWARD, (m,), (0,), c)]
-        orders.append(order)
-    if forward_only:
-        return forward_program(NAME, shape, orders)
-    return Program(NAME, shape, tuple(map(tuple, orders)))
-
 
 # The merge of :mod:`listing` for stages of one chunk and whole sequences, over plain lists of numbers.
 #
@@ -325,3 +299,283 @@ def gpipe(shape: Shape, *, forward_only: bool = False) -> Program:
         return forward_program("gpipe", shape, forward)
     backward = _orders(shape, Kind.BACKWARD)
     return Program("gpipe", shape, tuple(tuple(f + b) for f, b in zip(forward, backward)))
+
+
+# No pipeline: every replica runs its microbatches one after the other (Poplar, section 3).
+
+
+DATA_PARALLEL = "data-parallel"
+
+
+def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
+    """Each microbatch forward through all chunks and back, then the next microbatch.
+
+    Activations of one microbatch are held at most, and of the chunks one after the other is needed, which is what
+    ZeRO-2 and 3 need (``features/window/passes.py``).
+
+    Args:
+        shape: one stage; any chunks and replicas, no slices.
+        forward_only: forwards only.
+
+    Raises:
+        ValueError: several stages, slices, or the V placement.
+    """
+    require(DATA_PARALLEL, shape.stages == 1, f"stages = {shape.stages}: it is for plans of one stage")
+    require(DATA_PARALLEL, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    require(DATA_PARALLEL, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    chunks = range(len(shape.layers[0]))
+    orders = []
+    for d in range(len(shape.devices)):
+        order = []
+        for m in shape.microbatches_of(d):
+            order += [op for c in chunks for op in compute_ops(Kind.FORWARD, (m,), (0,), c)]
+            if not forward_only:
+                order += [op for c in reversed(chunks) for op in compute_ops(Kind.BACKWARD, (m,), (0,), c)]
+        orders.append(order)
+    if forward_only:
+        return forward_program(DATA_PARALLEL, shape, orders)
+    return Program(DATA_PARALLEL, shape, tuple(map(tuple, orders)))
+
+
+# Zorse's schedule: GPipe over ministages (Zorse, section 4.1.1).
+
+
+MINISTAGE = "ministage"
+
+
+def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
+    """All microbatches of a ministage, then the next ministage; backward exactly reversed.
+
+    A ministage is a chunk; stages may have different numbers of them, of different sizes, and any
+    replicas and routes.  Parameters are needed one ministage at a time, which is the point of it.
+
+    Args:
+        shape: any with ``placement`` loop and without slices.
+        forward_only: forwards only.
+
+    Raises:
+        ValueError: slices, or the V placement.
+    """
+    require(MINISTAGE, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    require(MINISTAGE, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    orders = []
+    for d, device in enumerate(shape.devices):
+        own = shape.microbatches_of(d)
+        orders.append(
+            [op for c in range(len(shape.layers[device.stage])) for op in compute_ops(Kind.FORWARD, own, (0,), c)]
+        )
+    if forward_only:
+        return forward_program(MINISTAGE, shape, orders)
+    ops = tuple(tuple(order + [op._replace(kind=Kind.BACKWARD) for op in reversed(order)]) for order in orders)
+    return Program(MINISTAGE, shape, ops)
+
+
+INTERLEAVED = "interleaved"
+
+
+def interleaved(
+    shape: Shape,
+    *,
+    forward_only: bool = False,
+    group: int | None = None,
+    speeds: Sequence[float] | None = None,
+    order: str = "greedy",
+) -> Program:
+    """Interleaved 1F1B.
+
+    Microbatches go in groups: every chunk forwards the whole group before the next chunk does; backwards
+    likewise from the last chunk.  With one replica per stage the warm-up is Megatron's,
+    ``(chunks - 1) * group + 2 * (stages - 1 - stage)`` forwards; with several, the order comes from a
+    simulation whose limit of forwards in flight is the same number scaled by the device's share.
+    Replicas that fall into separate pipelines, each with microbatches for whole groups, get the order of
+    their pipeline alone, as Megatron's data-parallel replicas do.
+
+    Stages may have different numbers of chunks: microbatches leave a stage out in the sweeps that it has no chunk
+    for.  Its order then comes from the simulation, and it may hold as many forwards as if it had all the chunks: a
+    group is under way through the chunks of others while it waits for the way back.
+
+    Args:
+        shape: no slices.
+        forward_only: forwards only.
+        group: microbatches of a pipeline per group, at least the number of stages (the default).
+        speeds: relative speed of each device, used with several replicas.
+        order: how the simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
+
+    Raises:
+        ValueError: slices, an unknown ``order``, or a number of microbatches that leaves
+            a group smaller than the number of stages.
+    """
+    chunks, stages = most_chunks(shape), shape.stages
+    group = stages if group is None else group
+    require(INTERLEAVED, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    require(INTERLEAVED, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    require(INTERLEAVED, group >= stages, f"group = {group}: must be at least the {stages} stages")
+    require_order(INTERLEAVED, order)
+    parts = parts_of(shape)
+    if not all(_whole_groups(part.shape, group) for part in parts):
+        parts = [Part(tuple(range(len(shape.devices))), tuple(range(shape.microbatches)), shape)]
+        require(
+            INTERLEAVED,
+            _whole_groups(shape, group),
+            f"{shape.microbatches} microbatches leave a group of {shape.microbatches % group}, "
+            f"fewer than the {stages} stages",
+        )
+    Speeds.of(shape, speeds)  # checks them
+    given = [1.0] * len(shape.devices) if speeds is None else speeds
+
+    def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
+        forward = [_order(part, d, group, Kind.FORWARD) for d in range(len(part.devices))]
+        if forward_only:
+            return tuple(map(tuple, forward))
+        backward = [_order(part, d, group, Kind.BACKWARD) for d in range(len(part.devices))]
+        if single_replicas(part) and equal_chunks(part):
+            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, _warmup(stages, chunks, group)))
+        return merge(part, forward, backward, _limits(part, chunks, group), Speeds.of(part, own), order)
+
+    return Program(INTERLEAVED, shape, by_part(shape, parts, given, make), forward_only)
+
+
+def _warmup(stages: int, chunks: int, group: int) -> list[int]:
+    """Megatron's forwards before the first backward, by stage."""
+    return [(chunks - 1) * group * (chunks > 1) + (1 + (chunks > 1)) * (stages - 1 - s) for s in range(stages)]
+
+
+def _whole_groups(shape: Shape, group: int) -> bool:
+    """Whether the last group of microbatches has at least as many as there are stages."""
+    rest = shape.microbatches % group
+    return most_chunks(shape) == 1 or rest == 0 or rest >= shape.stages
+
+
+def _limits(shape: Shape, chunks: int, group: int) -> list[int]:
+    """Forwards in flight on every device: Megatron's number, scaled by the device's share."""
+    limits = []
+    for d, (stage, _) in enumerate(shape.devices):
+        own = shape.microbatches_of(d)
+        largest = max((sum(m // group == g for m in own) for g in range(-(-shape.microbatches // group))), default=1)
+        share = len(own) / shape.microbatches
+        ahead = 2 * math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
+        limits.append((chunks - 1) * largest + ahead + 1)
+    return limits
+
+
+def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:
+    own = shape.microbatches_of(device)
+    chunks = range(len(shape.layers[shape.devices[device].stage]))
+    order: list[Op] = []
+    for first in range(0, shape.microbatches, group):
+        members = [m for m in own if first <= m < first + group]
+        for chunk in chunks if kind == Kind.FORWARD else reversed(chunks):
+            order += compute_ops(kind, members, (0,), chunk)
+    return order
+
+
+# How many microbatches 1F1B has in flight across slow links.
+#
+# Under 1F1B a stage has one microbatch more in flight than the stage after it.  Where a transfer between the two takes
+# long, both stages idle.  More microbatches in flight before the slow boundary fill that time, at the price of their
+# activations.  How many is decided here, boundary by boundary, by simulation.
+
+
+FASTER = 0.005
+"""Other depths must shorten the iteration by this share, because they take memory."""
+SAME = 0.001
+"""Depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken."""
+NOTICEABLE = 0.1
+"""A boundary is slow if the way there and back takes more than this share of the slowest stage's time."""
+_MORE = (0, 1, 2)
+_MOST_STEPS = 8
+"""Simulations with which depths are made smaller again, at most."""
+_ALMOST_FREE, _HALF = 0.1, 0.5
+
+
+def published_depths(stage_s: Sequence[float], transfer_s: Sequence[float], slow: Sequence[bool]) -> tuple[int, ...]:
+    """The rule of HARP (EuroSys 2026), as a baseline.
+
+    Args:
+        stage_s: Seconds that each stage needs for one microbatch, forward and backward.
+        transfer_s: Seconds of a transfer across each boundary between stages.
+        slow: Which boundaries lie between clusters.
+
+    Returns:
+        For each boundary, how many microbatches more the stage before it has in flight: 1, and across clusters 1
+        where the transfer takes less than a tenth of the slowest stage's time, 2 below a half, else 3, on top of it.
+    """
+    longest = max(stage_s)
+    out = []
+    for seconds, is_slow in zip(transfer_s, slow, strict=True):
+        more = 1 if seconds < _ALMOST_FREE * longest else 2 if seconds < _HALF * longest else 3
+        out.append(1 + (more if is_slow else 0))
+    return tuple(out)
+
+
+def choose_depths(
+    stage_s: Sequence[float], transfer_s: Sequence[float], time_of: Callable[[tuple[int, ...]], float | None]
+) -> tuple[int, ...]:
+    """The depths with which the iteration is shortest, the smallest ones of those.
+
+    Args:
+        stage_s: Seconds that each stage needs for one microbatch, forward and backward.
+        transfer_s: Seconds of a transfer across each boundary between stages.
+        time_of: Simulated seconds of an iteration with these depths; None where they do not fit into memory.
+
+    Returns:
+        One number per boundary, 1 for Megatron's order; ``()`` where no other depths shorten the iteration.
+    """
+    plain = (1,) * len(transfer_s)
+    longest = max(stage_s)
+    slow = [b for b, seconds in enumerate(transfer_s) if 2 * seconds > NOTICEABLE * longest]
+    if not slow:
+        return ()
+    search = _Search(time_of)
+    start = search.time(plain)
+    best = plain
+    hidden = {b: math.ceil(2 * transfer_s[b] / longest) for b in slow}
+    for more in _MORE:
+        best = search.better(best, tuple(1 + hidden[b] + more if b in hidden else 1 for b in range(len(plain))))
+    rule = published_depths(stage_s, transfer_s, [b in hidden for b in range(len(plain))])
+    best = search.better(best, rule)
+    if start is not None and search.seconds(best) > start * (1 - FASTER):
+        return ()
+    best = _smallest(search, best, hidden)
+    return best if best != plain else ()
+
+
+def _smallest(search: _Search, best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:
+    """Depths that are as fast and smaller.
+
+    Boundaries whose transfers hide behind equally many microbatches have one depth, so that a long pipeline needs no
+    more simulations than a short one.
+    """
+    steps = _MOST_STEPS
+    for level in sorted(set(hidden.values()), reverse=True):
+        alike = [b for b, needed in hidden.items() if needed == level]
+        while steps and all(best[b] > 1 for b in alike):
+            steps -= 1
+            smaller = tuple(depth - (b in alike) for b, depth in enumerate(best))
+            if search.seconds(smaller) > search.seconds(best) * (1 + SAME):
+                break
+            best = smaller
+    return best
+
+
+class _Search:
+    """Simulated times, each made once."""
+
+    def __init__(self, time_of: Callable[[tuple[int, ...]], float | None]) -> None:
+        self._time_of = time_of
+        self._known: dict[tuple[int, ...], float | None] = {}
+
+    def time(self, depths: tuple[int, ...]) -> float | None:
+        """Seconds, None where the depths do not fit."""
+        if depths not in self._known:
+            self._known[depths] = self._time_of(depths)
+        return self._known[depths]
+
+    def seconds(self, depths: tuple[int, ...]) -> float:
+        """Seconds, without end where the depths do not fit."""
+        found = self.time(depths)
+        return float("inf") if found is None else found
+
+    def better(self, best: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+        """The faster of two."""
+        return other if self.seconds(other) < self.seconds(best) else best

@@ -21,8 +21,13 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, Widths
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
-from megatron_het.features.thrifty_layers.light import LightColumnLinear, LightRowLinear, lighten_linear_layers
-from megatron_het.features.thrifty_layers.runtime import ThriftyRMSNorm, make_norms_thrifty
+from megatron_het.features.thrifty_layers.runtime import (
+    LightColumnLinear,
+    LightRowLinear,
+    ThriftyRMSNorm,
+    lighten_linear_layers,
+    make_norms_thrifty,
+)
 from megatron_het.schedule.cutting import Starts
 
 

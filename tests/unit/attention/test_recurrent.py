@@ -125,9 +125,9 @@ def over_slices(layer: Any, **params: Any) -> Callable[[torch.Tensor, int, int],
 
 def trained(layer: Any, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
     """Output, and gradients of source and parameters."""
-    generator = torch.Generator().manual_seed(1)
-    source = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).requires_grad_()
-    grad = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator)
+    generator, dtype = torch.Generator().manual_seed(1), next(layer.parameters()).dtype
+    source = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).to(dtype)
     layer.zero_grad()
     out = run(source)
     out.backward(grad)
@@ -155,6 +155,28 @@ def test_slices_equal_the_whole(layer: Any, lengths: Sequence[int], recomputes: 
     for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     layer.slice_states.check_empty()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS[1:3])
+def test_slices_lose_no_digits(layer: Any, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as near to double precision as the whole: state and its gradient are handed on as they are."""
+
+    def whole(own: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda source: own(source, None)[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Megatron computes rates in fp32
+        wide = copy.deepcopy(layer).double()
+        exact = trained(wide, whole(wide))
+    single = trained(layer, whole(layer))
+    run, firsts = over_slices(layer), tuple(itertools.accumulate(lengths, initial=0))
+
+    def sliced(source: torch.Tensor) -> torch.Tensor:
+        return InReverse.apply(*(run(part, i, firsts[i]) for i, part in enumerate(source.split(list(lengths)))))  # type: ignore[no-any-return]
+
+    for ours, theirs, wanted in zip(trained(layer, sliced), single, exact, strict=True):
+        error, usual = ((found.double() - wanted).norm() / wanted.norm() for found in (ours, theirs))
+        assert error <= 2 * usual + 1e-7
 
 
 DOCUMENTS = (((0, 9, 10, 15), (0, 9, 10, 15)), ((0, 1, 11, 23), (0, 12)), ((0, 22), (0, 2, 12, 14)))

@@ -19,25 +19,27 @@ from megatron_het import device as platforms
 from megatron_het.arguments.flags import split_arguments
 from megatron_het.attention.kernels import CpuFlash
 from megatron_het.auto_batch import coordinate as processes
-from megatron_het.auto_batch import cp_shares
-from megatron_het.auto_batch import exchange as exchanges
+from megatron_het.auto_batch import measure
 from megatron_het.auto_batch.allocation import (
+    SIZES_BYTES,
     Curve,
     accumulated,
     allocate,
     base_plan,
     extra_words,
+    pass_seconds,
     synchronised,
     with_zero,
 )
 from megatron_het.auto_batch.coordinate import VARIABLE, MeasuringError, MeasuringProcess, memory_limit
-from megatron_het.auto_batch.exchange import SIZES_BYTES, Exchange, ExchangeError, pass_seconds
 from megatron_het.device import activate
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.validate import check_plan
 from megatron_het.store import StoreServer
+from megatron_het.store import job as stores
+from megatron_het.store.job import Exchange, ExchangeError
 
 
 def linear(start_s: float, each_s: float, largest: int) -> Curve:
@@ -222,7 +224,7 @@ REQUEST = {"rank": 0, "zero": 1}
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
     store = StoreServer("127.0.0.1", 0, "0123456789abcdef")
     store.start()
-    monkeypatch.setattr(exchanges, "job_store", lambda *_: store)
+    monkeypatch.setattr(stores, "job_store", lambda *_: store)
     yield [Exchange(rank, 2, 1.0) for rank in range(2)]
     store.close()
 
@@ -332,26 +334,26 @@ class Told(Exchange):
     ],
 )
 def test_shares_are_in_proportion_to_speed(seconds: list[float], shares: tuple[int, ...]) -> None:
-    assert cp_shares.shares_of(seconds) == shares
+    assert measure.shares_of(seconds) == shares
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank_and_others_keep_what_they_have() -> None:
     plan = plan_of(Replica((0, 1, 2, 3), (0,), cp=2), Replica((4,), (1,)))
-    found = cp_shares.with_measured_shares(plan, activate(), 4, Told([1.0, 1.0, 1.0, 4.0, 0.0]))
+    found = measure.with_measured_shares(plan, activate(), 4, Told([1.0, 1.0, 1.0, 4.0, 0.0]))
     assert [r.cp_shares for r in found.stages[0].replicas] == [(80, 20), ()]
-    assert cp_shares.described(found).endswith("stage 0, ranks 0 to 3: 80 20")
+    assert measure.described(found).endswith("stage 0, ranks 0 to 3: 80 20")
 
 
 def test_what_a_plan_says_gives_way_to_what_is_measured() -> None:
     plan = plan_of(Replica((0, 1), (0, 1), cp=2, cp_shares=(3, 1)))
-    found = cp_shares.with_measured_shares(plan, activate(), 0, Told([1.0, 1.0]))
+    found = measure.with_measured_shares(plan, activate(), 0, Told([1.0, 1.0]))
     assert found.stages[0].replicas[0].cp_shares == ()
-    assert "equal" in cp_shares.described(found)
+    assert "equal" in measure.described(found)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_measurement_is_forward_and_backward_of_a_slice(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    monkeypatch.setattr(cp_shares, "_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
     calls: list[tuple[str, torch.Size, torch.Size, torch.dtype]] = []
     kernel = CpuFlash()
 
@@ -365,14 +367,14 @@ def test_a_measurement_is_forward_and_backward_of_a_slice(monkeypatch: pytest.Mo
             calls.append(("backward", query.shape, key.shape, query.dtype))
             return kernel.backward(*args)
 
-    monkeypatch.setattr(cp_shares, "choose_kernel", lambda setting: Watched())
+    monkeypatch.setattr(measure, "choose_kernel", lambda setting: Watched())
     plan = plan_of(Replica((0, 1, 2, 3), (0, 1), cp=2), slices=4)
     plan = replace(plan, training=replace(plan.training, precision=precision))
-    cp_shares.with_measured_shares(plan, activate(), 1, Told([1.0] * 4))
+    measure.with_measured_shares(plan, activate(), 1, Told([1.0] * 4))
     # 64 tokens: half a slice of 16 against half of all; TP 2 leaves two heads and one group of keys.
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     assert calls[0] == ("forward", torch.Size([8, 1, 2, 4]), torch.Size([32, 1, 1, 4]), dtype)
-    assert {call[0] for call in calls} == {"forward", "backward"} and len(calls) == 2 * (1 + cp_shares._REPETITIONS)
+    assert {call[0] for call in calls} == {"forward", "backward"} and len(calls) == 2 * (1 + measure._REPETITIONS)
 
 
 def test_all_are_told_who_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,10 +390,10 @@ def test_all_are_told_who_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         def fail(self, problem: str) -> None:
             told.append(problem)
 
-    monkeypatch.setattr(cp_shares, "Exchange", Failing)
+    monkeypatch.setattr(measure, "Exchange", Failing)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as ended:
-        cp_shares.measured_on(plan_of(Replica((0, 1), (0, 1), cp=2)), activate(), 0)
+        measure.measured_on(plan_of(Replica((0, 1), (0, 1), cp=2)), activate(), 0)
     assert ended.value.code == 2 and told == ["nothing came from rank 1 within 300 s"]
     assert "--het-measured-cp-shares: rank 0: nothing came" in capsys.readouterr().err
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
 import signal
 import socket
@@ -11,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fault_processes, fault_trials
-from benchmarks.fault_kinds import KINDS, make
+from benchmarks import fault_processes, fault_trials, long_run
 from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
-from benchmarks.faults import verdict
+from benchmarks.faults import KINDS, make, verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
 
@@ -93,6 +94,24 @@ def test_a_forked_worker_holds_no_connection_of_its_agent(tmp_path: Path):
         assert ours.recv(1) == b""
     finally:
         forked.kill()
+
+
+def test_losses_that_a_report_has_dropped_are_remembered(tmp_path: Path):
+    """A report keeps its newest ones; those after an iteration that was not ended are done again."""
+    run, losses = tmp_path / "run", long_run.Losses(tmp_path / "run")
+    for time_s, kept in enumerate(([[1, 1.0], [2, 9.0]], [[2, 2.0], [3, 3.0]])):
+        (run / "generation-0").mkdir(parents=True, exist_ok=True)
+        (run / "generation-0" / "rank-0.json").write_text(json.dumps({"losses": kept}))
+        os.utime(run / "generation-0" / "rank-0.json", (time_s, time_s))
+        losses.read()
+    assert losses.read() == {1: [1.0], 2: [2.0], 3: [3.0]}
+    (run / "rank-0.json").write_text("{")
+    assert long_run.compared(losses, losses) == {
+        "iterations_seen": 3,
+        "losses_compared": 3,
+        "last_compared": 3,
+        "loss_difference": 0.0,
+    }
 
 
 def test_samples_are_counted():

@@ -18,7 +18,7 @@ from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, 
 from benchmarks.gpu.offload import VARIANTS, figures
 from benchmarks.parity import measure
 from megatron_het.arguments.megatron_args import _check_fp8
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
 from testing.cases import common_flags

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.elastic import Changed
 from benchmarks.replay import costs_of, iteration_times, mean_costs, paced_plan, random_trace
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from tools.planner.replay.policies import Costs, run_elastic
 
 

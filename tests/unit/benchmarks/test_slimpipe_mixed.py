@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.slimpipe_runs import BAR, MIXED_LAYERS, SLICES, exchange_of, plan_of
 from benchmarks.slimpipe_speed import MODEL
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.cost import Costs

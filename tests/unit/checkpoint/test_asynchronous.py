@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_het.checkpoint import asynchronous
+from megatron_het.arguments.megatron_args import check_async_save
+from megatron_het.checkpoint import state_dict as asynchronous
 from megatron_het.plan import PlanError
 
 SOON_S = 60.0
@@ -37,7 +38,7 @@ def test_nobody_waits_for_a_process_that_has_died():
     process.join(SOON_S)
     assert asynchronous._has_died(caller)
     assert all(thread.is_alive() for thread in waiting)
-    asynchronous.release(caller)
+    asynchronous.release_waits(caller)
     for thread in waiting:
         thread.join(SOON_S)
         assert not thread.is_alive()
@@ -53,6 +54,6 @@ def test_nobody_waits_for_a_process_that_has_died():
 )
 def test_what_megatron_would_switch_off_is_an_error(options: dict[str, Any], what: str):
     with pytest.raises(PlanError, match=what):
-        asynchronous.check(SimpleNamespace(async_save=True, **options))
-    asynchronous.check(SimpleNamespace(async_save=False, **options))
-    asynchronous.check(SimpleNamespace(async_save=True, use_persistent_ckpt_worker=True, async_strategy="mcore"))
+        check_async_save(SimpleNamespace(async_save=True, **options))
+    check_async_save(SimpleNamespace(async_save=False, **options))
+    check_async_save(SimpleNamespace(async_save=True, use_persistent_ckpt_worker=True, async_strategy="mcore"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,17 @@ def test_a_copy_of_tied_weights_is_written_once(schedule: str, rank: int, writte
         assert set(hook._strip(part)) == written
 
 
+@pytest.mark.parametrize(("rank", "written"), [(0, {"layer", "step"}), (1, {"layer", "step"}), (2, {"step"})])
+def test_one_class_of_replicas_writes(rank: int, written: set[str]) -> None:
+    """The other one has the same weights, cut in another way."""
+    plan = tied_plan("1f1b")
+    stage = Stage((4,), (Replica((0, 1), (0,)), Replica((2,), (1,))))
+    plan = replace(plan, stages=(stage,), model=replace(plan.model, tied_embeddings=False))
+    groups = PlanGroups(Placement(plan), rank, "gloo", "world", PairGroups(rank, 1.0))  # type: ignore[arg-type]
+    part = {"layer": entry(_LAYER, 0), "step": 3}
+    assert set(StateDictHook(groups, tied_embeddings=False)._strip(part)) == written
+
+
 def test_the_same_layers_in_a_v_are_another_topology() -> None:
     """Random-number states belong to the layers of a rank."""
     assert topology_hash(tied_plan("zb-v")) == topology_hash(tied_plan("v-half"))
@@ -70,7 +82,7 @@ def test_parameters_that_are_not_whole_are_written_from_copies(monkeypatch: pyte
         "optimizer": {"a": entry("optimizer.a", 0)},
     }
     closed.data.untyped_storage().resize_(0)
-    monkeypatch.setattr("megatron_het.checkpoint.asynchronous.watch", lambda: None)
+    monkeypatch.setattr("megatron_het.checkpoint.state_dict.watch_writer", lambda: None)
     for is_async in (False, True):
         args = SimpleNamespace(no_save_rng=True, async_save=is_async)
         found = hook._for_saving(state, args)

@@ -38,7 +38,7 @@ from megatron_het.doctor.participant import (
     verdict,
 )
 from megatron_het.features.experts.spec import check_expert_parallel
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.validate import check_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_het.dry_run import remembered
+from megatron_het.dry_run import kernels as remembered
 from megatron_het.dry_run.tracker import Tracker
 
 

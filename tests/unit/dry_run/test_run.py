@@ -100,7 +100,7 @@ def test_the_reason_is_said_once(
 _SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
-from megatron_het.dry_run.alone import join_alone
+from megatron_het.dry_run.run import join_alone
 from megatron_het.runtime.channels import Channels
 from megatron_het.distributed import Link
 join_alone(0, 2, sys.argv[1])

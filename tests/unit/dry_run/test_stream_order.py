@@ -128,7 +128,7 @@ def offload_activations() -> None:
         return RankOp(kind, microbatch, 0, 0, f"{kind.name} {microbatch}")
 
     for _ in range(2):
-        offload.begin([model])
+        offload.start([model])
         losses, unused = [], []
         for m in range(2):
             source = torch.randn(SIZE, SIZE, requires_grad=True)
@@ -140,7 +140,7 @@ def offload_activations() -> None:
             offload.fetch(op(Kind.ACT_FETCH, m))
             offload.release(op(Kind.BACKWARD, m))
             losses[m].backward()
-        offload.finish()
+        offload.check_empty()
 
 
 def keep_on_the_host() -> None:

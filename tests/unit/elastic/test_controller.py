@@ -18,6 +18,7 @@ from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.controller import Bounds, JobError
 from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.worker import News, Setting, Worker
+from megatron_het.elastic.worth import describe
 from megatron_het.store import StoreError, TokenError
 from tests.unit.elastic.notes import Job, Notes, plan, trained
 
@@ -72,6 +73,73 @@ def test_a_generation_waits_for_all_workers_of_its_nodes(tmp_path: Path):
     assert job.get("0/generation")["ranks"] == [1, 2]
 
 
+def exits(job: Job, number: int, node: str, left: int, why: str = "ended with exit code 2: no such data") -> None:
+    """An agent says that a worker has ended, and how many others it has or starts."""
+    job.board.post({"type": "exit", "process": number, "node": node, "why": why, "left": left})
+
+
+def test_when_all_workers_end_before_the_job_begins_it_ends_with_their_reason(tmp_path: Path):
+    """The controller waited for ten minutes, and then knew of nobody."""
+    job = Job(tmp_path, PAIR)
+    exits(job, 1, "n1", 0)
+    job.step(3)
+    assert any("worker 1 on n1 ended with exit code 2: no such data" in line for line in job.said)
+    exits(job, 2, "n2", 0, "ended with exit code 3")
+    with pytest.raises(JobError, match=r"before the job has begun.*n1 .*no such data.*n2 .*exit code 3"):
+        job.step()
+
+
+def test_a_node_that_comes_again_before_the_job_begins_takes_part(tmp_path: Path):
+    job = Job(tmp_path, PAIR)
+    exits(job, 1, "n1", 0)
+    job.come(2, node="n2"), job.come(3, node="n1")
+    job.step()
+    assert sorted(job.get("0/generation")["ranks"]) == [2, 3]
+
+
+def test_nodes_that_do_not_come_are_told_with_those_that_have_no_worker_left(tmp_path: Path):
+    job = Job(tmp_path, PAIR, bounds=Bounds(start_s=0.0))
+    exits(job, 1, "n1", 0), job.come(2, node="n2")
+    job.controller._listen()
+    assert "waits for its nodes, and 1 of 2 came" in describe(job.controller.status())
+    with pytest.raises(JobError, match=r"only 1 of 2 nodes came in 0 s \(n2\).*n1 .*no such data.*--start-s"):
+        job.step()
+
+
+def test_a_worker_that_ends_before_the_job_begins_is_counted_again(tmp_path: Path):
+    """Its successor was taken for the one that had not come yet, and the job began without that one."""
+    job = Job(tmp_path, PAIR, [[1]], nodes=1)
+    job.come(1, node="n1", workers=2)
+    exits(job, 1, "n1", 2, "was ended by signal 9")
+    job.come(3, node="n1", workers=2)
+    job.step()
+    assert job.get("latest") is None
+    job.come(2, node="n1", workers=2)
+    job.step()
+    assert job.get("0/generation")["ranks"] == [2, 3]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_node_that_holds_nothing_leaves_at_once(has_begun: bool, tmp_path: Path):
+    """A spare node, or one before the job has begun, was asked to leave and waited for the next change."""
+    job = trained(tmp_path, PAIR) if has_begun else Job(tmp_path, PAIR)
+    if has_begun:
+        job.opened(), job.opened(process=2)
+    job.come(3)
+    job.step()
+    job.board.post({"type": "leave", "node": "n3"})
+    job.step()
+    assert job.has("gone/3") and 3 not in job.controller._members
+    assert not job.has("0/wanted")
+
+
+def test_a_job_that_cannot_begin_says_so(tmp_path: Path):
+    job = Job(tmp_path, TRIPLE, nodes=1)
+    job.come(1)
+    with pytest.raises(JobError, match=r"^the job cannot begin: no plan of the list fits 1 process"):
+        job.step()
+
+
 def test_who_waits_for_a_dead_process_hears_of_it(tmp_path: Path):
     job = halved(tmp_path, return_s=600.0)
     assert not job.has("0/lost")
@@ -124,6 +192,7 @@ def test_workers_that_crash_are_started_again(
     assert agent_of(tmp_path).run() == 1
     posted = [document for key, document in board.documents.items() if key.startswith("inbox/")]
     assert [document["process"] for document in posted] == list(range(1, started + 1))
+    assert [document["left"] for document in posted] == [1] * (started - 1) + [0]
 
 
 def test_what_a_worker_refuses_is_told_to_the_controller(board: Any, tmp_path: Path):
@@ -258,6 +327,19 @@ def test_a_plan_that_does_not_open_leads_back_to_the_one_before(
     assert not job.has("2/wanted") or job.planner.plan(job.controller._pool())[0] == PLANS[1]
 
 
+def test_a_replan_that_cannot_be_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A cluster file with a mistake was reported as a message that makes no sense."""
+    job = trained(tmp_path, PAIR)
+
+    def refuse() -> None:
+        raise ValueError("cluster.yaml: no nodes")
+
+    monkeypatch.setattr(job.planner, "renew", refuse)
+    job.board.post({"type": "replan"})
+    job.step()
+    assert job.said[-1] == "a new plan was asked for, and nothing changes: cluster.yaml: no nodes"
+
+
 # The controller is away, hangs, comes back elsewhere, or comes back with an old state: training goes on.
 
 
@@ -310,11 +392,27 @@ def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [2, None])
-def test_a_controller_that_did_not_start_ends_its_agent(code: int | None, tmp_path: Path) -> None:
+def test_a_controller_that_did_not_start_ends_its_agent(
+    code: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(agents, "_QUIET_S", 0.0)
     helper: Any = SimpleNamespace(poll=lambda: code)
-    agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), print, helper)
+    said = list[str]()
+    agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), said.append, helper)
     with pytest.raises(StoreError, match="ended with exit code 2 before the job" if code else "Start the controller"):
         agent.run()
+    assert said == ([] if code else ["waits up to 0.3 s for the controller at 127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_node_without_workers_keeps_its_controller(board: Any, is_asked: bool, tmp_path: Path) -> None:
+    """The others lost it 20 seconds after the last worker of its node had ended."""
+    polls = iter([None, None, 0, 0])
+    helper: Any = SimpleNamespace(poll=lambda: next(polls))
+    agent = Agent(Node(setting_of(1, tmp_path), 0, tmp_path, (), 3), print, helper)
+    agent._to_leave = agent._asked = is_asked
+    assert agent.run() == 0
+    assert len(list(polls)) == (4 if is_asked else 1), "it is waited for, unless the node has to go"
 
 
 def test_training_asks_nobody_while_nothing_is_wanted() -> None:

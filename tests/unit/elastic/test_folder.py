@@ -17,13 +17,12 @@ import pytest
 
 import megatron_het
 from megatron_het.elastic import agent as agents
-from megatron_het.elastic import members, recalled, sessions
+from megatron_het.elastic import members, sessions
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import Agent, Log, Node
 from megatron_het.elastic.controller import Bounds, JobError
 from megatron_het.elastic.job import Generation, ServedBoard
-from megatron_het.elastic.members import ReplacedError, Saves
-from megatron_het.elastic.recalled import FolderLock, StateFile
+from megatron_het.elastic.members import FolderLock, ReplacedError, Saves, StateFile
 from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.safe_io import FileError
@@ -49,7 +48,7 @@ def test_a_full_disk_is_told_survived_and_tried_again(monkeypatch: pytest.Monkey
     said: list[str] = []
     file = StateFile(tmp_path / "state.json", said.append)
     disk = Disk(tmp_path / "state.json")
-    monkeypatch.setattr(recalled, "write_text", disk.write)
+    monkeypatch.setattr(members, "write_text", disk.write)
     assert file.write("1") and (tmp_path / ".state.json.reserve").stat().st_size > 2**20
     disk.is_full = True
     assert file.write("2"), "the space that was kept free is for that"
@@ -64,7 +63,7 @@ def test_a_job_goes_on_while_its_state_cannot_be_written(monkeypatch: pytest.Mon
     def write(*_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(recalled, "write_text", write)
+    monkeypatch.setattr(members, "write_text", write)
     job = trained(tmp_path, [[1], [1]])
     assert any("Read-only" in said["unwritten"] for said in (job.get("status"), job.controller.status()))
     monkeypatch.undo()
@@ -132,12 +131,12 @@ def test_where_locks_do_not_work_the_lease_decides(monkeypatch: pytest.MonkeyPat
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(recalled.fcntl, "flock", no_locks)
-    monkeypatch.setattr(recalled, "_LEASE_S", 0.3)
-    monkeypatch.setattr(recalled, "_RENEW_S", 0.02)
-    monkeypatch.setattr(recalled.socket, "gethostname", lambda: "one")
+    monkeypatch.setattr(members.fcntl, "flock", no_locks)
+    monkeypatch.setattr(members, "_LEASE_S", 0.3)
+    monkeypatch.setattr(members, "_RENEW_S", 0.02)
+    monkeypatch.setattr(members.socket, "gethostname", lambda: "one")
     first = FolderLock(tmp_path)
-    monkeypatch.setattr(recalled.socket, "gethostname", lambda: "two")
+    monkeypatch.setattr(members.socket, "gethostname", lambda: "two")
     with pytest.raises(FileError, match="on one"):
         FolderLock(tmp_path)
     first._stopped.set()  # its machine has vanished
@@ -184,11 +183,11 @@ def test_a_training_without_its_last_checkpoint_does_not_end_well(tmp_path: Path
 
 
 STAMPS = {
-    "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
+    "elastic/job.py": 0,  # Moment, the one place of the controller: a default factory, no call
     "elastic/sessions.py": 3,  # when a change reached which phase, for people
     "elastic/worker.py": 1,
     "gpt_training.py": 2,  # Megatron's own
-    "dry_run/alone.py": 1,  # Megatron's own
+    "dry_run/run.py": 1,  # Megatron's own
 }
 
 

@@ -35,7 +35,7 @@ from megatron_het.elastic.worker import Setting, Worker
 from megatron_het.lowering.programs import Choice
 from megatron_het.plan import Placement, Plan, save_plan
 from megatron_het.plan.run_config import HetConfig
-from megatron_het.report.run_report import RunReport
+from megatron_het.report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
 from tests.unit.elastic.notes import Notes, plan, runs

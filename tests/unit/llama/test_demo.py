@@ -15,7 +15,7 @@ from examples.llama.devices import CpuDevice, busy_cores, cluster_document, mixe
 from examples.llama.page import with_measured
 from examples.llama.pinned import cores_of
 from examples.llama.report import Screen, busy_reason, circumstances
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from tools.planner.inputs.cluster import cluster_from_document
 
 PACED = paced_devices([0, 1])

@@ -9,7 +9,7 @@ import pytest
 from examples.llama.elastic_demo import FULL, NODES, QUICK, Size, Step, draw, plans_of, report_of
 from examples.llama.job import JobError
 from megatron_het.elastic.pool import Process, assign
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 
 CHANGES = [{"why": "start", "planned": 0.0}, {"why": "1 rank was lost", "planned": 23.0}]
 BACK = {"why": "a node joins", "planned": 40.0}

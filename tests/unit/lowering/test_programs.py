@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.context_exchange.exchange import exchange_edges
-from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
+from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import (
     assemble,
@@ -48,10 +48,11 @@ from megatron_het.plan import (
 )
 from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
-from megatron_het.schedule import cost, simulate
+from megatron_het.schedule import cost
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators.listing import parts_of
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Program
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.test_plan import document, read
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import unittest.mock
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,11 @@ from megatron_het import megatron_patches as upstream
 from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
-from megatron_het.megatron_patches import registry
-from megatron_het.megatron_patches.distributed_optimizer import uses_torch_adam
+from megatron_het.megatron_patches import patches
+from megatron_het.megatron_patches.patches import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
-from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.run_config import HetConfig
+from megatron_het.plan.run_config import HetConfig, plan_from_flags
 
 platform.activate()
 
@@ -78,7 +78,10 @@ def test_installed_release_is_the_one_the_patches_name():
     from megatron.core.package_info import __shortversion__
 
     assert __shortversion__ == installed_release().version
-    assert {patch.version for patch in upstream.all_patches().values()} == {upstream.UPSTREAM_VERSION}
+    assert {patch.version for patch in upstream.all_patches().values()} <= {
+        upstream.UPSTREAM_VERSION,
+        installed_release().version,
+    }
 
 
 def test_every_release_names_only_what_is_watched_and_what_differs():
@@ -94,12 +97,12 @@ def test_sources_are_those_of_the_installed_release(monkeypatch):
     dotted = "megatron.training.pretrain"
     first = upstream.all_patches()["plan_pretrain"].sources[dotted]
     other = Release("0.20", "0.20.0", "elsewhere", {dotted: "0" * 64})
-    monkeypatch.setattr(registry, "installed_release", lambda: other)
+    monkeypatch.setattr(upstream, "installed_release", lambda: other)
     assert upstream.moved({dotted: first}) == {dotted: upstream.source_hash(dotted)}
-    monkeypatch.setattr(registry, "installed_release", lambda: RELEASES[0])
+    monkeypatch.setattr(upstream, "installed_release", lambda: RELEASES[0])
     assert upstream.moved({dotted: "0" * 64}) == {dotted: upstream.source_hash(dotted)}
     earlier = Release("0.19", "0.19.2", "elsewhere", earlier={dotted: upstream.source_hash(dotted)})
-    monkeypatch.setattr(registry, "installed_release", lambda: earlier)
+    monkeypatch.setattr(upstream, "installed_release", lambda: earlier)
     assert upstream.moved({dotted: "0" * 64}) == {}
 
 
@@ -107,8 +110,24 @@ def test_upstream_is_what_the_families_lean_on():
     assert upstream.moved(HYBRID.upstream_names) == {}
 
 
+def test_later_tokens_of_0_20_need_no_transformer_engine():
+    """Whose classes are stand-ins there, of which nothing can be an instance."""
+    patch = next(patch for patch in patches.OF_RELEASES["0.20"] if patch.name == "inference_layers")
+
+    def original(module):
+        return isinstance(module, unittest.mock.MagicMock())
+
+    with pytest.raises(TypeError):
+        original(torch.nn.Linear(1, 1))
+    assert patch.build(original)(torch.nn.Linear(1, 1)) is False
+    assert (patch.name in upstream.all_patches()) == (installed_release().name == "0.20")
+
+
 def test_few_patches():
-    assert len(upstream.all_patches()) <= 10
+    """Ten for every release, and one more that goes with a release."""
+    of_release = {patch.name for several in patches.OF_RELEASES.values() for patch in several}
+    assert len(upstream.all_patches().keys() - of_release) <= 10
+    assert len(of_release) <= 1
 
 
 def test_listing_patches_imports_neither_torch_nor_megatron():

@@ -11,7 +11,7 @@ from megatron_het.arguments.megatron_args import LAST_IN_FIRST_OUT, _check_fp8
 from megatron_het.features.base import ATTENTION_REFUSED
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
-from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.schedule.ir import Kind
 from tests.unit.plan.megatron_flags import flags
 

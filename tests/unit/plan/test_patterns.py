@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from megatron_het.arguments.megatron_args import apply_after_validation, apply_plan, check_arguments
-from megatron_het.families import GPT, HYBRID, family_of
-from megatron_het.families.hybrid import LOCAL_SPEC
+from megatron_het.families import GPT, HYBRID, LOCAL_SPEC, family_of
 from megatron_het.features.context_exchange.runtime import windows_of
 from megatron_het.features.experts.spec import Experts
-from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.features.registry import cutting_of
+from megatron_het.features.registry import check_plan_alone, cutting_of
 from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage
-from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import later_layers, layers_of, problem_of, with_chunks, without_chunks
 from megatron_het.plan.validate import check_plan
 from tests.unit.plan.megatron_flags import flags

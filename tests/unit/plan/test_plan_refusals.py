@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from megatron_het.arguments.flags import split_arguments
-from megatron_het.families.gpt import pipeline_layout
-from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
+from megatron_het.families import pipeline_layout
+from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
-from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS
 from testing.cases import build_plan
@@ -171,7 +171,7 @@ def test_a_schedule_that_nobody_executes_is_called_simulated_only(monkeypatch: p
 
 
 def test_the_plan_is_checked_without_torch() -> None:
-    code = "import sys, megatron_het.features.plan_checks; assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    code = "import sys, megatron_het.features.registry; assert not {'torch', 'megatron.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

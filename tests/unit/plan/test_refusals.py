@@ -17,8 +17,7 @@ from megatron_het.arguments.flags import split_arguments
 from megatron_het.arguments.megatron_args import check_arguments
 from megatron_het.features.experts.spec import Experts
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
-from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns
+from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns, plan_from_flags
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.schedule.ir import Kind
 from testing.planner_cases import estimator_of, model_of, random_case, random_pool, with_catalog
 from tests.unit.planner.emit_plans import WIDE

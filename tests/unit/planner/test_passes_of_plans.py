@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
 from testing.planner_cases import estimator_of, model_of, with_catalog

@@ -15,11 +15,8 @@ import torch
 from megatron_het.lowering.programs import Choice
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement, ScheduleSpec
-from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.run_config import HetConfig
-from megatron_het.report import run_report
-from megatron_het.report.run_report import RunReport
-from megatron_het.report.timeline import Timeline, TransferLog, event
+from megatron_het.plan.run_config import HetConfig, plan_from_flags
+from megatron_het.report import _WRITTEN_EVERY_S, MOST_KEPT, RunReport, Timeline, TransferLog, event
 from megatron_het.schedule.kinds import Kind
 from tests.unit.plan.megatron_flags import flags
 
@@ -30,7 +27,7 @@ TIMELINE: Any = SimpleNamespace(finish=lambda: None, work_s=lambda backward: 0.2
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunReport:
     plan = plan_from_flags(flags("--num-layers 4 --num-attention-heads 8"), 1, ScheduleSpec("1f1b"))[0]
     platform: Any = SimpleNamespace(device_name="GPU")
-    monkeypatch.setattr(run_report, "_current_iteration", lambda: 7)
+    monkeypatch.setattr("megatron_het.report._current_iteration", lambda: 7)
     monkeypatch.setattr(RunReport, "_meter", lambda self: pytest.MonkeyPatch.context())
     return RunReport(HetConfig(plan, report_dir=tmp_path), Placement(plan), 0, "hash", Choice("gloo", ""), platform)
 
@@ -49,12 +46,12 @@ def test_a_run_that_is_killed_leaves_what_there_was(
     file = tmp_path / "rank-0.json"
     iterate(report, 2)
     assert not file.exists()
-    now[0] += run_report._WRITTEN_EVERY_S
+    now[0] += _WRITTEN_EVERY_S
     iterate(report, 2)
     found = json.loads(file.read_text())
     assert not found["ended"] and len(found["iterations"]) == 3
-    now[0] += run_report._WRITTEN_EVERY_S
-    monkeypatch.setattr(run_report, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
+    now[0] += _WRITTEN_EVERY_S
+    monkeypatch.setattr("megatron_het.report.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
     iterate(report, 1)
     monkeypatch.undo()
     report.write()
@@ -63,10 +60,10 @@ def test_a_run_that_is_killed_leaves_what_there_was(
 
 
 def test_the_newest_iterations_are_kept(report: RunReport, tmp_path: Path) -> None:
-    iterate(report, run_report.MOST_KEPT + 3)
+    iterate(report, MOST_KEPT + 3)
     report.write()
     found = json.loads((tmp_path / "rank-0.json").read_text())
-    assert len(found["iterations"]) == run_report.MOST_KEPT and found["iterations_left_out"] == 3
+    assert len(found["iterations"]) == MOST_KEPT and found["iterations_left_out"] == 3
     assert "median iteration" in report.closing()
 
 

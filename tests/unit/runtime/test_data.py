@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_het.distributed import PairGroups, PlanGroups
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.runtime.data import Reports, RoutedBatchSampler, SkippingIterator, of_whole_stage, routed_loader
-from megatron_het.runtime.quantized_weights import add_all_gradients, copies_of, drop_copies
+from megatron_het.runtime.executor import add_all_gradients, copies_of, drop_copies
 
 
 def batches(count: int) -> list[list[int]]:

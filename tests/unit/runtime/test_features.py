@@ -18,7 +18,7 @@ from megatron_het.features.window.runtime import ParameterWindow  # noqa: E402
 from megatron_het.features.window.spec import WindowOptions  # noqa: E402
 from megatron_het.lowering.ranks import RankOp, RankProgram  # noqa: E402
 from megatron_het.plan.run_config import HetConfig  # noqa: E402
-from megatron_het.report.timeline import Timeline  # noqa: E402
+from megatron_het.report import Timeline  # noqa: E402
 from megatron_het.runtime.executor import Executor, ExecutorError  # noqa: E402
 from megatron_het.runtime.feature import Call, Handler, Iteration, RuntimeFeature  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402

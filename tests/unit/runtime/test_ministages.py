@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from megatron_het.arguments.megatron_args import apply_after_validation
-from megatron_het.families.gpt import pipeline_layout
+from megatron_het.families import pipeline_layout
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, lower
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape

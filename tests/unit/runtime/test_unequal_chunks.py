@@ -14,7 +14,7 @@ activate()  # before Megatron is imported, which binds what the platform replace
 
 from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, between_the_ends  # noqa: E402
 from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
-from megatron_het.families.gpt import pipeline_layout  # noqa: E402
+from megatron_het.families import pipeline_layout  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape  # noqa: E402
 from megatron_het.runtime import data  # noqa: E402
 

@@ -17,8 +17,8 @@ from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, 
 from megatron_het.distributed.gradient_sums import GradientFinalizer  # noqa: E402
 from megatron_het.distributed.resharding import ShardedParameter, ShardExchange  # noqa: E402
 from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
-from megatron_het.families.gpt import pipeline_layout  # noqa: E402
-from megatron_het.features.plan_checks import check_plan_alone  # noqa: E402
+from megatron_het.families import pipeline_layout  # noqa: E402
+from megatron_het.features.registry import check_plan_alone  # noqa: E402
 from megatron_het.lowering.programs import build, schedule_shape  # noqa: E402
 from megatron_het.lowering.ranks import BoundaryMap, lower  # noqa: E402
 from megatron_het.plan import (  # noqa: E402
@@ -33,7 +33,7 @@ from megatron_het.plan import (  # noqa: E402
     load_plan,
     save_plan,
 )
-from megatron_het.plan.from_flags import plan_from_flags  # noqa: E402
+from megatron_het.plan.run_config import plan_from_flags  # noqa: E402
 from megatron_het.plan.validate import check_plan  # noqa: E402
 from megatron_het.runtime.building import PositionedLayout, know_positions  # noqa: E402
 from megatron_het.schedule.ir import SENDS, Kind  # noqa: E402

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_het.schedule import Costs, Memory, Op, Program, Result, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Memory, Op, Program, Shape, add_transfers, generate
+from megatron_het.schedule.simulate import Result, simulate
 
 
 def unit_memory(shape: Shape) -> Memory:

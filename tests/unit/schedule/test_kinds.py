@@ -11,9 +11,10 @@ from schedule_helpers import full, run
 from megatron_het.features.context_exchange.kinds import EXCHANGE
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.kinds import PARAMETER_KINDS
-from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds, simulate
+from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds
 from megatron_het.schedule.ir import parse_op
 from megatron_het.schedule.kinds import COMPUTE, TRANSFERS, Columns, executed_by
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 
 ROW = {column: getattr(Kind.OPTIMIZER_STEP, column) for column in Columns.__annotations__} | {"mnemonic": "XX"}

@@ -18,14 +18,13 @@ from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabul
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.gradient_sync import counting_places, last_makers, sync_points
 from megatron_het.schedule.graph import Graph, ScheduleError, meetings
 from megatron_het.schedule.ir import RECEIVES, SENDS, dumps, loads
-from megatron_het.schedule.joint import stuck_events
+from megatron_het.schedule.joint import counting_places, last_makers, stuck_events, sync_points
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
 from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, level, plan_exchange
-from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators.listing import ORDERS, Speeds, in_order, merge, require_all
 from megatron_het.schedule.generators.one_f_one_b import _orders, fast_merge, in_flight_limits
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import check, validate
 
 

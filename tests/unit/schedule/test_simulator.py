@@ -12,21 +12,10 @@ from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
-from megatron_het.schedule import (
-    Costs,
-    Kind,
-    Link,
-    Memory,
-    Op,
-    Program,
-    ScheduleError,
-    Shape,
-    add_transfers,
-    generate,
-    simulate,
-)
-from megatron_het.schedule.depths import choose_depths, published_depths
+from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, ScheduleError, Shape, add_transfers, generate
+from megatron_het.schedule.generators.one_f_one_b import choose_depths, published_depths
 from megatron_het.schedule.memory import CATEGORIES
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
 from megatron_het.schedule.validate import validate
 

@@ -16,9 +16,9 @@ PAGES = sorted(
 )
 SOURCES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("megatron_het", "tools", "benchmarks", "examples", "testing", "tests")
+    for folder in ("megatron_het", "tools", "benchmarks", "examples", "scripts", "testing", "tests")
     for path in (ROOT / folder).rglob("*.py")
-]
+] + ["setup.py"]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"python -m ((?:megatron_het|tools|benchmarks|examples)[\w.]*)")
 _TEST = re.compile(r"tests/[\w/]+\.py")
@@ -179,7 +179,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 
 def test_the_plan_in_the_readme_is_a_plan(tmp_path: Path) -> None:
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.plan import load_plan
 
     (plan,) = blocks("README.md", "json")

@@ -26,7 +26,6 @@ from megatron_het.store import (
     job,
     server,
     server_tls,
-    wire,
 )
 from megatron_het.store.torch_store import LostError, TorchStore
 
@@ -100,9 +99,9 @@ def test_a_server_without_the_token_is_not_believed() -> None:
         def impostor() -> None:
             one, _ = listening.accept()
             with one:
-                one.sendall(wire.hello())
-                one.recv(wire.PROOF_BYTES)
-                one.sendall(b"+" + bytes(wire.DIGEST_BYTES))
+                one.sendall(server.hello())
+                one.recv(server.PROOF_BYTES)
+                one.sendall(b"+" + bytes(server.DIGEST_BYTES))
 
         thread = threading.Thread(target=impostor, daemon=True)
         thread.start()

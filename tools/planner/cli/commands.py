@@ -341,7 +341,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 def refuse_unrunnable(made: Any, file: str) -> None:
     """Refuses what the runtime refuses: such a plan has no iteration time."""
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.plan import PlanError
 
     try:
@@ -372,7 +372,7 @@ def _picture(result: Any, path: str) -> None:
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
     from ..inputs.model import model_of
-    from ..profile.settings import run
+    from ..profile.worker import run
 
     found = run(options, model_of(options).profiled)
     if found is not None:
@@ -512,7 +512,7 @@ def check(options: argparse.Namespace) -> int:
 
 def _obstacle(made: Any) -> dict[str, Any] | None:
     """Why the runtime would refuse the plan, whatever it is started on and with."""
-    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.features.registry import check_plan_alone
     from megatron_het.lowering.programs import build
     from megatron_het.plan import PlanError
 

@@ -11,7 +11,7 @@ from itertools import islice
 from math import gcd, inf
 from typing import Any
 
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import (
     ModelShape,
     Plan,

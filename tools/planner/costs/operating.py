@@ -8,6 +8,7 @@ from functools import cache
 from math import ceil, inf
 from typing import Any
 
+from megatron_het.features.registry import extra_layers
 from megatron_het.plan.schema import later_layers
 
 from ..errors import PlannerError
@@ -155,7 +156,7 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
     head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the
     head has it already.
     """
-    count, hidden = model.mtp_num_layers, model.hidden_size
+    count, hidden = extra_layers(model), model.hidden_size
     if not count:
         return last
     projection = 2 * hidden * hidden // tp

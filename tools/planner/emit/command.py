@@ -20,8 +20,7 @@ from typing import Any
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
-from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.features.registry import packing_flags
+from megatron_het.features.registry import check_plan_alone, packing_flags
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 

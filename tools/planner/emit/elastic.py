@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.elastic.pool import Process, assign
-from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..errors import PlannerError, from_plan_error

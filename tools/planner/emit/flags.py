@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.families.gpt import LATENT_SPEC, pipeline_layout
+from megatron_het.families import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import BY_DATASET
+from megatron_het.features.registry import layer_flags
 from megatron_het.plan import Plan, plan_hash
 
 from ..costs.schedules import STOCK
@@ -104,8 +105,7 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         del found["num-layers"]
         found["hybrid-layer-pattern"] = model.pattern
         found |= _recurrent_flags(options)
-    elif model.mtp_num_layers:
-        found["mtp-num-layers"] = model.mtp_num_layers
+    found |= layer_flags(model)
     if options.fp8:  # every GPU with fp8 has this recipe
         found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
     found |= _attention_flags(options)

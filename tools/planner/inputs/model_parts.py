@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_het.features import FEATURES
 from megatron_het.plan.placement import token_blocks
 from megatron_het.plan.schema import (
     CHUNK,
@@ -183,7 +184,7 @@ MODEL_FLAGS: dict[str, tuple[str, Any]] = {
     "moe-z-loss-coeff": ("moe_z_loss_coeff", None),
     "mscale": ("mscale", 1.0),
     "mscale-all-dim": ("mscale_all_dim", 0.0),
-    "mtp-loss-scaling-factor": ("mtp_loss_scaling_factor", 0.1),
+    **{flag: known for feature in FEATURES for flag, known in feature.training_flags.items()},
     "no-bias-gelu-fusion": ("bias_gelu_fusion", True),
     "no-rope-freq": ("no_rope_freq", None),
     "no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", None),
@@ -214,7 +215,7 @@ TRAINING_FLAGS = frozenset(
     (
         *("attention-dropout", "hidden-dropout", "init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
         *("moe-router-bias-update-rate", "moe-router-load-balancing-type", "moe-z-loss-coeff"),
-        "mtp-loss-scaling-factor",
+        *(flag for feature in FEATURES for flag in feature.training_flags),
     )
 )
 """Those of them that do not decide what the model computes from its weights: a user may give others."""
@@ -514,7 +515,6 @@ def check_sizes(model: Any) -> None:
     check_pattern(model)
     if model.experts is not None:
         model.experts.check_layers(model.num_layers)
-    if model.mtp_num_layers > model.num_layers:
-        raise ValueError(f"mtp_num_layers = {model.mtp_num_layers} is more than num_layers = {model.num_layers}")
-    if model.mtp_num_layers and model.learned_positions:
-        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron's layers know rotary positions only")
+    for feature in FEATURES:
+        if problem := feature.model_problem(model):
+            raise ValueError(problem)

@@ -436,42 +436,10 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
 
-def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
-    """Carry out the command.
-
-    Returns:
-        The profile; None on the ranks of a running job other than rank 0.
-
-    Raises:
-        PlannerError: Bad options, a file of another model, or a worker that failed.
-    """
-    check_options(options)
-    settings = settings_of(options, model)
-    if (text := settings.left_out()) and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"warning: {text}\n")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _as_rank(settings)
-    return run_profile(settings, options.processes or device_count(), on_line=_show_progress)
-
-
-def _show_progress(line: str) -> None:
+def show_progress(line: str) -> None:
     """Pass the workers' progress on; what libraries print stays out."""
     if re.match(r"\[\d+/\d+\] |link |largest |    out of memory", line):
         sys.stderr.write(line + "\n")
-
-
-def _as_rank(settings: ProfileSettings) -> Profile | None:
-    """Be one rank of a job that a launcher started."""
-    from . import worker as profile_worker
-
-    os.environ["HET_DEVICE_KIND"] = settings.kinds[0]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "settings.json"
-        path.write_text(settings.to_json(), encoding="utf-8")
-        code = profile_worker.main([str(path)])
-    if code:
-        raise PlannerError("profile", "rank", int(os.environ["RANK"]), "this rank failed; see its messages")
-    return load_profile(settings.out) if os.environ["RANK"] == "0" else None
 
 
 _TAIL = 80

@@ -6,11 +6,13 @@ rank 0 rewrites the profile file, so an interrupted run loses at most one point.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import os
 import statistics
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,23 @@ from ..inputs.profile_schema import (
     LayerTiming,
     LinkProfile,
     Profile,
+    ProfiledModel,
     load_profile,
     save_profile,
 )
-from .settings import Point, ProfileSettings, check_same_model, check_settings, missing_points, point_of
+from .settings import (
+    Point,
+    ProfileSettings,
+    check_options,
+    check_same_model,
+    check_settings,
+    device_count,
+    missing_points,
+    point_of,
+    run_profile,
+    settings_of,
+    show_progress,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,6 +301,36 @@ def _reserved_bytes(device: Any) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
+
+
+def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
+    """Carry out the command.
+
+    Returns:
+        The profile; None on the ranks of a running job other than rank 0.
+
+    Raises:
+        PlannerError: Bad options, a file of another model, or a worker that failed.
+    """
+    check_options(options)
+    settings = settings_of(options, model)
+    if (text := settings.left_out()) and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"warning: {text}\n")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _as_rank(settings)
+    return run_profile(settings, options.processes or device_count(), on_line=show_progress)
+
+
+def _as_rank(settings: ProfileSettings) -> Profile | None:
+    """Be one rank of a job that a launcher started."""
+    os.environ["HET_DEVICE_KIND"] = settings.kinds[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "settings.json"
+        path.write_text(settings.to_json(), encoding="utf-8")
+        code = main([str(path)])
+    if code:
+        raise PlannerError("profile", "rank", int(os.environ["RANK"]), "this rank failed; see its messages")
+    return load_profile(settings.out) if os.environ["RANK"] == "0" else None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from math import ceil
 
-from megatron_het.schedule.depths import FASTER, NOTICEABLE, choose_depths
+from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
 
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -9,10 +12,12 @@ from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
 from megatron_het.features.activation_offload.runtime import ActivationOffload
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass
 from megatron_het.schedule.ir import Kind
 
 CPU = Platform("cpu")
 SIZE = 64
+ANY: Any = None
 
 
 def _op(kind: Kind = Kind.FORWARD, microbatch: int = 0) -> RankOp:
@@ -30,7 +35,7 @@ def _source() -> torch.Tensor:
 
 
 def _move(offload: ActivationOffload, kind: Kind) -> None:
-    {Kind.ACT_OFFLOAD: offload.store, Kind.ACT_FETCH: offload.fetch}[kind](_op(kind))
+    offload.handlers()[kind](_op(kind), ANY, ANY)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 1.0])
@@ -39,11 +44,11 @@ def test_gradients_and_bytes(ratio: float) -> None:
     model(plain).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    offload = ActivationOffload(ratio, CPU)
-    offload.begin([model])
+    offload, call = ActivationOffload(ratio, CPU), cast(Call, SimpleNamespace(models=[model], forward_only=False))
+    offload.begin(call, ANY)
     with memory_meter(CPU) as meter:
         source = _source()
-        with offload.saving(_op(), source):
+        with offload.around_forward(ForwardPass(_op(), source, ANY, None, ends_in_loss=False), call):
             loss = model(source).square().sum()
         kept = meter.live_bytes()
         _move(offload, Kind.ACT_OFFLOAD)
@@ -53,9 +58,11 @@ def test_gradients_and_bytes(ratio: float) -> None:
         assert ratio - SIZE * SIZE * 4 / total <= gone / total <= ratio
         _move(offload, Kind.ACT_FETCH)
         assert offload.pool.used_bytes == 0
-    offload.release(_op())
-    loss.backward()
-    offload.finish()
+    with pytest.raises(RuntimeError, match="activations left"):
+        offload.finish(call, ANY)
+    with offload.around_backward(BackwardPass(_op()), call, ANY):
+        loss.backward()
+    offload.finish(call, ANY)
     assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
 
@@ -64,7 +71,7 @@ def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
     model, source, plain = _model(), _source(), _source()
     model(plain).sum().backward()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         loss = model(source).sum()
     weights = {p.data_ptr() for p in model.parameters()}
@@ -83,7 +90,7 @@ def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
 def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         handed_over = torch.nn.functional.softmax(source, dim=0)  # saves its result
     second = RankOp(Kind.FORWARD, 0, 0, 1, "F")
@@ -95,7 +102,7 @@ def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
 
 def test_a_backward_frees_what_it_has_used() -> None:
     offload, layers, size = ActivationOffload(1.0, CPU), 8, SIZE * SIZE * 4
-    offload.begin([])
+    offload.start([])
     live: list[int] = []
     with memory_meter(CPU) as meter:
         source = _source()
@@ -119,7 +126,7 @@ def test_a_backward_frees_what_it_has_used() -> None:
 def test_backward_without_fetch_says_so() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
-    offload.begin([model])
+    offload.start([model])
     with offload.saving(_op(), source):
         loss = model(source).sum()
     _move(offload, Kind.ACT_OFFLOAD)
@@ -131,7 +138,7 @@ def test_host_blocks_are_reused() -> None:
     model, offload = _model(), ActivationOffload(1.0, CPU)
     seen: set[int] = set()
     for _ in range(3):
-        offload.begin([model])
+        offload.start([model])
         source = _source()
         with offload.saving(_op(), source):
             loss = model(source).sum()
@@ -142,4 +149,4 @@ def test_host_blocks_are_reused() -> None:
         _move(offload, Kind.ACT_FETCH)
         offload.release(_op())
         loss.backward()
-        offload.finish()
+        offload.check_empty()

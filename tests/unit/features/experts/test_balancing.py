@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from megatron_het.features.experts.balancing import Passes, balance_whole_microbatches  # noqa: E402
+from megatron_het.features.experts.runtime import Passes, balance_whole_microbatches  # noqa: E402
 from megatron_het.features.slices.runtime import SlicedSequences  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan.placement import token_blocks  # noqa: E402
@@ -190,7 +190,7 @@ def test_ranks_with_unequal_parts_have_the_gradient_and_the_loss_of_the_whole(
         for output in reversed(outputs):
             output.backward()
 
-    monkeypatch.setattr("megatron_het.features.experts.balancing.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("megatron_het.features.experts.runtime.dist.all_reduce", all_reduce)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))
     torch.testing.assert_close(made[0].weight.grad + made[1].weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-6)

@@ -18,17 +18,17 @@ import torch
 
 from megatron_het.arguments.flags import het_help
 from megatron_het.features import FEATURES
-from megatron_het.features.plan_checks import check_plan_alone, schedule_parameters
+from megatron_het.features.registry import check_plan_alone, schedule_parameters
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import boundary_map, lower
 from megatron_het.plan import Placement, PlanError
-from megatron_het.report.timeline import Timeline
+from megatron_het.report import Timeline
 from megatron_het.runtime.executor import Executor
 from megatron_het.runtime.feature import Call, RuntimeFeature, open_features
-from megatron_het.schedule import simulate
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, dumps, loads
 from megatron_het.schedule.kinds import drop_kinds
+from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.test_plan import document, read
 

@@ -115,6 +115,20 @@ def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
     slicing.check_empty()
 
 
+def test_caches_have_room_for_slices_of_unequal_length() -> None:
+    """From the beginning of an iteration, or once its documents are known."""
+    args = SimpleNamespace(seq_length=30, attention_backend=SimpleNamespace(name="auto"))
+    for documents in (None, SimpleNamespace(of=lambda microbatch: ((0,),), ends_states=False)):
+        slicing, model = SlicedSequences(args, Cutting(30, 8), {False: rank_program(0, 8, 1)}, CPU), chunk(1)
+        slicing.attach([model])
+        slicing.documents = documents
+        pool = model.decoder.layers[0].self_attention.core_attention.cache._pool
+        slicing.begin(SimpleNamespace(), None)
+        assert (pool._reserved > 30) == (documents is None)
+        slicing.documents_known()
+        assert pool._reserved > 30
+
+
 def test_a_chunk_without_layers() -> None:
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
     SlicedSequences(args, Cutting(32, 8), {False: rank_program(0, 8, 2)}, CPU).attach([chunk(0)])

@@ -16,7 +16,7 @@ activate()  # before Megatron is imported, which binds what the platform replace
 from megatron_het.features.vocab_parallel import runtime as team  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape  # noqa: E402
-from megatron_het.report.timeline import Timeline  # noqa: E402
+from megatron_het.report import Timeline  # noqa: E402
 from megatron_het.runtime.data import Batches  # noqa: E402
 from megatron_het.runtime.feature import Call, Iteration  # noqa: E402
 from megatron_het.schedule.ir import Kind  # noqa: E402

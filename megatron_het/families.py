@@ -1,0 +1,392 @@
+"""Answers to what a plan and its features ask of the model's class: Megatron's ``GPTModel`` or ``HybridModel``.
+
+Everything that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.schema import (
+    CHUNK,
+    EXPERTS,
+    GATED_DELTA_NET,
+    KINDS,
+    LATENT_ATTENTION,
+    MAMBA,
+    MLP,
+    RECURRENT,
+    SPARSE_ATTENTION,
+    WITH_ATTENTION,
+    layers_of,
+    problem_of,
+    sizes_of,
+    with_chunks,
+    without_chunks,
+)
+
+
+class AttentionLayer(NamedTuple):
+    """A layer of a chunk that has keys and values.
+
+    Attributes:
+        layer: Megatron's module; its attention is ``self_attention``.
+        is_later: Whether it is for multi-token prediction, where one layer may run several times in a pass.
+    """
+
+    layer: Any
+    is_later: bool
+
+
+class RestPerAttention(NamedTuple):
+    """How many dense MLPs and layers of experts there are for every layer with attention."""
+
+    dense: float
+    experts: float
+
+
+class ModelFamily(abc.ABC):
+    """Says what depends on the class of the model.
+
+    Attributes:
+        model: Name of Megatron's class, for messages.
+        builder: Dotted name of the builder of several chunks per rank.
+        window_builder: Dotted name of the builder of chunks for a parameter window.
+        upstream_names: Dotted names of upstream code that the family leans on beside what features do, with the
+            SHA-256 of their sources.
+    """
+
+    model: ClassVar[str]
+    builder: ClassVar[str]
+    window_builder: ClassVar[str]
+    upstream_names: ClassVar[Mapping[str, str]] = {}
+
+    # -- Megatron's arguments -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def complete(self, plan: Plan, args: Any) -> None:
+        """Write into arguments that are not validated yet what Megatron derives from others in its validation.
+
+        Raises:
+            PlanError: They contradict themselves, or say of chunks what the plan does not.
+        """
+
+    @abc.abstractmethod
+    def pattern(self, args: Any) -> str:
+        """The kinds of the layers, as a plan says them; empty where all layers are of one kind."""
+
+    @abc.abstractmethod
+    def attention_numbers(self, args: Any) -> tuple[int, ...]:
+        """Megatron's numbers of the layers that have keys and values, from 1."""
+
+    @abc.abstractmethod
+    def rest_per_attention(self, args: Any) -> RestPerAttention:
+        """Returns what layers with attention come with; where layers differ, that of most of them."""
+
+    @abc.abstractmethod
+    def write_layout(self, plan: Plan, args: Any) -> None:
+        """Say in the arguments which chunk has which layers."""
+
+    @abc.abstractmethod
+    def default_spec(self, args: Any) -> tuple[str, str] | None:
+        """``--spec`` of layers that Megatron has not, for a model without one; None where Megatron has them."""
+
+    @abc.abstractmethod
+    def model_config(self, args: Any) -> Any:
+        """Megatron's configuration of the model, from validated arguments."""
+
+    @abc.abstractmethod
+    def needs_builder(self, chunks: int) -> bool:
+        """Whether Megatron's own builder cannot build the chunks of a rank, where the one with most has so many."""
+
+    # -- model chunks -------------------------------------------------------------------------------
+
+    def blocks(self, model: Any) -> list[Any]:
+        """Returns what of a chunk has layers: the decoder, and what predicts later tokens where it does."""
+        later = getattr(model, "mtp", None)
+        return [model.decoder] if later is None else [model.decoder, later]
+
+    def attention_layers(self, model: Any) -> list[AttentionLayer]:
+        """The layers of a chunk that have keys and values, in order, those for multi-token prediction last."""
+        decoder, *others = self.blocks(model)
+        later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
+        return [
+            *(AttentionLayer(layer, is_later=False) for layer in self._attending(decoder.layers)),
+            *(AttentionLayer(layer, is_later=True) for layer in self._attending(later)),
+        ]
+
+    def recurrent_layers(self, model: Any) -> list[Any]:
+        """The Mamba mixers and gated delta nets of a chunk, which pass a state along the sequence, in order."""
+        return []
+
+    @abc.abstractmethod
+    def _inner(self, later: Any) -> Sequence[Any]:
+        """The layers that one for multi-token prediction is made of."""
+
+    @abc.abstractmethod
+    def _attending(self, layers: Sequence[Any]) -> list[Any]:
+        """Returns the attention modules of layers that have keys and values."""
+
+
+# Megatron's ``GPTModel``: every layer is attention and an MLP or experts.
+
+
+LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
+"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
+
+
+class GPTFamily(ModelFamily):
+    """Layers are numbered alike everywhere, and Megatron's layout says which chunk has which."""
+
+    model = "GPTModel"
+    builder = "megatron_het.runtime.building.ChunkedGPTModelBuilder"
+    window_builder = "megatron_het.features.window.shards.WindowGPTModelBuilder"
+
+    def complete(self, plan: Plan, args: Any) -> None:
+        """Everything is there."""
+
+    def pattern(self, args: Any) -> str:
+        """Layers are attention and what follows it."""
+        return ""
+
+    def attention_numbers(self, args: Any) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(range(1, args.num_layers + 1))
+
+    def rest_per_attention(self, args: Any) -> RestPerAttention:
+        """One of them in every layer; a few dense layers of a model of experts do not count."""
+        has_experts = bool(getattr(args, "num_experts", None))
+        return RestPerAttention(int(not has_experts), int(has_experts))
+
+    def write_layout(self, plan: Plan, args: Any) -> None:
+        """Write Megatron's layout string."""
+        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+
+    def default_spec(self, args: Any) -> tuple[str, str] | None:
+        """Latent attention, which Megatron has with Transformer Engine and compressed queries only."""
+        is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
+        return LATENT_SPEC if getattr(args, "multi_latent_attention", False) and is_ours else None
+
+    def model_config(self, args: Any) -> Any:
+        """See :class:`ModelFamily`."""
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        return gpt_config_from_args(args)
+
+    def needs_builder(self, chunks: int) -> bool:
+        """Megatron builds one chunk as it is."""
+        return chunks > 1
+
+    def _inner(self, later: Any) -> Sequence[Any]:
+        return [later]
+
+    def _attending(self, layers: Sequence[Any]) -> list[Any]:
+        return list(layers)
+
+
+GPT = GPTFamily()
+
+
+def pipeline_layout(plan: Plan) -> str:
+    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
+
+    Layers for multi-token prediction come last: ``tmL``.  Nothing stands where a stage has fewer chunks than others.
+    """
+    parts = ["t" * count for count in layers_by_number(plan)]
+    parts[0] = "E" + parts[0]
+    parts[-1] += plan.model.layout_end
+    return "|".join(parts)
+
+
+def layers_by_number(plan: Plan) -> list[int]:
+    """Layers of every chunk in Megatron's order; 0 where a stage has fewer chunks than others."""
+    found = [0] * (plan.most_chunks * len(plan.stages))
+    for (stage, chunk), number in Placement(plan).numbers.items():
+        found[number] = plan.stages[stage].layers[chunk]
+    return found
+
+
+# Megatron's ``HybridModel``: every layer is of one kind, which its symbol in a pattern says.
+
+
+LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
+"""``--spec`` of a hybrid model without Transformer Engine."""
+_MODELS = "megatron.core.models.hybrid"
+_STATES = "megatron.core.ssm"
+_FLAG = "--hybrid-layer-pattern"
+
+
+class HybridFamily(ModelFamily):
+    """The pattern says the layers, and where the chunks begin."""
+
+    model = "HybridModel"
+    builder = "megatron_het.runtime.building.ChunkedHybridModelBuilder"
+    window_builder = "megatron_het.features.window.shards.WindowHybridModelBuilder"
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_MODELS}.hybrid_model.HybridModel.forward": (
+            "195ddb83d0a514f4a1acf403285e52adf999578bd0a208c2ca03f711a5d3da09"
+        ),
+        f"{_MODELS}.hybrid_block.HybridStack.forward": (
+            "87d56215a97047fb16c02908fdd19125b10cdb94e9e5969e26ef5a209f6a928b"
+        ),
+        # What is built in its place without Transformer Engine.
+        f"{_MODELS}.hybrid_block.HybridStack.__init__": (
+            "02b6574bc59d5b37a1b5e02102b6ca8245eda2e497d90cc91e5ab2b2fe206cde"
+        ),
+        f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": (
+            "ad4ba1fba1b8a5b64380deec2dd66e94c444613b2cc2cd992192efd6c982bfcf"
+        ),
+        f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": (
+            "2a9bbee6b1914910c52dc56c5f50455b2e157e09cbe25f63ef2643fcbeffe96f"
+        ),
+        "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": (
+            "d135f82f521103d9c8b191ed8c07ece963cd77bc46e12302ad8c6f01f2df5cfc"
+        ),
+        # What recurrent layers over slices compute in their place.
+        f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": (
+            "53343d60909c2072d637c833b842eb3f4da837286965f01a37cd3a04773e5aba"
+        ),
+        f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": (
+            "85c3dfb6987a8d95c40c32d5071911719a451e2ea6a1d4b6c6841bf2f6bf0320"
+        ),
+        f"{_STATES}.mamba_mixer.MambaMixer.forward": (
+            "1bc195f63bbb803f546397e66417d9ba6e17a6bdc2995e37dcb79b66802e5037"
+        ),
+        f"{_STATES}.mamba_mixer.MambaMixer._ssm_training": (
+            "51570310435a6ec1d96c644fdb5ac6637ceab91b081fab4e5faac682a611fb20"
+        ),
+    }
+
+    def complete(self, plan: Plan, args: Any) -> None:
+        """The pattern decides over the number of layers, those for multi-token prediction, and latent attention."""
+        given: str = args.hybrid_layer_pattern
+        problem = problem_of(given)
+        if problem:
+            raise PlanError(_FLAG, given, problem)
+        planned = with_chunks(given, layers_by_number(plan))
+        if CHUNK in given and given != planned:
+            raise PlanError(
+                _FLAG,
+                given,
+                f"chunks begin at other layers than in the plan, which has {planned}",
+                f"Leave {CHUNK} out",
+            )
+        for symbol in (*RECURRENT, SPARSE_ATTENTION):
+            if symbol in given and args.spec is None and args.transformer_impl == "local":
+                raise PlanError(
+                    _FLAG,
+                    given,
+                    f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
+                    "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
+                )
+        _check_recurrent(plan, given, args)
+        args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
+        vars(args).update({name: count or None for name, count in sizes_of(given).items()})
+        if LATENT_ATTENTION in given or SPARSE_ATTENTION in given:
+            args.multi_latent_attention = True
+
+    def pattern(self, args: Any) -> str:
+        """Without boundaries of chunks."""
+        found: str = without_chunks(args.hybrid_layer_pattern)
+        return found
+
+    def attention_numbers(self, args: Any) -> tuple[int, ...]:
+        """Returns the numbers of layers with a symbol of attention."""
+        return tuple(
+            number for number, kind in enumerate(layers_of(args.hybrid_layer_pattern), 1) if kind in WITH_ATTENTION
+        )
+
+    def rest_per_attention(self, args: Any) -> RestPerAttention:
+        """Counted in the pattern."""
+        layers = layers_of(args.hybrid_layer_pattern)
+        attention = max(1, sum(layers.count(kind) for kind in WITH_ATTENTION))
+        return RestPerAttention(layers.count(MLP) / attention, layers.count(EXPERTS) / attention)
+
+    def write_layout(self, plan: Plan, args: Any) -> None:
+        """Write the boundaries of chunks into the pattern."""
+        args.hybrid_layer_pattern = with_chunks(args.hybrid_layer_pattern, layers_by_number(plan))
+
+    def default_spec(self, args: Any) -> tuple[str, str] | None:
+        """Megatron has layers of Transformer Engine only."""
+        return LOCAL_SPEC if args.transformer_impl == "local" else None
+
+    def model_config(self, args: Any) -> Any:
+        """See :class:`ModelFamily`."""
+        from megatron.training.argument_utils import hybrid_config_from_args
+
+        return hybrid_config_from_args(args)
+
+    def needs_builder(self, chunks: int) -> bool:
+        """A chunk finds its layers in the pattern by the rank that torch says."""
+        return True
+
+    def recurrent_layers(self, model: Any) -> list[Any]:
+        """Returns what layers with such a symbol compute with, those for multi-token prediction last."""
+        decoder, *others = self.blocks(model)
+        later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
+        found = [getattr(layer, "mixer", getattr(layer, "self_attention", None)) for layer in (*decoder.layers, *later)]
+        return [module for module in found if hasattr(module, "gated_delta_rule") or hasattr(module, "d_conv")]
+
+    def _inner(self, later: Any) -> Sequence[Any]:
+        layers: Sequence[Any] = later.layers
+        return layers
+
+    def _attending(self, layers: Sequence[Any]) -> list[Any]:
+        return [layer for layer in layers if hasattr(getattr(layer, "self_attention", None), "core_attention")]
+
+
+def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
+    """Refuse TP sizes that do not divide the heads of recurrent layers, and CP sizes that leave ranks without any."""
+    sizes = {replica.tp for stage in plan.stages for replica in stage.replicas}
+    if GATED_DELTA_NET in pattern and max(sizes) > 1 and not plan.training.sequence_parallel:
+        raise PlanError(
+            _FLAG,
+            pattern,
+            f"with TP, Megatron adds up what TP ranks find for the norm in layers {GATED_DELTA_NET} "
+            f"({KINDS[GATED_DELTA_NET]}) only under sequence parallelism",
+            "Use --sequence-parallel, with training.sequence_parallel in the plan",
+        )
+    counted = {
+        MAMBA: ("mamba_num_heads", "mamba_num_groups"),
+        GATED_DELTA_NET: ("linear_num_key_heads", "linear_num_value_heads"),
+    }
+    for name in (name for symbol, names in counted.items() if symbol in pattern for name in names):
+        count = getattr(args, name, None)
+        if name == "mamba_num_heads" and count is None:  # as Megatron derives them
+            count = 2 * args.hidden_size // args.mamba_head_dim
+        for tp in sorted(sizes):
+            if count and count % tp:
+                raise PlanError(f"--{name.replace('_', '-')}", count, f"TP ranks divide them, and the plan has TP {tp}")
+        most = max(replica.tp * replica.cp for stage in plan.stages for replica in stage.replicas)
+        if count and name in ("mamba_num_heads", "linear_num_value_heads") and count < most:
+            raise PlanError(
+                f"--{name.replace('_', '-')}",
+                count,
+                f"the ranks of a replica divide them, and the plan has one of {most} ranks",
+            )
+
+
+HYBRID = HybridFamily()
+
+
+def family_of(args: object) -> ModelFamily:
+    """The family of the model that Megatron's arguments describe."""
+    return HYBRID if getattr(args, "hybrid_layer_pattern", None) is not None else GPT
+
+
+def family_for(plan: Plan) -> ModelFamily:
+    """The family of the model that a plan is for."""
+    return HYBRID if plan.model.pattern else GPT
+
+
+def family_of_config(config: object) -> ModelFamily:
+    """The family of Megatron's configuration of a model."""
+    return HYBRID if hasattr(config, "hybrid_stack_spec") else GPT
+
+
+def family_of_model(model: object) -> ModelFamily:
+    """The family of a model chunk that is not wrapped."""
+    return HYBRID if hasattr(model, "hybrid_layer_pattern") else GPT

@@ -1,1 +1,0 @@
-"""Measurements of a run: times, losses, memory (``run_report.py``), and operations by time (``timeline.py``)."""

@@ -1,0 +1,220 @@
+"""Samples: what a rank says about itself once and about every iteration, in small texts that travel over the store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_het.store import Documents, StoreError
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron_het.report import Past, Record
+
+# How samples reach the rank that compares them: over the job's store.
+#
+# Nobody waits.  A rank overwrites its own few places in turn, so that the store does not grow, and the reader takes
+# an iteration when everybody has written it.
+
+
+_GREETING_S, _GLANCE_S = 10.0, 0.25
+_AWAY = 20
+"""After a question without an answer nothing is asked for so many times as long as that took: 5 % are lost at most."""
+PLACES = 8
+"""Iterations that are kept of every rank."""
+
+
+class Board:
+    """Places in the job's store.
+
+    An answer comes soon, or a sample is dropped and nothing is asked for a while: training waits for no watch.
+
+    Args:
+        store: Of the job.
+        prefix: Of all keys.
+    """
+
+    def __init__(self, store: Documents, prefix: str = "het/watch") -> None:
+        self._store = store.under(prefix)
+        self._away_until_s = 0.0
+
+    def greet(self, rank: int, text: str) -> None:
+        """Write what a rank says about itself, once.
+
+        Raises:
+            StoreError: Nobody answers.
+        """
+        self._store.write(f"hello/{rank}/0", text, patience_s=_GREETING_S)
+
+    def post(self, name: str, rank: int, text: str, place: int = 0) -> None:
+        """Write what a rank says under a name; what was there is gone."""
+        self._soon(lambda: self._store.write(f"{name}/{rank}/{place}", text, patience_s=_GLANCE_S, tries_again=False))
+
+    def read(self, name: str, ranks: list[int], place: int = 0) -> list[str] | None:
+        """Returns what all of the ranks have said under a name; None if somebody has said nothing yet."""
+        keys = [f"{name}/{rank}/{place}" for rank in ranks]
+        found = self._soon(lambda: self._store.texts(*keys, patience_s=_GLANCE_S, tries_again=False))
+        if found is None or any(text is None for text in found):
+            return None
+        return [text for text in found if text is not None]
+
+    def _soon(self, ask: Callable[[], Any]) -> Any:
+        """The answer; None where it does not come soon."""
+        start_s = time.monotonic()
+        if start_s < self._away_until_s:
+            return None
+        try:
+            return ask()
+        except StoreError:
+            now_s = time.monotonic()
+            self._away_until_s = now_s + _AWAY * (now_s - start_s)
+            return None
+
+
+MOST_TRANSFERS = 16
+"""Transfers per iteration and pair of ranks that are told; of more, so many evenly spread ones."""
+_MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Holds what a rank says once.
+
+    Attributes:
+        rank: World rank.
+        device: Number of its replica, counted through the stages.
+        host: Name of its machine.
+        clock: Ranks with equal ones read one clock.
+        predicted_s: Seconds of an iteration by kind of operation, as the plan says.
+    """
+
+    rank: int
+    device: int
+    host: str
+    clock: str
+    predicted_s: Mapping[str, float]
+
+    def encode(self) -> str:
+        """Returns JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Hello:
+        """From JSON."""
+        return cls(**json.loads(text))
+
+
+Arrived = tuple[float, float, float]
+"""When a receive was posted, when the waiting for it began and when it ended; seconds of the receiver's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Holds what a rank measured in one iteration.
+
+    Attributes:
+        iteration: Its number.
+        elapsed_s: From its start to the start of the next one.
+        measured_s: Seconds by kind of operation, without waiting for transfers.
+        sent: By peer, when sends were posted.
+        received: By peer, the receives, in the order in which they were posted.
+        counts: By peer, how many receives there were; not all of them are told.
+    """
+
+    iteration: int
+    elapsed_s: float
+    measured_s: Mapping[str, float]
+    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    received: Mapping[int, Sequence[Arrived]] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        """Returns JSON with whole microseconds."""
+        return json.dumps(
+            {
+                "i": self.iteration,
+                "t": _us(self.elapsed_s),
+                "k": {kind: _us(seconds) for kind, seconds in self.measured_s.items()},
+                "s": {peer: [_us(t) for t in times] for peer, times in self.sent.items()},
+                "r": {peer: [[_us(t) for t in marks] for marks in found] for peer, found in self.received.items()},
+                "n": dict(self.counts),
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Sample:
+        """From JSON."""
+        body = json.loads(text)
+        return cls(
+            body["i"],
+            body["t"] / _MICRO,
+            {kind: us / _MICRO for kind, us in body["k"].items()},
+            {int(peer): [us / _MICRO for us in times] for peer, times in body["s"].items()},
+            {int(peer): [(a / _MICRO, b / _MICRO, c / _MICRO) for a, b, c in v] for peer, v in body["r"].items()},
+            {int(peer): count for peer, count in body["n"].items()},
+        )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * _MICRO)
+
+
+def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: Set[Any]) -> Sample:
+    """The sample of an iteration whose times are all there.
+
+    Args:
+        past: Its records and transfers.
+        iteration: Its number.
+        elapsed_s: From its start to the start of the next one.
+        kinds: The kinds of operations that are compared.
+    """
+    measured: dict[str, float] = {}
+    for record in past.records:
+        kind = record.op.kind
+        if kind in kinds:
+            seconds = record.stop_s - record.start_s - record.wait_s
+            measured[kind.name] = measured.get(kind.name, 0.0) + seconds
+    sent: dict[int, list[float]] = {}
+    for departure in past.departures:
+        sent.setdefault(departure.peer, []).append(departure.posted)
+    received: dict[int, list[Arrived]] = {}
+    for arrival in past.arrivals:
+        if arrival.ended is not None:
+            marks = (arrival.posted, arrival.waited, arrival.ended)
+            received.setdefault(arrival.peer, []).append(marks)
+    return Sample(
+        iteration,
+        elapsed_s,
+        measured,
+        {peer: spread(times) for peer, times in sent.items()},
+        {peer: spread(marks) for peer, marks in received.items()},
+        {peer: len(marks) for peer, marks in received.items()},
+    )
+
+
+def spread[T](values: Sequence[T]) -> Sequence[T]:
+    """At most ``MOST_TRANSFERS`` of them, evenly spread; the same places for equal lengths."""
+    count = len(values)
+    if count <= MOST_TRANSFERS:
+        return values
+    return [values[i * count // MOST_TRANSFERS] for i in range(MOST_TRANSFERS)]
+
+
+def events_of(records: Sequence[Record]) -> list[list[Any]]:
+    """An iteration's operations for a trace: kind, microbatch, slice, chunk, peer, start, stop, waited (seconds)."""
+    return [
+        [
+            r.op.kind.name,
+            r.op.microbatch,
+            r.op.slice,
+            r.op.chunk,
+            r.op.peer,
+            round(r.start_s, 6),
+            round(r.stop_s, 6),
+            round(r.wait_s, 6),
+        ]
+        for r in records
+    ]
