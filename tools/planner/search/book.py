@@ -264,7 +264,7 @@ class Sketch:
         return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
 
     def _stage(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Stage | None:
-        """What a stage computes, which does not depend on the schedule; None where it cannot run."""
+        """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
         key = *point.computes, groups, first, last
         if key not in self.stages:
             self.stages[key] = self._priced(groups, point.like, point.total, first, last)
