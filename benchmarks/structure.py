@@ -128,7 +128,7 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_files": 270,
+    "product_files": 269,
     "product_lines": 78_600,
     "all_lines": 146_000,
     "package_lines": BUDGET
@@ -154,7 +154,6 @@ PRESENT: dict[str, Target] = {
         "tests": 42_200,
         "tools/planner": 25_700,
     },
-    "loaded_modules": {"het-plan plan": 125, "1F1B": 100},
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
 

@@ -22,8 +22,7 @@ def main() -> None:
     # First, as Python does for a script: a checkout's own megatron/ comes before an installed one.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     from megatron_het.launch.start import install
-    from megatron_het.megatron_patches.registry import PatchError
-    from megatron_het.megatron_patches.releases import find
+    from megatron_het.megatron_patches.releases import PatchError, find
 
     try:
         megatron = find()

@@ -121,7 +121,7 @@ def _read() -> set[tuple[str, str]]:
 
 def _source(dotted: str) -> str | None:
     """The source as it is hashed; None where there is none."""
-    from megatron_het.megatron_patches.registry import source_text
+    from megatron_het.megatron_patches import source_text
     from megatron_het.megatron_patches.releases import PatchError
 
     try:
@@ -132,7 +132,7 @@ def _source(dotted: str) -> str | None:
 
 def against(checkout: Path) -> int:
     """Print what a checkout of another release would break; returns 1 where a change has not been read."""
-    from megatron_het.megatron_patches.registry import text_hash
+    from megatron_het.megatron_patches import text_hash
     from megatron_het.megatron_patches.releases import PatchError, find
 
     if not (checkout / "megatron" / "core").is_dir():

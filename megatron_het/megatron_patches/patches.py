@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_het.features import FEATURES
-from megatron_het.megatron_patches.registry import Patch
+from megatron_het.megatron_patches import Patch
 from megatron_het.megatron_patches.releases import installed_release
 
 _CORE, _LOOP = "megatron.core", "megatron.training.training"

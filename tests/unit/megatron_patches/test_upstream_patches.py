@@ -15,7 +15,7 @@ from megatron_het import megatron_patches as upstream
 from megatron_het.arguments import hooks
 from megatron_het.families import GPT, HYBRID
 from megatron_het.features import FEATURES
-from megatron_het.megatron_patches import patches, registry
+from megatron_het.megatron_patches import patches
 from megatron_het.megatron_patches.patches import uses_torch_adam
 from megatron_het.megatron_patches.releases import RELEASES, Release, installed_release
 from megatron_het.plan import ScheduleSpec
@@ -97,12 +97,12 @@ def test_sources_are_those_of_the_installed_release(monkeypatch):
     dotted = "megatron.training.pretrain"
     first = upstream.all_patches()["plan_pretrain"].sources[dotted]
     other = Release("0.20", "0.20.0", "elsewhere", {dotted: "0" * 64})
-    monkeypatch.setattr(registry, "installed_release", lambda: other)
+    monkeypatch.setattr(upstream, "installed_release", lambda: other)
     assert upstream.moved({dotted: first}) == {dotted: upstream.source_hash(dotted)}
-    monkeypatch.setattr(registry, "installed_release", lambda: RELEASES[0])
+    monkeypatch.setattr(upstream, "installed_release", lambda: RELEASES[0])
     assert upstream.moved({dotted: "0" * 64}) == {dotted: upstream.source_hash(dotted)}
     earlier = Release("0.19", "0.19.2", "elsewhere", earlier={dotted: upstream.source_hash(dotted)})
-    monkeypatch.setattr(registry, "installed_release", lambda: earlier)
+    monkeypatch.setattr(upstream, "installed_release", lambda: earlier)
     assert upstream.moved({dotted: "0" * 64}) == {}
 
 

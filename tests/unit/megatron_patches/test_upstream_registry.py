@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
+from megatron_het import megatron_patches as registry
 from megatron_het.distributed import GroupError
 from megatron_het.distributed import groups as creation
+from megatron_het.megatron_patches import UPSTREAM_VERSION, Patch, releases
 from megatron_het.megatron_patches import __main__ as command
-from megatron_het.megatron_patches import registry, releases
-from megatron_het.megatron_patches.registry import UPSTREAM_VERSION, Patch
 from megatron_het.megatron_patches.releases import (
     RELEASES,
     Megatron,
