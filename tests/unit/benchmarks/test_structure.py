@@ -281,6 +281,7 @@ ALLOWED: dict[str, set[str]] = {
         "plan",
         "report",
         "runtime",
+        "safe_io",
         "schedule",
         "store",
     },
