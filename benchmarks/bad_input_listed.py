@@ -24,8 +24,8 @@ from benchmarks.bad_input_cases import (
     sliced_plan,
 )
 from megatron_het.checkpoint.choice import TRACKER
+from megatron_het.features.watch.monitor import FORMAT, VERSION, identity
 from megatron_het.plan import Plan, plan_hash
-from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 # Malformed input of the commands around a job: ``het-run``, the doctor, ``replan`` and ``replay``.
 

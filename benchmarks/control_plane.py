@@ -37,11 +37,11 @@ from megatron_het.doctor.participant import Heart
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.job import Board, ServedBoard
 from megatron_het.elastic.pool import GivenPlans
+from megatron_het.features.watch import monitor as watch
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import Store, StoreError, free_port, server
 from megatron_het.store.job import TOKEN as TOKEN_VARIABLE
 from megatron_het.store.job import Exchange, ExchangeError, job_store, job_token, places
-from megatron_het.watch import monitor as watch
 
 TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
 OPERATIONS = ("get", "has", "set", "add", "push", "swap", "drop", "wait")

@@ -4,8 +4,39 @@ A run begins in ``pretrain_gpt.py``; ``runtime/session.py`` is what a rank of a 
 :mod:`megatron_het.plan`, what a plan's ranks do one after the other in :mod:`megatron_het.schedule`.
 
 The package extends ``megatron-core`` and ``megatron.training`` through their public hooks and a few registered patches
-(:mod:`megatron_het.megatron_patches`).  Nothing is imported here: ``plan`` and ``schedule`` stay usable without torch,
-and :mod:`megatron_het.device` has to be activated before ``megatron.training`` is imported.
+(:mod:`megatron_het.megatron_patches`).  No module of it is imported here: ``plan`` and ``schedule`` stay usable
+without torch, and :mod:`megatron_het.device` has to be activated before ``megatron.training`` is imported.
 """
 
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 __version__ = "0.1.0"
+
+# The planner is an extra, which rank processes do not need.
+
+
+def planner_package() -> str:
+    """The name of the planner's package: that of this checkout, or as installed.
+
+    Raises:
+        ImportError: The planner is not installed here.
+    """
+    checkout = Path(__file__).resolve().parents[1] / "tools" / "planner" / "__init__.py"
+    package = "tools.planner" if checkout.is_file() else "het_planner"
+    if importlib.util.find_spec(package.split(".")[0]) is None:
+        raise ImportError("the planner is not installed here (pip install 'megatron-het[planner]')")
+    return package
+
+
+def planner(module: str) -> Any:
+    """A module of the planner's package.
+
+    Raises:
+        ImportError: The planner is not installed here, or lacks one of its own needs.
+    """
+    return importlib.import_module(f"{planner_package()}.{module}")

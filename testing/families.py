@@ -173,15 +173,20 @@ HYBRID_FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid-latent-experts": (*_HYBRID, *_LATENT, *_HYBRID_EXPERTS),
     "hybrid-later": (*_HYBRID, *words("--mtp-loss-scaling-factor 0.3")),
 }
+RECURRENT_HEADS = 2
+"""What heads share in recurrent layers, of keys or groups; TP divides them."""
 # Layers that pass a state along the sequence, on the CPU by plain stand-ins for their kernels.
 RECURRENT_FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid-delta": (
         *_RECURRENT,
-        *words("--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"),
+        *words(
+            f"--linear-num-key-heads {RECURRENT_HEADS} --linear-num-value-heads 4 --linear-key-head-dim 8 "
+            "--linear-value-head-dim 8"
+        ),
     ),
     "hybrid-mamba": (
         *_RECURRENT,
-        *words("--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 8"),
+        *words(f"--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups {RECURRENT_HEADS} --mamba-state-dim 8"),
     ),
 }
 RECURRENT_FAMILIES["hybrid-mamba-experts"] = (*RECURRENT_FAMILIES["hybrid-mamba"], *_HYBRID_EXPERTS)

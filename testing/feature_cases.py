@@ -33,6 +33,7 @@ from testing.families import (
     HYBRID_FAMILIES,
     MODELS,
     RECURRENT_FAMILIES,
+    RECURRENT_HEADS,
     has_experts,
     has_latent_attention,
     hybrid_pattern,
@@ -301,8 +302,12 @@ def with_hybrid(cases: Sequence[Case], seed: int) -> list[Case]:
 
 
 def with_recurrent(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with layers that pass a state along the sequence, as :func:`with_hybrid` has others."""
-    return _drawn(cases, random.Random(f"recurrent {seed}"), lambda plan: list(RECURRENT_FAMILIES))
+    """The cases with layers that pass a state along the sequence, as :func:`with_hybrid` has others.
+
+    Plans that cut heads finer than these models have them are left out.
+    """
+    drawn = _drawn(cases, random.Random(f"recurrent {seed}"), lambda plan: list(RECURRENT_FAMILIES))
+    return [case for case in drawn if max(_sizes(case.plan)) <= RECURRENT_HEADS]
 
 
 def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan], list[str]]) -> list[Case]:

@@ -166,7 +166,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
         return load_expectations(options.expect)
     if not options.cluster:
         return Expectations(plan_hash(plan))
-    from megatron_het.planner_package import planner
+    from megatron_het import planner
 
     found: Expectations = planner("emit.command").expectations_of_files(plan, options.cluster, options.profile)
     return found

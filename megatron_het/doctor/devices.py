@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_het import planner
 from megatron_het.doctor.check import (
     Answers,
     Check,
@@ -35,7 +36,6 @@ from megatron_het.doctor.check import (
     meet,
     ranks_by,
 )
-from megatron_het.planner_package import planner
 
 # What nvidia-smi says about one GPU; nothing where it is not there or does not answer.
 

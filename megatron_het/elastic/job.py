@@ -253,7 +253,7 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
 
 
 class Checks:
-    """What the training's flags have against plans, as workers that wait say: :func:`problems_under`."""
+    """Problems that the training's flags have with plans, as workers that wait say: :func:`problems_under`."""
 
     def __init__(self) -> None:
         self._found: dict[str, Moment | list[str]] = {}

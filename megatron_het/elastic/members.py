@@ -1,4 +1,4 @@
-"""What a controller knows of its job: workers, troubles, measurements, and the folder with the file of that state."""
+"""A controller's knowledge of its job: workers, troubles, measurements, and the folder with the file of that state."""
 
 from __future__ import annotations
 

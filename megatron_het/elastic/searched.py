@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het import planner, planner_package
 from megatron_het.elastic.pool import (
     Learned,
     NoPlanError,
@@ -30,7 +31,6 @@ from megatron_het.elastic.pool import (
     write_run,
 )
 from megatron_het.plan import Plan, load_plan
-from megatron_het.planner_package import planner, planner_package
 from megatron_het.safe_io import read_yaml, write_text
 
 

@@ -210,22 +210,35 @@ def test_a_gpt_model_and_its_hybrid_twin_train_alike(twins: list[Case], lab: Lab
         assert found == pytest.approx(expected["losses"], rel=TWIN_BAR), case.name
 
 
-def test_a_checkpoint_goes_to_the_hybrid_twin_and_back(lab: Lab) -> None:
-    """With the state of the optimizer: as if one of them had trained all the time."""
-    expected = reference_losses(lab.reference(GPT))["losses"]
+def relayed(lab: Lab, legs: list[tuple[Case, int]]) -> list[float]:
+    """Losses of one training under one plan after the other, each up to that step, from the one's checkpoint."""
     found: list[float] = []
-    steps = [("there", GPT, 1), ("twin", TWINS[0], 2), ("back", GPT, lab.steps)]
     loaded: tuple[str, ...] = ()
-    for name, case, last in steps:
-        job = lab.job(replace(case, name=name))
+    for case, last in legs:
+        job = lab.job(case)
         folder = str(job.log_dir / "checkpoint")
         argv = [*job.argv, *loaded, "--save", folder, "--save-interval", str(last), "--exit-interval", str(last)]
         if loaded:
             argv = [word for word in argv if word not in ("--finetune", "--no-load-optim", "--no-load-rng")]
         done = lab.runner.run(replace(job, argv=tuple(argv)))
-        found += plan_losses(done.check().job.log_dir, case.plan)["losses"]
+        found += plan_losses(done.job.log_dir, case.plan)["losses"]
         loaded = ("--load", folder)
-    assert found == pytest.approx(expected, rel=BAR)
+    return found
+
+
+def test_a_checkpoint_goes_to_the_hybrid_twin_and_back(lab: Lab) -> None:
+    """With the state of the optimizer: as if one of them had trained all the time."""
+    found = relayed(lab, [(GPT, 1), (TWINS[0], 2), (GPT, lab.steps)])
+    assert found == pytest.approx(reference_losses(lab.reference(GPT))["losses"], rel=BAR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", [("delta-mixed", "delta-window"), ("mamba-slices-tp", "mamba-window")])
+def test_a_checkpoint_of_recurrent_layers_moves_between_plans(names: tuple[str, str], lab: Lab) -> None:
+    """From mixed TP, or slices, to a parameter window and back: heads are cut otherwise, state of the optimizer too."""
+    first, second = (BY_NAME[name] for name in names)
+    found = relayed(lab, [(first, 1), (second, 2), (first, lab.steps)])
+    assert found == pytest.approx(reference_losses(lab.reference(first))["losses"], rel=BAR)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_het.features.watch.samples import PLACES, Board, Hello, events_of, sample_of
 from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import plan_hash
 from megatron_het.report import TIMED, Past, TransferLog, event
@@ -23,10 +24,9 @@ from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
 from megatron_het.store import StoreError
 from megatron_het.store.job import job_store
-from megatron_het.watch.samples import PLACES, Board, Hello, events_of, sample_of
 
 if TYPE_CHECKING:  # the one rank that compares imports it
-    from megatron_het.watch.monitor import Reader
+    from megatron_het.features.watch.monitor import Reader
 
 _MEETING_S = 30.0
 TIMELINE_EVERY = 10
@@ -141,7 +141,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     hello = Hello(context.rank, device, host, clock, predicted_s)
     reader = None
     if context.rank == context.placement.world_size - 1:
-        from megatron_het.watch.monitor import Reader, Settings
+        from megatron_het.features.watch.monitor import Reader, Settings
 
         settings = Settings(context.options.smoothing, context.options.threshold)
         reader = Reader(context.plan, program, board, settings, _folder(context), context.args)

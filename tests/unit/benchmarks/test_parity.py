@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import parity
+from megatron_het.families import _check_recurrent
 from testing.cases import Case
 from testing.compare import Differences
+from testing.families import RECURRENT_HEADS
 from testing.zorse_cases import MinistageLab
 
 GOOD = {f"relative_{key}_difference": 1e-7 for key in ("loss", "validation", "gradient", "norm", "later_norm")}
@@ -96,3 +98,13 @@ def test_stock_megatron_is_compared_with_itself_where_parameters_miss_the_bar(mo
     entry = parity._compared(SavedRuns(difference), case, finished)
     assert entry["relative_parameter_difference"] == difference
     assert entry.get("stock_parameter_difference") == stock
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "slimpipe", "zero-bubble"])
+def test_recurrent_models_get_plans_that_train_them(schedule):
+    cases = parity.MODELS["recurrent"](parity.all_cases(7, schedule, True)[0], 7)
+    counts = {"mamba_num_heads": 4, "linear_num_value_heads": 4}
+    counts |= dict.fromkeys(("mamba_num_groups", "linear_num_key_heads"), RECURRENT_HEADS)
+    for case in cases:
+        _check_recurrent(case.plan, case.plan.model.pattern, SimpleNamespace(**counts))
+    assert len(cases) >= 4

@@ -259,7 +259,6 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {SPECS, "distributed", "megatron_patches", "plan", "safe_io"},
     "report": {"device", "lowering", "plan", "safe_io", "schedule"},
     "schedule/view": {SPECS, "lowering", "plan", "safe_io", "schedule"},
-    "watch": {"lowering", "plan", "report", "safe_io", "schedule", "store", "schedule/view"},
     "runtime": {
         SPECS,
         "checkpoint",
@@ -282,9 +281,9 @@ ALLOWED: dict[str, set[str]] = {
         "plan",
         "report",
         "runtime",
+        "safe_io",
         "schedule",
         "store",
-        "watch",
     },
     "arguments": {
         SPECS,

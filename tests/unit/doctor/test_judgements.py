@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_het import planner
 from megatron_het.doctor import devices as checked_devices
 from megatron_het.doctor import software as checked_software
 from megatron_het.doctor.check import (
@@ -25,7 +26,6 @@ from megatron_het.doctor.flags import Flags
 from megatron_het.doctor.links import Links, pairs_of, rounds_of
 from megatron_het.doctor.software import Disk, Software, _has_kernels
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
-from megatron_het.planner_package import planner
 
 NAMES = Names(("a", "a", "b", "b"), ("new", "new", "old", "old"))
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_het.features.watch.monitor import Monitor, Settings
+from megatron_het.features.watch.samples import Hello, Sample
 from megatron_het.lowering.programs import costs_of, program_of
 from megatron_het.plan import Plan
 from megatron_het.report import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
-from megatron_het.watch.monitor import Monitor, Settings
-from megatron_het.watch.samples import Hello, Sample
 from testing.planner_cases import model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator

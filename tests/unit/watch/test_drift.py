@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from benchmarks.slow_links import SlowLink
 from megatron_het.distributed import Link
+from megatron_het.features.watch.drift import DriftWatch, Finding, Subject, lower_median
+from megatron_het.features.watch.monitor import moved
+from megatron_het.features.watch.samples import MOST_TRANSFERS, PLACES, Board, Hello, Sample, spread
 from megatron_het.report import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
-from megatron_het.watch.drift import DriftWatch, Finding, Subject, lower_median
-from megatron_het.watch.monitor import moved
-from megatron_het.watch.samples import MOST_TRANSFERS, PLACES, Board, Hello, Sample, spread
 from tests.unit.store.memory import MemoryStore
 
 _OPERATIONS = {"FORWARD": 0.10, "BACKWARD": 0.20}

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from megatron_het.features import feature
+from megatron_het.features.watch.monitor import Reader, Settings
 from megatron_het.features.watch.runtime import RankWatch
+from megatron_het.features.watch.samples import PLACES, Board, Sample
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.report import Timeline, TransferLog
 from megatron_het.schedule.kinds import Kind
 from megatron_het.store import StoreError
-from megatron_het.watch.monitor import Reader, Settings
-from megatron_het.watch.samples import PLACES, Board, Sample
 from tests.unit.planner import watched_runs as runs
 from tests.unit.store.memory import MemoryStore
 
@@ -156,7 +156,7 @@ def test_a_watch_that_fails_says_so_once_and_training_goes_on(capsys: pytest.Cap
 
 def test_samples_are_dropped_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     store, now_s = MemoryStore(), [0.0]
-    monkeypatch.setattr("megatron_het.watch.monitor.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("megatron_het.features.watch.monitor.time.monotonic", lambda: now_s[0])
     board = Board(store)
     asked: list[object] = []
 
@@ -219,7 +219,7 @@ def test_iterations_are_left_out_where_reading_takes_too_much_of_them(
     take = reader._take
     monkeypatch.setattr(reader, "_take", lambda samples: (taken.append(samples[0].iteration), take(samples)))
     clock = iter(range(1000))
-    monkeypatch.setattr("megatron_het.watch.monitor.time.thread_time", lambda: 0.007 * next(clock))
+    monkeypatch.setattr("megatron_het.features.watch.monitor.time.thread_time", lambda: 0.007 * next(clock))
     for iteration in range(1, 21):
         _tell(board, plan, iteration)  # an iteration of a second, of which reading takes 7 ms
         reader.read(iteration)

@@ -1,4 +1,4 @@
-"""Measurements of a run: the ``watch.json`` that its last rank writes (``megatron_het/watch``)."""
+"""Measurements of a run: the ``watch.json`` that its last rank writes (``megatron_het/features/watch``)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_het.features.watch.monitor import FORMAT, VERSION, identity
 from megatron_het.plan import Plan
 from megatron_het.schedule.ir import Kind
-from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 from ..errors import PlannerError, validated
 from ..inputs.files import read_json

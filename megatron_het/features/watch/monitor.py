@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from megatron_het.features.watch.drift import DriftWatch, Finding, Subject
+from megatron_het.features.watch.samples import PLACES, Arrived, Board, Hello, Sample
 from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import Placement, Plan, plan_hash
 from megatron_het.safe_io import write_text
@@ -19,8 +21,6 @@ from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import STREAM_IDS, Stream
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
-from megatron_het.watch.drift import DriftWatch, Finding, Subject
-from megatron_het.watch.samples import PLACES, Arrived, Board, Hello, Sample
 
 # What transfers took, from the marks of both of their ends.
 #
@@ -60,7 +60,7 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
 
     Args:
         samples: Of the same iteration, by rank.
-        clocks: By rank; see :class:`~megatron_het.watch.samples.Hello`.
+        clocks: By rank; see :class:`~megatron_het.features.watch.samples.Hello`.
     """
     pairs = {edge: found for edge in _edges(samples) if (found := _paired(samples, *edge))}
     out: dict[Edge, Moved] = {}
@@ -127,7 +127,7 @@ def identity(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the watch decides; see :class:`~megatron_het.watch.drift.DriftWatch`."""
+    """How the watch decides; see :class:`~megatron_het.features.watch.drift.DriftWatch`."""
 
     smoothing: int = 5
     threshold: float = 0.15
