@@ -357,7 +357,7 @@ def test_bash_completes_commands_options_values_and_files(scripts: dict[str, str
 
 def test_bash_completes_the_other_programs(scripts: dict[str, str], tmp_path: Path) -> None:
     bash = scripts["bash"]
-    assert in_bash(bash, tmp_path, "het-run", "--start") == ["--start-controller"]
+    assert in_bash(bash, tmp_path, "het-run", "--start-c") == ["--start-controller"]
     assert in_bash(bash, tmp_path, "het-run", "") == list(elastic.COMMANDS)
     assert in_bash(bash, tmp_path, "het-run", "status", "--js") == ["--json"]
     assert in_bash(bash, tmp_path, "het-doctor", "--ch") == ["--checkpoints"]
