@@ -132,7 +132,7 @@ _MODULES = (
     *("yaml", "rich.table", "rich.console", "matplotlib.figure"),
     *("megatron_het.arguments.flags", "megatron_het.lowering.programs", "megatron_het.schedule.view.cli"),
     *("megatron_het.elastic.controller", "megatron_het.doctor.__main__", "tools.planner.cli.commands"),
-    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replan.replan"),
+    *("tools.planner.emit.command", "tools.planner.replay.command", "tools.planner.replay.replan"),
     *("tools.planner.profile.settings", "tools.planner.search.papers"),
     "tools.planner.costs.simulation",
 )

@@ -52,8 +52,8 @@ from tools.planner.inputs.profile_schema import (
     ProfiledModel,
     load_profile,
 )
-from tools.planner.replan.measured import load_watched
-from tools.planner.replan.replan import correct, estimator_of, predicted_s
+from tools.planner.replay.measured import load_watched
+from tools.planner.replay.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 

@@ -3,7 +3,7 @@
     python -m benchmarks.planner_gap --json OUT [--first 0] [--pools 60] [--models dense,experts,vocabulary]
         [--objectives throughput,cost]
 
-Cases that OUT has already are kept, so that a run can be stopped and taken up again.  Numbers of cases in which the
+What OUT has already is kept, so that a run can be stopped and taken up again.  Numbers of cases in which the
 search's plan is worse, by more than 1 %, than what it finds with a node less, on one kind of GPU or with fewer
 schedules, than the best of 2,000 random plans, and than the best regular one (``COUNTS``); ``plain_share`` is the share
 of plans with at most one kind of stage per kind of GPU.
@@ -20,7 +20,7 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from math import gcd, inf
 from pathlib import Path
@@ -187,37 +187,63 @@ COUNTS = (
 """Shares by which a plan is worse; at most 0 where it is not."""
 
 
-def compare(seed: int, kind: str = "dense", objective: str = "throughput") -> dict[str, Any]:
-    """One random cluster: the search's plan against what less would give, and against the best regular plan."""
-    cluster, model = random_pool(seed, kind)
-    rng, goal, estimator = random.Random(seed), Goal(objective), with_catalog(cluster, model)
+def compare(row: dict[str, Any]) -> Iterator[None]:
+    """Adds to a row what it lacks: the search's plan of a random cluster, and by how much each other one is better.
+
+    Args:
+        row: ``seed``, ``model`` and ``objective``, and what was found before.
+    """
+    cluster, model = random_pool(row["seed"], row["model"])
+    goal, estimator = Goal(row["objective"]), with_catalog(cluster, model)
+    if "found" not in row:
+        row |= _planned(estimator, goal)
+        yield
+    if row["found"] is None:
+        return
+    less = random.Random(row["seed"]).randrange(len(cluster.nodes))
+    most = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
+    fewer = Goal(row["objective"], schedules=("1f1b", "interleaved"))
+    others: dict[str, Callable[[], float]] = {
+        "worse_with_a_node": lambda: best_value(without_one(cluster.nodes, less), model, goal),
+        "worse_than_one_kind": lambda: best_value([most], model, goal),
+        "worse_than_fewer_schedules": lambda: best_value(cluster.nodes, model, fewer),
+        "worse_than_random_search": lambda: random_search(estimator, goal, row["seed"]),
+    }
+    if "worse_than_regular" not in row:
+        value, regular, count = best_regular(estimator, goal)
+        row |= {"regular_plans": count, "regular": describe(estimator, regular) if regular else None}
+        row["worse_than_regular"] = row["fastest"] / value - 1
+        yield
+    for name, other in others.items():
+        if name not in row:
+            gc.collect()  # a search leaves a million objects that refer to each other
+            row[name] = row["fastest"] / other() - 1
+            yield
+
+
+def _planned(estimator: Estimator, goal: Goal) -> dict[str, Any]:
+    """What the search finds, as users run it; ``fastest`` is the best value, also where a plainer plan was taken."""
     outcome = search("auto", estimator, goal)
-    best = outcome.best
-    row: dict[str, Any] = {"seed": seed, "model": kind, "objective": objective}
-    row |= {"gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes), "cpu_s": outcome.cpu_s}
-    if best is None:
+    row = {"gpus": " + ".join(f"{n.quota} {n.gpu}" for n in estimator.cluster.nodes), "cpu_s": outcome.cpu_s}
+    if outcome.best is None:
         return row | {"found": None}
-    row |= {"found": best.value(goal), "iteration_s": best.iteration_s, "plan": describe(estimator, best.candidate)}
-    row |= {"is_plain": irregularity(estimator, best.candidate)[0] <= 0, "bound_gap": outcome.gap(goal)}
-    row["promised_over_emitted"] = promised(estimator, outcome)
-    value, regular, count = best_regular(estimator, goal)
-    row |= {"regular_plans": count, "regular": describe(estimator, regular) if regular else None}
-    others = {"worse_than_regular": value}
-    fewer = without_one(cluster.nodes, rng.randrange(len(cluster.nodes)))
-    others["worse_with_a_node"] = best_value(fewer, model, goal)
-    alone = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
-    others["worse_than_one_kind"] = best_value([alone], model, goal)
-    some = Goal(objective, schedules=("1f1b", "interleaved"))
-    others["worse_than_fewer_schedules"] = best_value(cluster.nodes, model, some)
-    others["worse_than_random_search"] = random_search(estimator, goal, seed)
-    return row | {name: value_of(outcome, goal) / other - 1 for name, other in others.items()}
+    found = outcome.best
+    return row | {
+        "found": found.value(goal),
+        "fastest": value_of(outcome, goal),
+        "plan": describe(estimator, found.candidate),
+        "is_plain": irregularity(estimator, found.candidate)[0] <= 0,
+        "bound_gap": outcome.gap(goal),
+        "promised_over_emitted": promised(estimator, outcome),
+    }
 
 
 def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Numbers of cases that are worse, the largest share by which one is, and the cases."""
     planned = [row for row in rows if row["found"] is not None]
-    out: dict[str, Any] = {name: sum(row[name] > TOLERANCE for row in planned) for name in COUNTS}
-    out["worst"] = {name: max([0.0, *[row[name] for row in planned]]) for name in COUNTS}
+    out: dict[str, Any] = {name: sum(row.get(name, 0) > TOLERANCE for row in planned) for name in COUNTS}
+    out["compared"] = {name: sum(name in row for row in planned) for name in COUNTS}
+    out["worst"] = {name: max([0.0, *[row[name] for row in planned if name in row]]) for name in COUNTS}
     out["plain_share"] = sum(row["is_plain"] for row in planned) / max(1, len(planned))
     ratios = [row["promised_over_emitted"] for row in planned if row["promised_over_emitted"] is not None]
     return out | {"promised_over_emitted": max(ratios, default=None), "cases": rows}
@@ -232,15 +258,17 @@ def add_arguments(parser: argparse.ArgumentParser, pools: int) -> None:
 
 
 def compared(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """All cases, known ones among them, after each one that was not known."""
-    there = {(row["seed"], row.get("model"), row.get("objective")) for row in rows}
+    """All cases, known ones among them, after each figure that was not known."""
+    known = {(row["seed"], row["model"], row["objective"]): row for row in rows}
     seeds = range(options.first, options.first + options.pools)
     for case in product(seeds, options.models.split(","), options.objectives.split(",")):
-        if case not in there:
-            rows.append(compare(*case))
-            gc.collect()  # a search leaves a million objects that refer to each other
-            print(f"  {rows[-1]}", file=sys.stderr, flush=True)
+        row = known.get(case) or dict(zip(("seed", "model", "objective"), case))
+        for _ in compare(row):
+            if case not in known:
+                known[case] = row
+                rows.append(row)
             yield rows
+        print(f"  {row}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

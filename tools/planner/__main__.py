@@ -345,12 +345,12 @@ def _dry_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _replan_options(parser: argparse.ArgumentParser) -> None:
-    from .replan.replan import add_arguments
+    from .replay.replan import add_arguments
 
     add_arguments(parser)
     _goal(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(limit_s=120.0, run=_call("replan.replan", "run"))
+    parser.set_defaults(limit_s=120.0, run=_call("replay.replan", "run"))
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:

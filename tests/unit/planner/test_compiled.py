@@ -19,7 +19,7 @@ from tools.planner.costs import plain
 from tools.planner.costs.candidate import Group
 from tools.planner.costs.plain import Wiring, makespan_s, pipelines_s
 from tools.planner.errors import PlannerError
-from tools.planner.search.book import _FIGURES, _Stage, divide, stages_s
+from tools.planner.search.book import _FIGURES, _SECONDS, _Stage, divide, stages_s
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_stages_are_those_of_python(built):
     for _ in range(400):
         count = rng.randint(1, 9)
         stages = [
-            _Stage(rng.choice((0.1, 1.0, rng.random() * 9)), rng.random() * 3, rng.random(), rng.random(), 1, 0.0)
+            _Stage(rng.choice((0.1, 1.0, rng.random() * 9)), rng.random() * 3, rng.random(), rng.random(), 1, 0.0, b"")
             for _ in range(count)
         ]
         found = [(stage, rng.random()) for stage in stages]
@@ -153,7 +153,7 @@ def test_stages_are_those_of_python(built):
         wanted = rng.randint(count, max(count, min(40, sum(caps))))
         if wanted > sum(caps):
             continue
-        figures = b"".join(_FIGURES.pack(s.layer_s, s.ends, s.pass_s, s.ends_size, tail) for s, tail in found)
+        figures = b"".join(_FIGURES.pack(*s[:4]) + _SECONDS.pack(tail) for s, tail in found)
         out, drain = (c_double * 3)(), rng.random()
         assert built.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out)
         assert tuple(out) == stages_s(found, caps, wanted, drain)

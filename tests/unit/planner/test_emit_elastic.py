@@ -36,7 +36,7 @@ from tools.planner.emit.scripts import LaunchOptions, het_sbatch, torchrun_scrip
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.inputs.packing import NodeKind, Seat, components, place
-from tools.planner.replan.replan import _split
+from tools.planner.replay.replan import _split
 from tools.planner.search.outcome import cluster_text
 
 PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}

@@ -44,7 +44,7 @@ from tools.planner.profile.settings import (
     missing_points,
     parse_numbers,
 )
-from tools.planner.replan.replan import _slower, _slower_device
+from tools.planner.replay.replan import _slower, _slower_device
 
 MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32")
 

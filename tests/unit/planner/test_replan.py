@@ -14,9 +14,8 @@ from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
 from tools.planner.inputs.profile_schema import load_profile, save_profile
-from tools.planner.replan.measured import load_watched
-from tools.planner.replan.replan import correct, estimator_of, predicted_s, replan
 from tools.planner.replay.command import limited
+from tools.planner.replay.measured import load_watched
 from tools.planner.replay.policies import (
     CHANGES,
     Change,
@@ -30,6 +29,7 @@ from tools.planner.replay.policies import (
     run_restart,
     with_start,
 )
+from tools.planner.replay.replan import correct, estimator_of, predicted_s, replan
 from tools.planner.search.outcome import Goal, cluster_text, model_text
 
 _GOAL = Goal(schedules=("1f1b",))

@@ -211,13 +211,13 @@ def test_a_rank_of_the_doctor_is_a_number(monkeypatch, capsys, variable, value):
 
 
 def test_a_kind_of_operation_that_is_not_known():
-    from tools.planner.replan.measured import _check
+    from tools.planner.replay.measured import _check
 
     plan = SimpleNamespace(stages=())
     device = SimpleNamespace(operations={"DANCE": None})
     watched = SimpleNamespace(plan_hash="x", devices=[device])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PlannerError, match="unknown operation"):
-        patch.setattr("tools.planner.replan.measured.identity", lambda _: "x")
+        patch.setattr("tools.planner.replay.measured.identity", lambda _: "x")
         _check(watched, plan, "watch.json")
 
 

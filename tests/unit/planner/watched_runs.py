@@ -22,7 +22,7 @@ from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
-from tools.planner.replan.measured import Watched, load_watched
+from tools.planner.replay.measured import Watched, load_watched
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 

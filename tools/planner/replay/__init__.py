@@ -1,1 +1,1 @@
-"""``replay``: what a job gets done while nodes come and go, by a trace and under several policies."""
+"""Jobs over time: ``replay`` of a trace, what to ``rent``, and ``replan`` from what a run measured."""

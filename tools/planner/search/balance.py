@@ -186,7 +186,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         rooms = layer_rooms(estimator, stage, like, total, first, last, slack=slack)
         caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
     layers = by_kinds(estimator, groups[0][0], like, _split(loads, caps, wanted))
-    rows = like.rows
+    rows = like.rows if count > 1 else ()
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
     found = like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows)

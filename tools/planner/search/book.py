@@ -46,6 +46,7 @@ class _Stage(NamedTuple):
         ends_size: Parameters of embedding and head, as so many layers.
         width: Replicas.
         usd_per_s: Of its GPUs.
+        figures: The first four as the compiled loops want them.
     """
 
     layer_s: float
@@ -54,6 +55,7 @@ class _Stage(NamedTuple):
     ends_size: float
     width: int
     usd_per_s: float
+    figures: bytes
 
 
 class _Known:
@@ -63,7 +65,7 @@ class _Known:
         stage: What it is taken for.
         unit: One of its replicas.
         tail_s: Gradient reduction and update of a layer.
-        figures: Both as the compiled loops want them.
+        figures: Those of the stage and ``tail_s`` as the compiled loops want them.
         rate: Layers per second.
         width: Replicas.
         rooms: What fits into memory.
@@ -75,11 +77,12 @@ class _Known:
     def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
         self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
-        self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
+        self.figures = stage.figures + _SECONDS.pack(tail_s)
         self.caps: dict[int | tuple[int, int], int] = {}
 
 
-_FIGURES = Struct("5d")
+_FIGURES, _SECONDS = Struct("4d"), Struct("d")
+_NO_TAIL = _SECONDS.pack(0.0)
 _NO_ENDS = 0.0, 0.0
 
 
@@ -94,15 +97,17 @@ class _Point:
         mismatch: Of its schedule.
         most_stages: Stages of a plan that has no more passes than a plan may have.
         total: Microbatches.
+        computes: All that computing depends on.
         known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
         values: Guesses that were made, by the groups of all stages.
     """
 
-    __slots__ = ("known", "like", "mismatch", "most_stages", "schedule", "total", "values")
+    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "total", "values")
 
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
+        self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         self.known: dict[tuple[float, float], _Met] = {}
         self.values: dict[Groups, float] = {}
@@ -136,7 +141,7 @@ class Sketch:
         known = point.values.get(groups)
         if known is not None:
             return known
-        found, rate = self._stages(point, groups)
+        found, rate = self._stages(point, groups, min(most, simulated))
         if not rate:
             return inf
         usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
@@ -168,8 +173,11 @@ class Sketch:
         self._last = like, self.points[key]
         return self.points[key]
 
-    def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
-        """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
+    def _stages(self, point: _Point, groups: Groups, limit: float) -> tuple[list[_Known], float]:
+        """Returns what is known of the stages, and layers per second of all.
+
+        These are 0 where a stage cannot run, or where all take longer than ``limit`` even if all layers fit.
+        """
         count, like = len(groups), point.like
         # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
         most, others = _NO_ENDS, {0, count - 1}
@@ -180,6 +188,8 @@ class Sketch:
         for s in others:
             found[s] = point.known.setdefault(ends_at(like, s, count), {}).get(groups[s])
         if not all(found):
+            if False in found or self._is_hopeless(point, groups, found, limit):
+                return found, 0.0
             for s in range(count):
                 if found[s] is None:
                     ends = ends_at(like, s, count)
@@ -189,13 +199,30 @@ class Sketch:
                     return found, 0.0
         return found, sum([entry.rate for entry in found])
 
+    def _is_hopeless(self, point: _Point, groups: Groups, found: list[Any], limit: float) -> bool:
+        """Whether stages cannot run or take longer than ``limit`` whatever fits: memory is what takes long to find."""
+        count, wanted, stages = len(groups), self.estimator.model.num_layers, list[_Stage]()
+        for s, known in enumerate(found):
+            stage = known.stage if known else self._stage(point, groups[s], *ends_at(point.like, s, count))
+            if stage is None:
+                return True
+            stages.append(stage)
+        if limit == inf:
+            return False
+        usd = sum([stage.usd_per_s for stage in stages]) if self.costs_money else 1.0
+        if usd * wanted > limit * sum([1.0 / stage.layer_s for stage in stages]):
+            return True
+        figures = b"".join([stage.figures + _NO_TAIL for stage in stages])
+        return usd * self._stages_s([(stage, 0.0) for stage in stages], figures, [wanted] * count, 0.0)[0] > limit
+
     def _seconds(
         self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
     ) -> float:
         """Infinite where the slowest stage alone takes longer than ``most_s``, or computes longer than another plan."""
         like, schedule = point.like, point.schedule
         cut = like.chunks * like.slices
-        busy_s, passes, tail = self._stages_s(found, caps, BACKWARD / cut)
+        figures = b"".join([k.figures for k in found])
+        busy_s, passes, tail = self._stages_s([(k.stage, k.tail_s) for k in found], figures, caps, BACKWARD / cut)
         if busy_s + tail > most_s or busy_s > simulated_s:
             return inf
         if len(groups) == 1:
@@ -212,27 +239,36 @@ class Sketch:
         fill_s = passes / cut + 2 * sum(ways) * like.chunks / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
-    def _stages_s(self, found: list[_Known], caps: list[int], drain: float) -> tuple[float, float, float]:
-        """Returns what ``stages_s`` says, by the compiled loops where they are there."""
+    def _stages_s(
+        self, found: list[tuple[_Stage, float]], figures: bytes, caps: list[int], drain: float
+    ) -> tuple[float, float, float]:
+        """Returns what ``stages_s`` says, by the compiled loops where they are there.
+
+        Args:
+            figures: The same as ``found``, for these loops.
+        """
         count, wanted = len(found), self.estimator.model.num_layers
         if self._compiled is not None:
-            figures, out = b"".join([k.figures for k in found]), self._out
+            out = self._out
             if self._compiled.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out):
                 return out[0], out[1], out[2]
-        return stages_s([(k.stage, k.tail_s) for k in found], caps, wanted, drain)
+        return stages_s(found, caps, wanted, drain)
 
     def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
         """A stage that has not been met at this point."""
-        like = point.like
-        key = like.micro_batch_size, like.recompute, like.slices, like.experts_over, groups, first, last
-        if key not in self.stages:
-            self.stages[key] = self._priced(groups, like, point.total, first, last)
-        stage = self.stages[key]
+        like, stage = point.like, self._stage(point, groups, first, last)
         if stage is None:
             return None
         rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, slack=0.0)
         unit = self.estimator.unit_of(like, groups[0])
         return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
+
+    def _stage(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Stage | None:
+        """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
+        key = *point.computes, groups, first, last
+        if key not in self.stages:
+            self.stages[key] = self._priced(groups, point.like, point.total, first, last)
+        return self.stages[key]
 
     def _priced(
         self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float
@@ -248,7 +284,8 @@ class Sketch:
         unit = load.units[0]
         size = first * unit.embedding_parameters + last * unit.head_parameters
         ends = load.time(1) / load.layer_s - 1.0
-        return _Stage(found[0], ends, width * load.layer_s, size / unit.layer_parameters, width, usd)
+        figures = found[0], ends, width * load.layer_s, size / unit.layer_parameters
+        return _Stage(*figures, width, usd, _FIGURES.pack(*figures))
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
@@ -534,12 +571,14 @@ class Book:
                 out.append((candidate, estimate))
         return out
 
-    def top(self, count: int, schedule: str = "") -> list[tuple[Candidate, Estimate]]:
+    def top(self, count: int, schedule: str = "", is_split: bool | None = None) -> list[tuple[Candidate, Estimate]]:
         """The best candidates that hold all constraints; equal values go to fewer GPUs.
 
         Args:
             schedule: Only those with this one.
+            is_split: Only those with a split vocabulary, or with a whole one; None: all.
         """
         items = [item for item in self.good.items() if schedule in ("", item[0].schedule)]
+        items = [item for item in items if is_split in (None, bool(item[0].rows))]
         order = sorted(items, key=lambda item: (item[1][0], item[0].world_size))
         return [(candidate, estimate) for candidate, (_, estimate) in order[:count]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, product
 from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
@@ -56,6 +56,10 @@ def refine(
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
             if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
+                continue
+            # A plan's price goes with its time.
+            least = least_s(estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
+            if least > current.value(goal):
                 continue
             operations -= work_of(estimator, candidate)
             if operations < 0:
@@ -159,9 +163,9 @@ def finish(
 ) -> None:
     """Simulate the finalists of every schedule, and order them.
 
-    One schedule comes after the other, and is judged by what its own simulations have shown.  Of the others no more is
-    asked than whether a finalist certainly takes longer than a plan of an earlier one.  So what is found of a schedule
-    hardly depends on what else may be chosen.
+    One schedule comes after the other, with whole vocabularies and with split ones, and is judged by what its own
+    simulations have shown.  Of the others no more is asked than whether a finalist certainly takes longer than a plan
+    of an earlier one.  So what is found of a schedule hardly depends on what else may be chosen.
 
     Args:
         place: Puts a candidate into the real zones.
@@ -173,8 +177,8 @@ def finish(
     found: list[Found] = []
     book.progress.finishing = True
     try:
-        for schedule in SCHEDULES:
-            mine = {name: queue for name, queue in queues.items() if name[0] == schedule}
+        for schedule, is_split in product(SCHEDULES, (False, True)):
+            mine = {name: queue for name, queue in queues.items() if (name[0], name[3]) == (schedule, is_split)}
             known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
             for entry in _finalists(book, outcome, estimator, effort, mine, place, bound=bound, known=known):
                 if _within(goal, entry):

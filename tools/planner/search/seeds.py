@@ -24,8 +24,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 """Layers of a stage for which TP sizes are chosen."""
 PIECES = 4
 """Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
-LONG_HEAD = 1.5
-"""Layers that take as long as the output layer, from which on a vocabulary is split from the start."""
+LONG_HEAD, LONG_SHARE = 1.5, 0.1
+"""Layers, and share of a stage's layers, that take as long as the output layer, from which on a vocabulary is split
+from the start: layers may balance a shorter head, but not where every stage has as many."""
 MOST_WIDTHS = 24
 MOST_COMBINED = 3
 """Of so many pools every choice of TP sizes is looked at."""
@@ -284,8 +285,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
 
     There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of all pools: of
     each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight, or
-    the fastest first, which have the most memory.  Where the head is long, the vocabulary is split as well.  Those
-    whose GPUs cannot be as fast as the best so far are left out.
+    the fastest first, which have the most memory.  Those whose GPUs cannot be as fast as the best so far are left out.
     """
     estimator, model = book.estimator, book.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
@@ -311,16 +311,31 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
     for _, _, chosen, point in nsmallest(count, found):
         for order in dict.fromkeys((chosen, chosen[::-1])):
             yield order, point
-            if has_long_head(estimator, order[-1][0], point):
-                yield order, point.with_(rows=((1.0, 1.0),))
 
 
-def has_long_head(estimator: Estimator, group: Group, like: Candidate) -> bool:
-    """Whether the output layer takes so long that the vocabulary should be split over the stages."""
+def with_split_vocabulary(
+    estimator: Estimator, found: Iterable[tuple[Groups, Candidate]]
+) -> Iterator[tuple[Groups, Candidate]]:
+    """Starting points as they are, and with split vocabularies where the head is long for equally many layers."""
+    for groups, like in found:
+        yield groups, like
+        layers = estimator.model.num_layers // len(groups)
+        if len(groups) > 1 and not like.rows and has_long_head(estimator, groups[-1][0], like, layers):
+            yield groups, like.with_(rows=((1.0, 1.0),))
+
+
+def has_long_head(estimator: Estimator, group: Group, like: Candidate, layers: int = 0) -> bool:
+    """Whether the output layer takes so long that the vocabulary should be split over the stages.
+
+    Args:
+        group: Of the last stage.
+        layers: Of every stage; 0 where they may differ.
+    """
     unit = estimator.unit_of(like, group)
     if unit is None or not estimator.model.can_split_vocabulary:
         return False
-    return unit.head_f + unit.head_b > LONG_HEAD * (unit.layer_f + unit.layer_b)
+    long = min(LONG_HEAD, LONG_SHARE * layers) if layers else LONG_HEAD
+    return unit.head_f + unit.head_b > long * (unit.layer_f + unit.layer_b)
 
 
 class _Kind(NamedTuple):

@@ -28,7 +28,7 @@ from .pools import (
     pools_left_out,
     rounded_down,
 )
-from .seeds import WORTH, even_seeds, seeds
+from .seeds import WORTH, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
@@ -480,21 +480,23 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
         for variant in schedule_variants(book.estimator, book.goal, candidate):
             book.try_groups(groups, variant)
     _even_seeds(book, limits)
-    for schedule in book.goal.allowed:
+    # What is found with whole vocabularies does not depend on plans that split them.
+    for schedule, is_split in product(book.goal.allowed, (False, True)):
         if schedule is not PLAIN:
-            for candidate, _ in book.top(1, schedule.name):
+            for candidate, _ in book.top(1, schedule.name, is_split):
                 _climb(book, effort, candidate, limits, share=2)
 
 
 def _even_seeds(book: Book, limits: Limits) -> None:
     """Starting points with as many replicas on every stage, under the schedules that are at their best there.
 
-    Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.
+    Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.  Where the
+    head is long for such stages, the vocabulary is split as well.
     """
     looked_at: dict[tuple[str, bool], list[tuple[float, int, Groups, Candidate]]] = {}
     known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
-    for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met):
+    for groups, like in with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met)):
         kind = like, len(groups), sum([g.count for g in groups[0]])
         if kind not in known:
             known[kind] = _even_variants(book, groups, like)

@@ -1,1 +1,0 @@
-"""``het-plan replan``: from what a run measured to a better plan, and what that would gain."""
