@@ -164,8 +164,9 @@ def _be_short_of_memory() -> None:
     """Have no more memory than now for a while, as where a neighbour takes it."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
+    end = threading.Timer(_SHORT_S, resource.setrlimit, (resource.RLIMIT_AS, before))
+    end.start()  # first: afterwards there may be no memory for a thread, and the shortage would last for ever
     resource.setrlimit(resource.RLIMIT_AS, (used, before[1]))
-    threading.Timer(_SHORT_S, resource.setrlimit, (resource.RLIMIT_AS, before)).start()
 
 
 def have_jumping_clock(folder: Path) -> None:

@@ -10,10 +10,11 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import fault_processes, fault_trials, long_run
+from benchmarks import fault_points, fault_processes, fault_trials, long_run
 from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw, loss_difference, wrong_samples
 from benchmarks.faults import KINDS, make, verdict
 from megatron_het.elastic.pool import Process, assign
@@ -94,6 +95,16 @@ def test_a_forked_worker_holds_no_connection_of_its_agent(tmp_path: Path):
         assert ours.recv(1) == b""
     finally:
         forked.kill()
+
+
+def test_a_shortage_of_memory_ends(monkeypatch: pytest.MonkeyPatch):
+    """There was no memory for the thread that ends it, so that it lasted for ever and the job was lost."""
+    done: list[str] = []
+    timer = SimpleNamespace(start=lambda: done.append("timer"))
+    monkeypatch.setattr(fault_points.threading, "Timer", lambda *_: timer)
+    monkeypatch.setattr(fault_points.resource, "setrlimit", lambda *_: done.append("limit"))
+    fault_points._be_short_of_memory()
+    assert done == ["timer", "limit"]
 
 
 def test_losses_that_a_report_has_dropped_are_remembered(tmp_path: Path):
