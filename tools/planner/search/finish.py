@@ -57,13 +57,14 @@ def refine(
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
             if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
-            # A plan's price goes with its time.
-            least = least_s(estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
-            if least > current.value(goal):
-                continue
             operations -= work_of(estimator, candidate)
             if operations < 0:
                 return current
+            # A plan's price goes with its time.
+            if least_s(estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate) > current.value(
+                goal
+            ):
+                continue
             tried = simulate(candidate, estimate, current.value(goal))
             if tried is not None and tried.value(goal) < current.value(goal) * (1 - 1e-6):
                 current, improved = tried, True
