@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -26,9 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine, save
+from benchmarks.machine import alone, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.store import free_port
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
 BAR, _WARMUP, _TIMEOUT_S = 0.03, 3, 1200
@@ -100,16 +98,6 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
-    environment = {
-        **os.environ,
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
     command = [
         sys.executable,
         "-m",
@@ -121,7 +109,7 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
         str(folder),
     ]
     with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, env=alone(), stdout=log, stderr=log, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         tail = "\n".join((folder / "log").read_text(errors="replace").splitlines()[-30:])
         raise VariantError(f"{name} ended with exit code {done.returncode}\n{tail}")

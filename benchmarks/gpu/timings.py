@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -29,10 +28,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import alone, machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
-from megatron_het.store import free_port
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
 CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
@@ -250,12 +248,10 @@ class Waiting:
     def __init__(self, training: Training, words: Sequence[str], folder: Path) -> None:
         self.training, self.out, self.log = training, folder / "times.json", folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
-        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.gpu.timings", "--in-turn", str(self.out), *words],
-                env={**os.environ, **world},
+                env=alone(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
