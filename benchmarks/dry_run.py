@@ -162,8 +162,6 @@ class BigPlan:
         """Write ``plan.json`` and ``model.yaml``."""
         import yaml
 
-        from megatron_het.plan import save_plan
-
         folder.mkdir(parents=True, exist_ok=True)
         plan, _ = self.planned()
         save_plan(plan, folder / "plan.json")

@@ -23,7 +23,7 @@ from benchmarks.fault_points import Fault
 from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
 from megatron_het.elastic.__main__ import main as plain_het_run
 from megatron_het.elastic.pool import Process, assign
-from megatron_het.plan import Plan, PlanError
+from megatron_het.plan import Plan, PlanError, save_plan
 from megatron_het.store import free_port
 from testing.cases import MICROBATCHES, Case, Row, Weights, build_plan, common_flags
 from testing.combination_cases import PARAMETERS, case_of, needs
@@ -404,8 +404,6 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
         start_flags: Data and weights to begin with.
         limit_s: Bound on the whole job.
     """
-    from megatron_het.plan import save_plan
-
     (folder / "records").mkdir(parents=True)
     for number, plan in enumerate(trial.pool.plans):
         save_plan(plan, folder / f"plan-{number}.json")

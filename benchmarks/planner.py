@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_hybrid import hybrid
 from testing import planner_cases as cases
-from testing.planner_cases import nodes, promised
+from testing.planner_cases import compare_case, nodes, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import METHODS, search
@@ -64,8 +64,6 @@ def accuracy() -> dict[str, Any]:
 
 def quality(count: int) -> dict[str, Any]:
     """Gap to exhaustive enumeration on random small clusters."""
-    from testing.planner_cases import compare_case
-
     rows = []
     for seed in range(count):
         rows.append(compare_case(seed))

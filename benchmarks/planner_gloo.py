@@ -27,7 +27,7 @@ from benchmarks.machine import machine
 from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
 from examples.llama.job import CPU_ARGUMENTS, training_arguments
-from megatron_het.plan import save_plan
+from megatron_het.plan import load_plan, save_plan
 from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -189,8 +189,6 @@ def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str,
 
 def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
     """The training of a plan file."""
-    from megatron_het.plan import load_plan
-
     plan = load_plan(file)
     words = model_arguments(plan, ModelOptions(experts=case.model.experts))
     words += [*data.arguments, "--data-cache-path", str(Path(data.train_prefix).parent / "cache")]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, ScheduleSpec
-from testing.cases import STEPS, Case, build_plan
+from testing.cases import LAYERS, STEPS, Case, build_plan, split_layers
 from testing.lab import OBSERVE, Lab, made_once, reference_name
 from testing.runner import Job, Runner
 
@@ -135,8 +135,6 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
 
 def _case(row: Row, name: str, rng: random.Random) -> Case:
     """Layers of a stage are divided over its ministages, some of them unevenly, some to none."""
-    from testing.cases import LAYERS, split_layers
-
     stages = len(row["replicas"])
     plan = build_plan(
         [[row["tp"]] * count for count in row["replicas"]],

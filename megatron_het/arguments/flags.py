@@ -17,8 +17,8 @@ from typing import Any
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, ScheduleSpec
-from megatron_het.plan.run_config import HetConfig, check_turns, errors_of
+from megatron_het.plan import Plan, ScheduleSpec, load_plan
+from megatron_het.plan.run_config import HetConfig, check_turns, errors_of, plan_from_flags
 from megatron_het.safe_io import count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -196,8 +196,6 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, ...], list[str]]:
     """The plans of the files or, without one, that of Megatron's flags; with the schedule asked for."""
-    from megatron_het.plan import load_plan
-    from megatron_het.plan.run_config import plan_from_flags
     from megatron_het.plan.validate import check_plan
 
     parameters = _schedule_parameters(namespace)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.arguments.flags import TRANSPORTS
+from megatron_het.arguments.flags import TRANSPORTS, split_arguments
 from megatron_het.doctor.check import Check, Expectations, Names, Seat, from_json, kind_of, load_expectations
 from megatron_het.doctor.participant import (
     Coordinator,
@@ -145,8 +145,6 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, str]:
     given = {name: _value(words, name) for name in ("--het-plan", "--het-schedule", "--het-transport")}
     if not (given["--het-plan"] or given["--het-schedule"]):
         raise PlanError("--plan", None, "no plan was given", "Name one, or give the training's flags after '--'")
-    from megatron_het.arguments.flags import split_arguments
-
     config, _ = split_arguments(words)
     assert config.plan is not None
     return config.plan, config.transport if options.transport == "auto" else options.transport

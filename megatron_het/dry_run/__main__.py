@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_het.safe_io import ends_with_its_reader, split_words
+from megatron_het.safe_io import amount, count, ends_with_its_reader, split_words, write_json
 
 _POLL_S = 0.05
 
@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from megatron_het.safe_io import amount, count
-
     parser = argparse.ArgumentParser(prog="python -m megatron_het.dry_run", description=__doc__)
     parser.add_argument(
         "--rank", type=count(0, 1 << 20), action="append", metavar="R", help="which rank of the plan; may be repeated"
@@ -96,7 +94,6 @@ def _end(message: str) -> NoReturn:
 def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> int:
     """Run one rank in this process."""
     from megatron_het.dry_run.run import Setting, run
-    from megatron_het.safe_io import write_json
 
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     gpu = options.kernels != "cpu" and not options.measured

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.job import Board, signature_of
+from megatron_het.elastic.job import Board, ServedBoard, signature_of
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
@@ -166,7 +166,6 @@ def _run(words: Sequence[str]) -> int:
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
     from megatron_het.elastic.controller import Bounds, Controller, JobError
-    from megatron_het.elastic.job import ServedBoard
     from megatron_het.elastic.members import FolderLock
 
     options.folder.mkdir(parents=True, exist_ok=True)

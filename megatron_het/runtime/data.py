@@ -109,7 +109,7 @@ class Documents(Protocol):
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See where the documents of a batch that was read begin; the batch as the script is to see it."""
 
-    def of(self, microbatch: int) -> tuple[tuple[int, ...], ...]:
+    def of(self, microbatch: int) -> tuple[Starts, ...]:
         """Where the documents of each sequence of a microbatch begin."""
 
 

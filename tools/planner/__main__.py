@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, split_words
+from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, shown, split_words
 
-from .errors import command
+from .errors import PlannerError, command
 
 if TYPE_CHECKING:
     from .errors import PlannerError
@@ -56,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not getattr(options, "run", None):
         parser.print_help()
         return 2
-    from .errors import PlannerError
-
     for stream in (sys.stdout, sys.stderr):  # names of files need not be text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -92,8 +90,6 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     """One error for people, or as JSON where that was asked for."""
-    from megatron_het.safe_io import shown
-
     if not getattr(options, "json", False):
         sys.stderr.write(f"error: {error}\n")
         return
@@ -391,8 +387,6 @@ def completion(options: argparse.Namespace) -> int:
     Raises:
         PlannerError: The library that writes the script is not installed.
     """
-    from .errors import PlannerError
-
     try:
         import shtab
     except ImportError:

@@ -13,15 +13,13 @@ from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.data import Batches, Reports
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature, open_half
+from megatron_het.schedule.cutting import Starts
 from megatron_het.schedule.kinds import Kind
 
 # Where the documents of an iteration begin.
 #
 # Megatron's datasets count positions anew with every document (``--reset-position-ids``, or documents as the dataset
 # knows them), so a document begins where a position is 0.
-
-
-Starts = tuple[int, ...]
 
 
 def starts_of(positions: torch.Tensor) -> tuple[Starts, ...]:

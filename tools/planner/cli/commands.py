@@ -19,13 +19,13 @@ from typing import Any
 from megatron_het.plan.validate import most_chunks
 from megatron_het.safe_io import MAX_PASSES
 
-from ..costs.build import candidate_of, rooms_of
+from ..costs.build import candidate_of, check_same_model, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..errors import PlannerError, command, from_plan_error
-from ..inputs.cluster import Cluster
-from ..inputs.files import check_target
-from ..inputs.model import Model
+from ..inputs.cluster import Cluster, load_cluster
+from ..inputs.files import check_target, write_text
+from ..inputs.model import Model, model_of
 from ..inputs.packing import seat_replicas
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
@@ -285,7 +285,6 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     """A plan file with its cluster and model: (estimator, plan)."""
     from megatron_het.plan import PlanError, load_plan
 
-    from ..costs.build import check_same_model
     from ..emit.options import check_experts
 
     estimator = estimator_from(options)
@@ -353,15 +352,11 @@ def refuse_unrunnable(made: Any, file: str) -> None:
 def _trace(result: Any, path: str) -> None:
     from megatron_het.schedule.view.visualize import chrome_trace
 
-    from ..inputs.files import write_text
-
     write_text(path, json.dumps(chrome_trace(result)))
 
 
 def _picture(result: Any, path: str) -> None:
     from megatron_het.schedule.view.visualize import draw, text_picture
-
-    from ..inputs.files import write_text
 
     if path.endswith(".txt"):
         write_text(path, text_picture(result) + "\n")
@@ -371,7 +366,6 @@ def _picture(result: Any, path: str) -> None:
 
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
-    from ..inputs.model import model_of
     from ..profile.worker import run
 
     found = run(options, model_of(options).profiled)
@@ -395,8 +389,6 @@ def profile(options: argparse.Namespace) -> int:
 def emit(options: argparse.Namespace) -> int:
     """Write the launch files."""
     from ..emit.command import run
-    from ..inputs.cluster import load_cluster
-    from ..inputs.model import model_of
 
     model = model_of(options)
     model.check_run(options.model)

@@ -15,7 +15,7 @@ from megatron_het.safe_io import amount
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import Direction
 
-from ..costs.build import candidate_of
+from ..costs.build import candidate_of, rooms_of
 from ..costs.estimate import Estimator
 from ..costs.layer import CPU_GLOO, Runtime, runtime_for
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
@@ -66,8 +66,6 @@ def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watc
     Raises:
         PlannerError: The plan does not fit the cluster.
     """
-    from ..costs.build import rooms_of
-
     seats = [seat for stage in seat_replicas(plan, rooms_of(cluster)) for seat in stage]
     own = _own_kinds(watched)
     kinds = {d.device: own.get(d.device, d.kind) for d in watched.devices}

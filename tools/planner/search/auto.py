@@ -217,9 +217,8 @@ def _published_methods(ground: Ground, outcome: Outcome, known: float) -> None:
     They leave out what certainly takes longer than the best plan so far, which makes them short except
     Sailor's on clusters of very many kinds of nodes; each ends when it has taken a tenth of the time before it.
     """
-    from ..search.papers import search_sailor
-    from ..search.poplar import search_poplar
-    from .papers import search_zorse
+    from .papers import search_sailor, search_zorse
+    from .poplar import search_poplar
 
     estimator, goal, progress = ground.estimator, ground.goal, ground.progress
     if goal.objective == "cost" and outcome.best is not None:

@@ -460,13 +460,13 @@ def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -
 
         return search_zorse(estimator, goal, progress)
     if method == "sailor":
-        from ..search.papers import search_sailor
+        from .papers import search_sailor
 
         return search_sailor(estimator, goal, progress)
     if method == "poplar":
-        from ..search.poplar import search_poplar
+        from .poplar import search_poplar
 
         return search_poplar(estimator, goal, progress)
-    from ..search.auto import search_auto
+    from .auto import search_auto
 
     return search_auto(estimator, goal, progress)
