@@ -34,6 +34,8 @@ import torch.distributed as dist
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_NOT_CONNECTED = (7, 10)
+"""TCP_CLOSE and TCP_LISTEN of Linux's tcp_states.h."""
 _ABORT_S, _BEFORE_CUT_S = 10.0, 3.0
 
 
@@ -139,7 +141,10 @@ class Severing:
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Every TCP socket of this process that does not listen, by a descriptor of its own while it is looked at."""
+    """Every connection of this process over TCP, made or being made, by a descriptor of its own while it is looked at.
+
+    A socket that is neither may listen a moment later, and gloo ends its process where one that listens is shut down.
+    """
     numbers = [int(entry) for entry in os.listdir(_DESCRIPTORS)] if _DESCRIPTORS.is_dir() else []
     for number in numbers:
         with contextlib.suppress(OSError):
@@ -147,7 +152,7 @@ def sockets() -> Iterator[socket.socket]:
                 continue
             with socket.socket(fileno=os.dup(number)) as one:  # nobody can close and reuse this one
                 is_stream = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                if is_stream and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if is_stream and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _NOT_CONNECTED:
                     yield one
 
 
