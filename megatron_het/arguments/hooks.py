@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -295,13 +296,16 @@ def _validate_args_hook(
             prepare(args)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
-            result = original(args, defaults or {})
-            args.world_size = world_size
             try:
+                result = original(args, defaults or {})
+                args.world_size = world_size
                 check_skipping(plan, args)  # validation has read more iterations to skip from a file
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
                 exit_with(error)
+            except (AssertionError, ValueError) as error:  # an elastic job goes back to the plan before
+                why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+                exit_with(ValueError(f"Megatron refuses the flags under this plan: {why}"))
             apply_after_validation(plan, args)
             args.het_plan = config.plan_path
             return result

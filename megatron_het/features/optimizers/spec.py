@@ -114,6 +114,9 @@ def check_optimizer(plan: Plan, args: Any) -> None:
         raise PlanError("--optimizer", name, *_IMPOSSIBLE[name])
     if plan.training.distributed_optimizer:
         _check_shards(name, args)
+    elif getattr(args, "overlap_param_gather", False):
+        need = "it gathers what the distributed optimizer divides"
+        raise PlanError("--overlap-param-gather", True, need, "Make the plan with training.distributed_optimizer")
     if name in _BUILT_IN:
         return
     if plan.training.precision == "fp16":

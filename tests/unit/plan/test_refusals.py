@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,6 +82,7 @@ def test_accepted() -> None:
             {"overlap_param_gather_with_optimizer_step": True, "overlap_param_gather": True},
             "--overlap-param-gather-with-optimizer-step.*--ckpt-format torch only",
         ),
+        ({"overlap_param_gather": True}, "--overlap-param-gather.*with training.distributed_optimizer"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
@@ -260,6 +262,17 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
     device: Any = SimpleNamespace(has_nccl=False)
     found = [str(e) for e in hooks.argument_problems(HetConfig(four, turns=(four, eight)), device, session, changed)]
     assert found == ["the plan for a global batch size of 8: --flag = 8: does not fit the program"]
+
+
+def test_megatron_refuses_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An elastic job goes back to the plan before, where its workers ended by an assertion."""
+    monkeypatch.setattr(hooks, "argument_problems", lambda *_: [])
+    monkeypatch.setattr(hooks, "apply_plan", lambda *_: 2)
+    nothing: Any = SimpleNamespace(is_cuda=False, unmet_flags=lambda _: [])
+    refuse = Mock(side_effect=AssertionError("--one goes with --other"))
+    with pytest.raises(SystemExit):
+        hooks._validate_args_hook(HetConfig(made()), nothing, nothing, lambda _: None)(refuse)(arguments())
+    assert "Megatron refuses the flags under this plan: --one goes with --other\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("transport", ["auto", "staged"])
