@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import faulthandler
 import functools
 import gc
 import importlib
@@ -431,6 +432,7 @@ def main() -> None:
     """The process that an agent starts."""
     import sys
 
+    faulthandler.enable()  # what every thread does when a signal ends this process goes to the log
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
     setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
