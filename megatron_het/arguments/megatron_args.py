@@ -111,9 +111,16 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         raise PlanError(
             "--calculate-per-token-loss",
             False,
-            "required with --het-plan",
+            "required with a plan",
             "Gradients are summed and divided once by the global token count, so that any routing "
             "of microbatches gives the same training; add the flag",
+        )
+    if (args.train_iters or args.train_samples) and not args.skip_train and not args.eval_interval:
+        raise PlanError(
+            "--eval-interval",
+            args.eval_interval,
+            "Megatron divides by it when it counts samples, also where nothing is evaluated",
+            "Give it; --eval-iters 0 evaluates nothing",
         )
     _check_model(plan, args)
     _check_batch(plan, args)

@@ -69,6 +69,7 @@ def test_accepted() -> None:
         ({"bf16": True}, "--bf16 = True"),
         ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers = 1"),
         ({"calculate_per_token_loss": False}, "--calculate-per-token-loss = False"),
+        ({"train_iters": 4}, "--eval-interval = None: Megatron divides by it"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
@@ -252,7 +253,7 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
     """Not with the second plan's when its turn comes."""
 
     four, eight = with_batch(4), with_batch(8)
-    changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
+    changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9, eval_interval=1)
 
     def refuse(plan: Plan, args: Any) -> None:
         raise PlanError("--flag", plan.training.global_batch_size, "does not fit the program")
