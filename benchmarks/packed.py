@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.packed --json OUT``.  Two and four stages of one small model whose attention takes most of the
 time.  Costs are fitted to a traced run of whole sequences on two stages; they say how many keys count as much as a
-token, and give the simulated figures.  Runs alternate; every side counts by the median over the rounds of the time of
+token, and give the simulated figures.  Two ranks also share the sequences of one stage, with documents that are cut by
+places and with whole ones (``ranks``).  Runs alternate; every side counts by the median over the rounds of the time of
 all its iterations, which have the same documents on all sides.
 
 ``speedup_over_equal_slices`` compares both ways to cut, ``speedup_over_unpacked`` tokens per second with and without
@@ -13,6 +14,7 @@ a measured speedup says nothing about pipelines; ``measured`` is then left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,13 +25,15 @@ from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.slimpipe_runs import Model, Setting, fitted_costs, job, program_for
+from megatron_het.plan.placement import CUT, WHOLE
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.cutting import Cutting, Starts
 from megatron_het.schedule.simulate import simulate
 from testing.runner import Job, Runner, words
+from tools.planner.inputs.model_parts import shared as shared_by
 
 MODEL = Model(layers=4, hidden=128, ffn=352, heads=4, groups=1)
-_STAGES, _MICROBATCHES, _SLICES, _WARMUP = (2, 4), 1, 4, 1
+_STAGES, _MICROBATCHES, _SLICES, _WARMUP, _MANY = (2, 4), 1, 4, 1, 4
 _TYPICAL, _DOCUMENTS, _DATA_SEED = 48, 3000, 11
 _MASKED = words("--dataloader-inter-document-masking --reset-position-ids")
 Documents = list[list[list[Starts]]]
@@ -58,17 +62,18 @@ class Bench:
         """A run of the model."""
         return Setting("slimpipe", stages, self._options.tokens, _MICROBATCHES, _SLICES, flags=flags)
 
-    def run(self, name: str, setting: Setting, *more: str) -> list[dict[str, Any]]:
-        """Run a setting; of each rank what was found."""
+    def run(self, name: str, setting: Setting, *more: str, ranks: int = 0) -> list[dict[str, Any]]:
+        """Run a setting, on a rank per stage or on so many; of each rank what was found."""
+        ranks = ranks or setting.stages
         target = self._folder / name
         target.mkdir(parents=True)
         data = ("--data-path", str(self._prefix), "--data-cache-path", str(self._prefix.parent / "cache"), *more)
         made = job(setting, MODEL, target, iterations=_WARMUP + self._options.iterations, memory=False, more=data)
         setup = ("testing.watches:watch_documents", {"out": str(target)})
         flags = tuple(flag for flag in made.argv if flag != "--mock-data")
-        self._runner.run(replace(made, argv=flags, setup=setup))
+        self._runner.run(replace(made, world_size=ranks, argv=flags, setup=setup))
         found = []
-        for rank in range(setting.stages):
+        for rank in range(ranks):
             parts = [json.loads((target / f"{part}-{rank}.json").read_text()) for part in ("watch", "packed")]
             found.append({**parts[0], **parts[1]})
         return found
@@ -80,14 +85,15 @@ class Bench:
         self.run("traced", setting, *flags)
         return fitted_costs(setting, program_for(setting, MODEL), report)[0]
 
-    def measured(self, name: str, setting: Setting) -> dict[str, Any]:
-        """Seconds of all iterations that count, documents of these, and bytes of all pools."""
-        found = self.run(name, setting)
+    def measured(self, name: str, setting: Setting, ranks: int = 0) -> dict[str, Any]:
+        """Seconds of all iterations that count, documents of these, and bytes of all pools and between ranks."""
+        found = self.run(name, setting, ranks=ranks)
         by_rank = [rank["iterations_s"][_WARMUP:] for rank in found]
         return {
             "seconds": sum(max(times) for times in zip(*by_rank, strict=True)),
             "documents": found[0]["documents"][_WARMUP:],
             "pool_bytes": sum(rank["pool_bytes"] for rank in found),
+            "sent_bytes": sum(rank["sent_bytes"] for rank in found),
         }
 
 
@@ -157,6 +163,35 @@ def compare(bench: Bench, stages: int, costs: Costs, options: argparse.Namespace
     return report
 
 
+def compare_ranks(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Documents that are cut by places and whole ones: measured on two ranks, and counted for more."""
+    shared = words("--context-parallel-size 2 --het-cp-documents")
+    runs: dict[str, list[dict[str, Any]]] = {CUT: [], WHOLE: []}
+    for index in range(options.rounds):
+        for way, rows in runs.items():
+            setting = replace(bench.setting(1, *_MASKED, *shared, way), schedule="1f1b", microbatches=_MANY)
+            rows.append(bench.measured(f"ranks-{way}-{index}", setting, ranks=2))
+            print(f"two ranks, round {index}, {way}: {rows[-1]['seconds']:.2f} s", flush=True)
+    seconds = {way: statistics.median(row["seconds"] for row in rows) for way, rows in runs.items()}
+    starts = [s for i in runs[CUT][0]["documents"] for m in i for s in m]
+    lengths = tuple(b - a for s in starts for a, b in itertools.pairwise((*s, options.tokens)))
+    width = MODEL.hidden * (1 + MODEL.groups / MODEL.heads)
+    keys = width + 1.5 * MODEL.ffn  # multiplications of the rest of a layer over those of a key
+    return {
+        "speedup_over_cut": seconds[CUT] / seconds[WHOLE],
+        "sent_bytes": {way: rows[0]["sent_bytes"] for way, rows in runs.items()},
+        "runs_s": {way: [row["seconds"] for row in rows] for way, rows in runs.items()},
+        "counted": {
+            f"cp{cp}-n{slices}": {
+                way: shared_by(lengths, options.tokens, cp, slices, None, own)._asdict()
+                for way, own in ((CUT, None), (WHOLE, keys))
+            }
+            for cp in (2, 4, 8)
+            for slices in (1, _SLICES)
+        },
+    }
+
+
 def _ratios(seconds: dict[str, float], tokens: int) -> dict[str, Any]:
     return {
         "speedup_over_equal_slices": seconds["equal"] / seconds["work"],
@@ -182,10 +217,12 @@ def main() -> int:
         bench = Bench(runner, folder, options)
         costs = bench.costs()
         found = {stages: compare(bench, stages, costs, options) for stages in options.stages}
+        ranks = compare_ranks(bench, options)
     first = found[options.stages[0]]
     report = {
         "speedup_over_equal_slices": first.get("measured", first["simulated"])["speedup_over_equal_slices"],
         "by_stages": found,
+        "ranks": ranks,
         "keys_per_token": keys_per_token(costs, options.tokens),
         "tokens": options.tokens,
     }

@@ -141,13 +141,21 @@ def watch_documents(*, rank: int, out: str) -> None:
     Args:
         rank: This rank.
         out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration, and
-            ``pool_bytes`` of all layers after the last one.
+            ``pool_bytes`` of all layers after the last one, and ``sent_bytes`` to ranks that share its sequences.
     """
+    from megatron_het.features.context_parallel.runtime import CommutedContextParallel
     from megatron_het.features.documents.runtime import DocumentStarts
     from megatron_het.runtime.session import HetSession
 
     watch(rank=rank, out=out)
-    found: dict[str, Any] = {"documents": [], "pool_bytes": 0}
+    found: dict[str, Any] = {"documents": [], "pool_bytes": 0, "sent_bytes": 0}
+    send = CommutedContextParallel._send
+
+    @functools.wraps(send)
+    def counted(self: Any, messages: dict[int, torch.Tensor], *more: Any) -> Any:
+        found["sent_bytes"] += sum(message.nbytes for message in messages.values())
+        return send(self, messages, *more)
+
     exchange, step = DocumentStarts.exchange, HetSession.forward_backward
 
     @functools.wraps(exchange)
@@ -162,6 +170,7 @@ def watch_documents(*, rank: int, out: str) -> None:
         (Path(out) / f"packed-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         return result
 
+    CommutedContextParallel._send = counted
     DocumentStarts.exchange = noted
     HetSession.forward_backward = watched
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron_het.attention.kernels import Gradients, Kernel, Scores
 from megatron_het.attention.kv_cache import Run
+from megatron_het.plan.placement import Placed
 from megatron_het.schedule.cutting import Span, Starts, documents_in
 
 # Which keys the queries of a slice reach: to the start of their document, and no further than a sliding window.
@@ -52,11 +53,13 @@ class Reach:
         starts: Of the documents of each sequence; None if a sequence is one document.
         window_tokens: How many earlier tokens a query sees at most; None for all.
         length: Tokens of a sequence; None if it is not known where it ends.
+        placed: Tokens of each slice on each context-parallel rank, where documents say it.
     """
 
     starts: tuple[Starts, ...] | None = None
     window_tokens: int | None = None
     length: int | None = None
+    placed: Placed | None = None
 
     @property
     def is_limited(self) -> bool:

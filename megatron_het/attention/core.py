@@ -9,6 +9,7 @@ attention treats as no packing at all.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from megatron_het.attention.places import (
 )
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.families import family_of_model
-from megatron_het.plan.placement import Blocks, part_tokens
+from megatron_het.plan.placement import Blocks, Placed, part_tokens
 from megatron_het.schedule.cutting import Bounds, Span, Starts
 
 _ANY_TOKENS = 128
@@ -52,6 +53,7 @@ class SliceParams(PackedSeqParams):
         starts: Where the documents of each sequence begin; None if documents do not matter.
         state_starts: The same where layers that pass a state along a sequence begin anew with every document.
         parts: Tokens of the slice on each context-parallel rank.
+        placed: Who has which tokens of each slice of the microbatch, where documents say it.
         rotation: Of queries and keys by attention; None where there is none, or the layers do it.
         run: Which run of the layer in the pass it is; above 0 only in a layer that runs several times.
     """
@@ -61,6 +63,7 @@ class SliceParams(PackedSeqParams):
     blocks: Blocks = ()
     span: Span = (0, 0)
     parts: tuple[int, ...] = ()
+    placed: Placed | None = None
     starts: tuple[Starts, ...] | None = None
     state_starts: tuple[Starts, ...] | None = None
     rotation: Rotation | None = None
@@ -180,7 +183,12 @@ class SliceCoreAttention(torch.nn.Module):
                 scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
                 exchange=self.exchange,
                 parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
-                reach=Reach(packed_seq_params.starts, self.window_tokens, packed_seq_params.max_seqlen_q),
+                reach=Reach(
+                    packed_seq_params.starts,
+                    self.window_tokens,
+                    packed_seq_params.max_seqlen_q,
+                    packed_seq_params.placed,
+                ),
                 rotation=packed_seq_params.rotation if self._rotates else None,
             ),
             self.softmax_offset,
@@ -195,11 +203,11 @@ class SliceCoreAttention(torch.nn.Module):
         Args:
             bounds: Where the slices of a microbatch begin, and its end.
             starts: Where the documents of each of its sequences begin; None if documents do not matter.
-            own: What this rank holds of a slice of so many tokens.
+            own: What this rank holds of a slice, by its index.
         """
         reach, found = Reach(starts, self.window_tokens, bounds[-1]), []
-        for first, end in zip(bounds, bounds[1:], strict=False):
-            unread, blocks = reach.unread(first, end) if reach.is_limited else 0, own(end - first)
+        for index, (first, end) in enumerate(itertools.pairwise(bounds)):
+            unread, blocks = reach.unread(first, end) if reach.is_limited else 0, own(index)
             found.append(part_tokens(blocks) - held_before(blocks, unread))
         return tuple(found)
 

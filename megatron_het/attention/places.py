@@ -45,8 +45,13 @@ def row_count(rows: Sequence[slice]) -> int:
 
 
 def held_before(blocks: Blocks, token: int) -> int:
-    """How many tokens of some blocks come before a token."""
-    return sum(min(max(token - first, 0), end - first) for first, end in blocks)
+    """How many tokens at the start of some blocks come before a token."""
+    found = 0
+    for first, end in blocks:
+        found += min(max(token - first, 0), end - first)
+        if token < end:
+            break
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,13 +285,6 @@ class Sharing(Protocol):
     @property
     def others(self) -> Sequence[int]:
         """The other ranks, in the order of their rows."""
-
-    def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
-        """Tokens of a slice that this rank has, and those of the others in the order of their rows.
-
-        Args:
-            own: How many this rank has.
-        """
 
     def by_rank(self, own: int) -> Sequence[Blocks]:
         """Tokens of a slice that each rank has, of which this one has so many."""

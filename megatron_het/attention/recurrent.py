@@ -27,7 +27,7 @@ from megatron_het.attention.core import SliceParams
 from megatron_het.attention.kv_pool import CacheError
 from megatron_het.attention.places import Sharing, take_blocks
 from megatron_het.families import family_of_model
-from megatron_het.plan.placement import part_tokens
+from megatron_het.plan.placement import Blocks, part_tokens
 
 _RATES, _STEPS, _LEAST_STEP = (1, 16), (0.001, 0.1), 1e-4
 """Where the rates and the steps of a Mamba layer begin, as Megatron has it."""
@@ -229,7 +229,7 @@ class SlicePass:
         self._cache, self._history = cache, history
         self._key = Key(params.microbatch, params.run, params.index)
         self._span, self._starts = params.span, params.state_starts
-        self._counts = heads, shared
+        self._counts, self._placed = (heads, shared), params.placed
         self._sharing = None if cache.sharing is None else cache.sharing(params.parts)
         each = heads // shared
         self._divided = divided_heads(shared, each, 1 if self._sharing is None else self._sharing.size)
@@ -255,7 +255,7 @@ class SlicePass:
         if self._sharing is None:
             return [tensor.transpose(0, 1) for tensor, _ in tensors]
         split = [[self.own(*each, heads, dim=-1) for each in tensors] for heads in self._divided]
-        mine, blocks = split[self._sharing.rank], self._sharing.by_rank(len(tensors[0][0]))
+        mine, blocks = split[self._sharing.rank], self._by_rank(len(tensors[0][0]))
         widths = [tensor.shape[-1] for tensor in mine]
         shapes = [(part_tokens(own), mine[0].shape[1], sum(widths)) for own in blocks]
         found = _Swap.apply(self._sharing, shapes, *(torch.cat(parts, dim=-1) for parts in split))
@@ -276,10 +276,15 @@ class SlicePass:
         out = out.transpose(0, 1)
         if self._sharing is None:
             return out
-        parts = [take_blocks(out, blocks, dim=0).contiguous() for blocks in self._sharing.by_rank(tokens)]
+        parts = [take_blocks(out, blocks, dim=0).contiguous() for blocks in self._by_rank(tokens)]
         size = (parts[0].shape[1], parts[0].shape[3])
         shapes = [(tokens, size[0], heads.own[1] - heads.own[0], size[1]) for heads in self._divided]
         return torch.cat(_Swap.apply(self._sharing, shapes, *parts), dim=2)
+
+    def _by_rank(self, own: int) -> Sequence[Blocks]:
+        """Returns the tokens of the slice on each context-parallel rank, of which this one has so many."""
+        assert self._sharing is not None
+        return self._sharing.by_rank(own) if self._placed is None else self._placed.by_slice[self._key.part]
 
     def run(self, mixed: Tensor, others: Sequence[Tensor], kernel: Kernel) -> Tensor:
         """Compute the slice document by document, from where the slice before has ended.

@@ -37,7 +37,7 @@ from megatron_het.attention.places import (
     held_before,
     row_count,
 )
-from megatron_het.plan.placement import Blocks
+from megatron_het.plan.placement import Blocks, Placed
 from megatron_het.schedule.cutting import Span, rows_that_see
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
@@ -83,7 +83,7 @@ class LimitedPlace:
         """The place of a slice with so many own tokens; it is cached already, or the next one to be."""
         cache, microbatch, index = context.cache, context.microbatch, context.index
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
-        spans, held, first, blocks, whole = _spans(begins, tokens, context.parallel)
+        spans, held, first, blocks, whole = _spans(begins, tokens, context.parallel, context.reach.placed)
         travels: Travels | None = None
         received: tuple[Span, ...] = ()
         if context.parallel is not None:
@@ -145,7 +145,12 @@ class LimitedPlace:
         """One call per document; None where the kernel cannot, or the keys are not there as they are."""
         context, found = self.context, []
         cache, kernel, window = context.cache, context.kernel, context.reach.window_tokens
-        if context.parallel is not None or cache.expands or (window is not None and not kernel.takes_window):
+        if (
+            context.parallel is not None
+            or context.reach.placed is not None
+            or cache.expands
+            or (window is not None and not kernel.takes_window)
+        ):
             return None
         tokens = own[0].shape[0]
         for sequences, documents in context.reach.documents((self.first, self.first + tokens), batch):
@@ -188,13 +193,14 @@ class LimitedPlace:
         return at + keys[0] - first, at + keys[1] - first
 
 
-def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Spans:
+def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: Placed | None = None) -> _Spans:
     """Queries of a slice, keys that are there, and the first own token, for a :class:`LimitedPlace`.
 
     Args:
         begins: First own token of every slice up to this one, as the cache counts.
         tokens: Own ones of this slice.
         sharing: Who shares it.
+        placed: Who has which tokens of each slice, where documents say it.
 
     Returns:
         The three; then own blocks of the slice, and its tokens in the sequence.
@@ -203,8 +209,11 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Span
     own: Blocks = ()
     others: Sequence[Blocks] = ()
     first = end = 0
-    for at, until in zip(begins, (*begins[1:], begins[-1] + tokens), strict=True):
-        own, others = (((0, until - at),), ()) if sharing is None else sharing.blocks(until - at)
+    for index, (at, until) in enumerate(zip(begins, (*begins[1:], begins[-1] + tokens), strict=True)):
+        by_rank = _by_rank(sharing, placed, index, until - at)
+        own, others = by_rank[0], ()
+        if sharing is not None:
+            own, others = by_rank[sharing.rank], [by_rank[rank] for rank in sharing.others]
         first, end = end, end + sum(b - a for blocks in (own, *others) for a, b in blocks)
         row = at
         for a, b in own:
@@ -213,6 +222,13 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Span
     mine = tuple((first + a, first + b) for a, b in own)
     theirs = tuple((first + a, first + b) for blocks in others for a, b in blocks)
     return (mine, theirs), tuple(held), begins[-1], own, (first, end)
+
+
+def _by_rank(sharing: Sharing | None, placed: Placed | None, index: int, own: int) -> Sequence[Blocks]:
+    """Returns the tokens of a slice, of which this rank has so many, on each rank."""
+    if placed is not None:
+        return placed.by_slice[index]
+    return [((0, own),)] if sharing is None else sharing.by_rank(own)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,8 +247,9 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
     held: list[list[Span]] = [[] for _ in range(sharing.size)]
     queries: list[list[Span]] = []
     first = 0
-    for at, until in zip(begins, (*begins[1:], begins[-1] + tokens), strict=True):
-        queries = [[(first + a, first + b) for a, b in blocks] for blocks in sharing.by_rank(until - at)]
+    for index, (at, until) in enumerate(zip(begins, (*begins[1:], begins[-1] + tokens), strict=True)):
+        by_rank = _by_rank(sharing, reach.placed, index, until - at)
+        queries = [[(first + a, first + b) for a, b in blocks] for blocks in by_rank]
         for rank, blocks in enumerate(queries):
             held[rank] += blocks
         first += sum(b - a for blocks in queries for a, b in blocks)

@@ -6,7 +6,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_het.plan.schema import Cut, Plan, PlanError, Replica, Stage
@@ -125,6 +125,156 @@ def token_blocks(shares: Sequence[int], tokens: int, grain: int = 1) -> list[tup
 def part_tokens(blocks: Blocks) -> int:
     """Tokens of some blocks."""
     return sum(end - first for first, end in blocks)
+
+
+# Packed documents by rank: most are on one rank as a whole, and only long ones are spread over several, so that few
+# queries travel.  Every rank has as many tokens of a slice as it has without, so that no other shape changes.
+
+DOCUMENTS = "cp_documents"
+"""Of the plan's schedule."""
+CUT, WHOLE = "cut", "whole"
+"""Where packed documents are: cut where the places of ranks in a slice end, or on one rank if it has room for them."""
+Piece = tuple[int, int]
+"""Tokens ``[first, end)`` of a slice that belong to one document."""
+_LATER = 0.1
+"""How much longer than the others a rank may take, before a document that it has as a whole is spread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Holds where documents are; one object of every microbatch, so that it can be compared as such.
+
+    Attributes:
+        by_slice: Of every slice, the tokens that each context-parallel rank holds, counted from the slice's start.
+    """
+
+    by_slice: Sequence[Sequence[Blocks]]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPlacing:
+    """Places documents on the ranks of a replica.
+
+    Messages between replicas are cut as the tokens of ``token_blocks`` are, which the documents take the places of.  So
+    all replicas have the same order of tokens: that of the one with the most ranks.
+
+    Attributes:
+        shares: How the ranks of that replica divide a slice.
+        grain: What the tokens of each are a multiple of.
+        own_shares: The same of this replica.
+        own_grain: Likewise.
+    """
+
+    shares: Sequence[int]
+    grain: int
+    own_shares: Sequence[int]
+    own_grain: int
+
+    def blocks(self, pieces: Sequence[Piece], keys_per_token: float) -> list[Blocks]:
+        """Returns the tokens of a slice on each rank of this replica; see :func:`placed_documents`."""
+        tokens = part_tokens(pieces)
+        places = token_blocks(self.shares, tokens, self.grain)
+        placed = placed_documents(pieces, [part_tokens(blocks) for blocks in places], keys_per_token)
+        own = token_blocks(self.own_shares, tokens, self.own_grain)
+        return placed if own == places else [_moved(placed, places, blocks) for blocks in own]
+
+
+def placed_documents(pieces: Sequence[Piece], room: Sequence[int], keys_per_token: float) -> list[Blocks]:
+    """Returns the tokens of a slice on each of several ranks, ascending.
+
+    The longest come first.  A document is on the rank with the least attention of those that have room for it.  It is
+    spread where none has, or where its attention alone would take one rank too long.
+
+    Args:
+        pieces: Of the slice, which they are together.
+        room: Tokens of each rank, together those of the slice.
+        keys_per_token: How many keys a query attends to in the time that the rest of its layers takes.
+    """
+    left, load, found = list(room), [0.0] * len(room), [list[Piece]() for _ in room]
+    even = sum(_pairs(end - first) for first, end in pieces) / len(room)
+    most = even + _LATER * (even + keys_per_token * sum(room) / len(room))
+    for first, end in sorted(pieces, key=lambda piece: (piece[0] - piece[1], piece[0])):
+        tokens, at = end - first, first
+        wanted = min(max(math.ceil(_pairs(tokens) / most), 1), len(room))
+        ranks = [rank for rank, free in enumerate(left) if free >= tokens]
+        if wanted == 1 and ranks:
+            ranks = [min(ranks, key=lambda rank: (load[rank] / room[rank], -left[rank]))]
+        else:
+            ranks = sorted(range(len(room)), key=lambda rank: (-left[rank], load[rank] / room[rank]))
+            while sum(left[rank] for rank in ranks[:wanted]) < tokens:
+                wanted += 1
+            ranks = ranks[:wanted]
+        # A long one is cut as a sequence is, and one that only found no room in as few parts as can be.
+        is_long = wanted > 1 and (tokens > max(room) or _pairs(tokens) > most)
+        parts = _shared(tokens, ranks, left, room) if is_long else _filled(tokens, ranks, left)
+        cuts = [(rank, parts[rank] - (parts[rank] // 2 if is_long else 0)) for rank in ranks]
+        for rank, size in (*cuts, *((rank, parts[rank] - size) for rank, size in reversed(cuts))):
+            found[rank].append((at, at + size))
+            at += size
+            left[rank] -= size
+            load[rank] += _pairs(tokens) * size / tokens
+    return [_joined(sorted(blocks)) for blocks in found]
+
+
+def _pairs(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2
+
+
+def _shared(tokens: int, ranks: Sequence[int], left: Sequence[int], room: Sequence[int]) -> dict[int, int]:
+    """Returns the tokens of a document on each of some ranks: in proportion to their room, as far as it is left."""
+    found, free, shares = {}, sum(left[rank] for rank in ranks), sum(room[rank] for rank in ranks)
+    for rank in sorted(ranks, key=lambda rank: left[rank] / room[rank]):
+        free -= left[rank]
+        found[rank] = min(max(tokens * room[rank] // shares, tokens - free), left[rank])
+        tokens, shares = tokens - found[rank], shares - room[rank]
+    return found
+
+
+def _filled(tokens: int, ranks: Sequence[int], left: Sequence[int]) -> dict[int, int]:
+    """Returns the tokens of a document on each of some ranks, of which all but the last one are full then."""
+    found = {}
+    for rank in ranks:
+        found[rank] = min(tokens, left[rank])
+        tokens -= found[rank]
+    return found
+
+
+def _joined(blocks: Iterable[Piece]) -> Blocks:
+    """Returns blocks with neighbours as one, and without empty ones."""
+    found: list[Piece] = []
+    for first, end in blocks:
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], end)
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
+
+
+def _moved(placed: Sequence[Blocks], places: Sequence[Blocks], own: Blocks) -> Blocks:
+    """Returns the tokens that are in some places, in their order.
+
+    Args:
+        placed: Tokens of each rank.
+        places: Of each rank, as many.
+        own: Of any ranks.
+    """
+    steps: list[tuple[int, int, int]] = []  # place, token and how many
+    for tokens, where in zip(placed, places, strict=True):
+        for (row, token, count), (other, place, size) in itertools.product(_rows(tokens), _rows(where)):
+            lo, hi = max(row, other), min(row + count, other + size)
+            if lo < hi:
+                steps.append((place + lo - other, token + lo - row, hi - lo))
+    steps.sort()
+    cuts = [(max(lo, at), min(hi, at + size), token - at) for lo, hi in own for at, token, size in steps]
+    return _joined((lo + by, hi + by) for lo, hi, by in cuts if lo < hi)
+
+
+def _rows(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
+    """Yields (row, first token, tokens) of every block."""
+    row = 0
+    for first, end in blocks:
+        yield row, first, end - first
+        row += end - first
 
 
 # Which replica of each stage runs which microbatch: Zorse's rule (section 4.2).

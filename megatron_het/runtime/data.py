@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_het.distributed import PlanGroups, as_only_reader, at_chunk, between_the_ends, loss_source
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
+from megatron_het.plan.placement import DocumentPlacing
 from megatron_het.schedule.cutting import Bounds, SlicePart, Starts
 
 # What happens to the losses of an iteration: summed over a stage, and told to the ranks that log them.
@@ -120,10 +121,12 @@ class Batches:
         cuts: Whether a FORWARD may run a part of its sequences; :meth:`whole`, :meth:`taken` and :meth:`is_last` are
             for such readers.
         documents: Where documents begin, where attention ends at them.
+        placing: Which documents the ranks that share sequences hold; None where their places in a slice say it.
     """
 
     cuts = False
     documents: Documents | None = None
+    placing: DocumentPlacing | None = None
 
     def __init__(self) -> None:
         self._ahead: dict[tuple[int, int], Mapping[str, Any]] = {}

@@ -34,3 +34,17 @@ def wide_window(**options: Any) -> None:
 
     core._window_of = window_of
     observe(**options)
+
+
+def other_ranks(**options: Any) -> None:
+    """Attention takes the tokens of a rank for those of its places."""
+    from megatron_het.attention import slice_attention
+
+    original = slice_attention._by_rank
+
+    def by_rank(sharing: Any, placed: Any, *more: Any) -> Any:
+        del placed
+        return original(sharing, None, *more)
+
+    slice_attention._by_rank = by_rank
+    observe(**options)

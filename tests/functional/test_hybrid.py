@@ -158,7 +158,17 @@ _PACKED = ("--dataloader-inter-document-masking", "--reset-position-ids")
 # Plans of packed documents.  Stock Megatron in one process has none without its kernels; one process under a plan has.
 RECURRENT_PACKED = [
     as_hybrid(in_slices(dense("mamba-packed", [[2], [1]])), MAMBA, [[1], [3]]),
-    as_hybrid(sliced("delta-packed-work", cp=2, slices=3, parameters={"slice_lengths": "work"}), DELTA, [[1], [3]]),
+    as_hybrid(
+        sliced(
+            "delta-packed-work",
+            cp=2,
+            slices=3,
+            microbatches=6,
+            parameters={"slice_lengths": "work", "cp_documents": "whole"},
+        ),
+        DELTA,
+        [[1], [3]],
+    ),
     as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="delta-packed-zb"), DELTA, [[3], [1]]),
     as_hybrid(sliced("mamba-packed-full", recompute="full", chunks=2), MAMBA, [[1, 1], [1, 1]]),
 ]

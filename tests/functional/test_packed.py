@@ -15,7 +15,7 @@ from testing.compare import compare
 from testing.feature_cases import packed
 from testing.lab import Lab
 from testing.runner import Finished
-from testing.slimpipe_cases import PLAIN, sliced_case
+from testing.slimpipe_cases import PLAIN, SlicedCase, sliced_case, with_context_parallel_sizes
 from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
@@ -23,7 +23,16 @@ _SLICED = {**PLAIN, "layers": 5}
 _WORK = {"slice_lengths": "work"}
 _EXCHANGE = {"context_exchange": True, "exchange_units": 4}
 _KEEPING = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
+_WHOLE = {"cp_documents": "whole"}
 _TWO = build_plan([[1], [1]], [3, 2], random.Random(0))
+
+
+def _of_sizes(case: SlicedCase, sizes: list[list[int]], shares: tuple[int, ...]) -> SlicedCase:
+    """The case with other context-parallel sizes."""
+    stages = with_context_parallel_sizes(case.plan.stages, sizes, shares)
+    return replace(case, plan=replace(case.plan, stages=stages))
+
+
 _CASES = [
     packed(
         Case(
@@ -95,11 +104,43 @@ _CASES = [
         "by token, with positions",
         "qk-norm",
     ),
+    packed(
+        sliced_case(
+            {**_SLICED, "cp": 4, "schedule": "1f1b", "microbatches": 6, "parameters": _WHOLE},
+            "whole-documents",
+            random.Random(0),
+        ),
+        "by dataset",
+        "gpt",
+    ),
+    packed(
+        sliced_case(
+            {**_SLICED, "cp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 6, "parameters": _WHOLE},
+            "whole-documents-with-tp",
+            random.Random(0),
+        ),
+        "by token",
+        "softmax-offset",
+    ),
+    packed(
+        _of_sizes(
+            sliced_case(
+                {**_SLICED, "cp": 2, "slices": 3, "vocabulary": True, "microbatches": 6, "parameters": _WHOLE | _WORK},
+                "whole-documents-on-unequal-ranks",
+                random.Random(0),
+            ),
+            [[1], [2]],
+            (3, 1),
+        ),
+        "by dataset",
+        "llama",
+    ),
 ]
 BY_NAME = {case.name: case for case in _CASES}
 FULL = {
     "windows-in-slices",
     "windows-with-context-parallelism",
+    "whole-documents-with-tp",
     "documents-with-context-parallelism",
     "documents-of-equal-work-exchanged",
     "seq1f1b-documents-of-equal-work-mixed-tp",
@@ -125,7 +166,12 @@ def test_windows_end_at_documents(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "accident"), [("documents-in-three-stages", "one_document"), ("windows-in-slices", "wide_window")]
+    ("name", "accident"),
+    [
+        ("documents-in-three-stages", "one_document"),
+        ("windows-in-slices", "wide_window"),
+        ("whole-documents", "other_ranks"),
+    ],
 )
 def test_the_comparison_can_fail(name: str, accident: str, lab: Lab) -> None:
     case = replace(BY_NAME[name], name=f"{name}-broken")

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from megatron_het.attention.core import slice_attentions
 from megatron_het.attention.places import Travels, pack, row_count, take_rows, unpack
 from megatron_het.attention.recurrent import state_caches
-from megatron_het.plan.placement import Blocks
+from megatron_het.features.context_parallel.spec import widest
+from megatron_het.features.registry import part_grain
+from megatron_het.plan.placement import WHOLE, Blocks, DocumentPlacing
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
 # Commuted context parallelism (SlimPipe, section 5): queries, outputs and normalisers travel, keys and values stay.
@@ -59,17 +61,8 @@ class CommutedContextParallel:
         """The other ranks, in the order of their rows."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
-        """Tokens of a slice that this rank has, and those of the others in the order of their rows.
-
-        Args:
-            own: How many this rank has of that slice; other slices are cut in the same proportion.
-        """
-        found = self.by_rank(own)
-        return found[self.rank], [found[rank] for rank in self.others]
-
     def by_rank(self, own: int) -> list[Blocks]:
-        """Tokens of a slice that each rank has, of which this one has so many."""
+        """Tokens of a slice that each rank has, of which this one has so many; all are cut in the same proportion."""
         tokens = [count * own // self._tokens[self.rank] for count in self._tokens]
         whole, found, first = sum(tokens), list[Blocks](), 0
         for count in tokens:
@@ -245,6 +238,9 @@ class ContextParallelFeature(RuntimeFeature):
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature; nothing where its replica has whole sequences."""
-    group = context.groups.get("cp")
+    """This rank's part of the feature; nothing more where its replica has whole sequences."""
+    group, plan = context.groups.get("cp"), context.plan
+    if context.options.documents == WHOLE:
+        most, own = widest(plan), context.boundaries.side(context.rank)
+        context.batches.placing = DocumentPlacing(most.shares, part_grain(plan, most), own.shares, own.grain)
     return RuntimeFeature() if group is None else ContextParallelFeature(group)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.registry import part_grain, slice_tokens
-from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.placement import least_tokens
+from megatron_het.features.base import Feature, Option, Refusal, option
+from megatron_het.features.registry import attention_units, packing_argument, packing_flags, part_grain, slice_tokens
+from megatron_het.plan import Plan, PlanError, Replica
+from megatron_het.plan.placement import CUT, DOCUMENTS, WHOLE, least_tokens
+from megatron_het.plan.schema import RECURRENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,18 @@ class ContextParallelOptions:
 
     Attributes:
         sizes: Of the plan's replicas, ascending; the last one is above 1.
+        documents: ``cut`` or ``whole``.
     """
 
     sizes: tuple[int, ...]
+    documents: str = option(
+        DOCUMENTS,
+        CUT,
+        flag="--het-cp-documents",
+        choices=(CUT, WHOLE),
+        help="with packed documents and context parallelism: cut: ranks hold the same places of every slice (default); "
+        "whole: a document is on one rank if one has room for it, and only long ones are spread over several",
+    )
 
 
 _FLAG = "--context-parallel-size"
@@ -41,7 +51,7 @@ class ContextParallel(Feature):
     refused_by_plans = (
         Refusal(
             "hybrid_context_parallel",
-            "documents are shared by the plan's own context parallelism, each by the ranks that have tokens of it",
+            "documents are shared by the plan's own context parallelism (--het-cp-documents whole)",
         ),
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
@@ -49,7 +59,8 @@ class ContextParallel(Feature):
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
         """The sizes of the plan's replicas."""
         sizes = tuple(sorted({r.cp for stage in plan.stages for r in stage.replicas}))
-        return ContextParallelOptions(sizes) if sizes[-1] > 1 else None
+        documents = plan.schedule.parameters.get(DOCUMENTS, CUT)
+        return ContextParallelOptions(sizes, documents) if sizes[-1] > 1 else None
 
     def check_plan(self, plan: Plan, options: ContextParallelOptions) -> None:
         """Refuse slices that do not divide over the ranks."""
@@ -67,6 +78,28 @@ class ContextParallel(Feature):
                         f"without slices, together a multiple of {grain}; so these need a multiple of {even} tokens, "
                         f"at least {least}, not {tokens}",
                     )
+        if options.documents == WHOLE:
+            self._check_whole(plan)
+
+    def _check_whole(self, plan: Plan) -> None:
+        """Refuse whole documents where devices or sequences would have others."""
+        where = f"schedule.parameters.{DOCUMENTS}"
+        most = max(map(plan.training.sequences, range(plan.training.num_microbatches)))
+        if attention_units(plan):
+            problem = "with the context exchange ranks attend for others by the places of tokens in a slice"
+            raise PlanError(where, WHOLE, problem, "Leave one of the two out")
+        if most > 1:
+            problem = f"microbatches have up to {most} sequences, which are cut alike, and their documents differ"
+            raise PlanError(where, WHOLE, problem, "Use a micro batch size of 1 and longer sequences")
+        alone = any(replica.cp == 1 for stage in plan.stages for replica in stage.replicas)
+        if alone and not set(RECURRENT).isdisjoint(plan.model.pattern):
+            problem = "where a replica has cp 1, its recurrent layers would get tokens out of order"
+            raise PlanError(where, WHOLE, problem, "Give every replica a cp above 1")
+
+    def without_switch(self, plan: Plan, given: Option) -> PlanError:
+        """The refusal of whole documents where nobody shares sequences."""
+        problem = f"no replica of the plan has context parallelism ({_FLAG})"
+        return PlanError(f"schedule.parameters.{given.parameter}", plan.schedule.parameters[given.parameter], problem)
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
         """Refuse to measure what no plan has, or what several plans would share."""
@@ -92,8 +125,11 @@ class ContextParallel(Feature):
             raise PlanError(_FLAG, args.context_parallel_size, problem, "Leave the flag out")
 
     def check_arguments(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
-        """Refuse Megatron's own ways to share sequences."""
+        """Refuse Megatron's own ways to share sequences, and whole documents where there are none."""
         super().check_arguments(plan, options, args)
+        if options.documents == WHOLE and not packing_argument(args):
+            flags = ", ".join(sorted(packing_flags()))
+            raise PlanError("--het-cp-documents", WHOLE, "a sequence is one document", f"Give one of {flags}")
         methods = getattr(args, "cp_comm_type", None) or ()
         if any(method != "p2p" for method in methods):
             raise PlanError(
@@ -111,3 +147,8 @@ class ContextParallel(Feature):
         """Returns what travels."""
         sizes = " and ".join(map(str, options.sizes))
         return f"context-parallel size {sizes}, which sends queries instead of keys and values"
+
+
+def widest(plan: Plan) -> Replica:
+    """The replica whose ranks say where documents are: the first one of those with the most."""
+    return max((replica for stage in plan.stages for replica in stage.replicas), key=lambda replica: replica.cp)

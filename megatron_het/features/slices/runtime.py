@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import torch
 
 from megatron_het.attention.places import take_blocks
 from megatron_het.features.registry import cutting_of, runs_of_a_layer
+from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.lowering.ranks import RankOp, RankProgram
-from megatron_het.plan.placement import Blocks, part_tokens, token_blocks
+from megatron_het.plan.placement import Blocks, Placed, part_tokens, token_blocks
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
-from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
+from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts, documents_in
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class SlicedSequences(Batches, RuntimeFeature):
             for mode, program in programs.items()
         }
         self._bounds: dict[int, Bounds] = {}
+        self._placed: dict[int, Placed] = {}
         self._current = CurrentSlice()
         self._models: list[torch.nn.Module] = []
         self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -120,6 +123,7 @@ class SlicedSequences(Batches, RuntimeFeature):
     def documents_known(self) -> None:
         """See :class:`Batches`."""
         self._bounds.clear()
+        self._placed.clear()
         if self._cutting.is_even and self.documents is None:
             return
         for chunk, model in enumerate(self._models):
@@ -134,7 +138,10 @@ class SlicedSequences(Batches, RuntimeFeature):
         for module in slice_attentions([model]):
             most = module.window_tokens
             if most not in rows:
-                held = {m: module.held_tokens(self.bounds(m), self.starts(m), self._own_blocks) for m in microbatches}
+                held = {
+                    m: module.held_tokens(self.bounds(m), self.starts(m), functools.partial(self._own_blocks, m))
+                    for m in microbatches
+                }
                 rows[most] = max(most_held(passes, held) for passes in modes)
             for cache in module.caches:
                 cache.reserve(rows[most])
@@ -171,15 +178,32 @@ class SlicedSequences(Batches, RuntimeFeature):
         first, end = self.bounds(op.microbatch)[op.slice : op.slice + 2]
         return tuple(map(part_tokens, self._divided(end - first)))
 
-    def _own_blocks(self, tokens: int) -> Blocks:
-        """Returns what this rank holds of a slice of so many tokens."""
-        return self._divided(tokens)[self._part]
+    def _placed_of(self, microbatch: int) -> Placed | None:
+        """Returns who holds which documents of a microbatch; None where places in its slices say it.
+
+        Sequences that are computed together are cut alike, so several with other documents are cut by places.
+        """
+        documents = set(self.starts(microbatch) or ())
+        if self.placing is None or len(documents) != 1:
+            return None
+        if microbatch not in self._placed:
+            (starts,) = documents
+            by_slice = []
+            for first, end in itertools.pairwise(self.bounds(microbatch)):
+                pieces = [(lo - first, hi - first) for lo, hi in documents_in((first, end), starts)]
+                by_slice.append(self.placing.blocks(pieces, keys_per_token(self._args)))
+            self._placed[microbatch] = Placed(by_slice)
+        return self._placed[microbatch]
+
+    def _own_blocks(self, microbatch: int, index: int) -> Blocks:
+        """Returns what this rank holds of a slice."""
+        placed, (first, end) = self._placed_of(microbatch), self.bounds(microbatch)[index : index + 2]
+        return (self._divided(end - first) if placed is None else placed.by_slice[index])[self._part]
 
     def _blocks(self, op: RankOp) -> Blocks:
         """Blocks of tokens of the sequence that this rank holds of a slice."""
-        bounds = self.bounds(op.microbatch)
-        first, end = bounds[op.slice : op.slice + 2]
-        return tuple((first + a, first + b) for a, b in self._own_blocks(end - first))
+        first = self.bounds(op.microbatch)[op.slice]
+        return tuple((first + a, first + b) for a, b in self._own_blocks(op.microbatch, op.slice))
 
     @contextlib.contextmanager
     def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
@@ -198,6 +222,7 @@ class SlicedSequences(Batches, RuntimeFeature):
             starts=starts,
             state_starts=starts if restarts else None,
             parts=tokens,
+            placed=self._placed_of(op.microbatch),
         )
         self._args.seq_length = tokens[self._part]
         try:

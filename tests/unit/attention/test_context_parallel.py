@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,28 +26,33 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import UNLIMITED, SliceContext, TokenGradient, pack, take_blocks, unpack
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
-from megatron_het.plan.placement import part_tokens, token_blocks
-from megatron_het.schedule.cutting import Starts
+from megatron_het.plan.placement import DocumentPlacing, Placed, part_tokens, token_blocks
+from megatron_het.schedule.cutting import Span, Starts, documents_in
 
 Shares = tuple[int, ...]
 
 
-def local(tensor: torch.Tensor, rank: int, shares: Shares) -> torch.Tensor:
+def local(tensor: torch.Tensor, rank: int, shares: Shares, reach: Reach = UNLIMITED, index: int = 0) -> torch.Tensor:
     """A rank's tokens of one slice."""
-    return take_blocks(tensor, token_blocks(shares, tensor.shape[0])[rank], dim=0)
+    placed = token_blocks(shares, tensor.shape[0]) if reach.placed is None else reach.placed.by_slice[index]
+    return take_blocks(tensor, placed[rank], dim=0)
 
 
 def run_rank(
-    parallel: InThread, tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED
+    parallel: InThread | None, tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED
 ) -> list[list[torch.Tensor]]:
     """Outputs and gradients of q, k, v per slice."""
-    rank = parallel.rank
+    rank = 0 if parallel is None else parallel.rank
     cache = KVCache(n)
-    leaves = [[local(p, rank, shares).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
+
+    def own(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [local(part, rank, shares, reach, i) for i, part in enumerate(tensor.chunk(n))]
+
+    leaves = [[part.clone().requires_grad_() for part in own(t)] for t in tensors[:3]]
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel, "reach": reach}
     outs = [slice_attention(*(t[i] for t in leaves), SliceContext(index=i, **place)) for i in range(n)]
     for i in reversed(range(n)):
-        outs[i].backward(local(tensors[3].chunk(n)[i], rank, shares))
+        outs[i].backward(own(tensors[3])[i])
     cache.check_empty()
     return [[out.detach() for out in outs], *([p.grad for p in leaf] for leaf in leaves)]
 
@@ -113,6 +119,38 @@ def test_only_documents_of_several_ranks_travel(starts: tuple[Starts, ...] | Non
             run.result(timeout=2 * WAIT_S)
     rows = 48 * 2 * 4 * (16 * 6 + 2) * 8  # queries and outputs, then both with gradients; two log-sum-exps
     assert sum(each.sent for each in members) == share * rows
+
+
+def pieces_of(starts: Starts, n: int) -> list[list[Span]]:
+    """Of every slice of 48 tokens, the parts of documents, counted from its start."""
+    bounds = itertools.pairwise(range(0, 49, 48 // n))
+    return [[(lo - span[0], hi - span[0]) for lo, hi in documents_in(span, starts)] for span in bounds]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("starts", [(0, 3, 17, 18, 40), (0, 2, 4, 9, 11, 13, 30), (0,)])
+@pytest.mark.parametrize(
+    ("widest", "shares", "n"),
+    [((1, 1), (1, 1), 1), ((1, 2, 1), (1, 2, 1), 2), ((1,) * 4, (1,) * 4, 2), ((1,) * 4, (3, 1), 2), ((2, 1), (1,), 2)],
+)
+def test_whole_documents(widest: Shares, shares: Shares, n: int, starts: Starts, window: int | None) -> None:
+    """A rank attends right to whatever it holds, also where another replica's ranks say what that is."""
+    tensors = [torch.randn(48, 1, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    placing = DocumentPlacing(widest, 1, shares, 1)
+    placed, size = Placed([placing.blocks(pieces, 100.0) for pieces in pieces_of(starts, n)]), len(shares)
+    reach = Reach((starts,), window, 48, placed)
+    whole = [t.clone().requires_grad_() for t in tensors[:3]]
+    wanted = masked_attention(*whole, reach)
+    wanted.backward(tensors[3])
+    meeting, tokens = Meeting(size), tuple(map(part_tokens, token_blocks(shares, 48 // n)))
+    members = [InThread(meeting, rank, tokens) if size > 1 else None for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(run_rank, each, tensors, n, shares, reach) for each in members]
+        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
+    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
+        for rank in range(size):
+            expected = torch.cat([local(p, rank, shares, reach, i) for i, p in enumerate(reference.chunk(n))])
+            assert relative(torch.cat(found[rank][which]), expected) < 1e-13
 
 
 # Slice attention of which other devices compute a part, with the peer in this process.

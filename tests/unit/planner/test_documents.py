@@ -10,14 +10,15 @@ from pydantic import ValidationError
 
 from megatron_het.plan import Plan
 from tests.unit.planner import eight_layers
-from tools.planner.costs.build import build_plan
+from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules.pipelines import SlimPipe
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model import Model
-from tools.planner.inputs.model_parts import drawn, read_lengths
+from tools.planner.inputs.model_parts import Shared, drawn, read_lengths
+from tools.planner.report.tables import summary, summary_tables
 
 LENGTH = 131_072
 LONG_TAILED = (1000, 1500, 2000, 4000, 8000, 100_000)
@@ -55,19 +56,43 @@ def test_what_is_left_of_attention() -> None:
 
 def test_context_parallel_ranks_send_what_sees_keys_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has the first and the last quarter of a sequence, rank 1 the two between."""
-    assert model().share_sent(2, 1) == 1
-    assert model(document_lengths=(1024,)).share_sent(2, 1) == 0
-    assert model(document_lengths=(64 * LENGTH,)).share_sent(2, 1) == pytest.approx(0.75, abs=0.02)
+    assert model().shared(2, 1).sent == 1
+    assert model(document_lengths=(1024,)).shared(2, 1).sent == 0
+    assert model(document_lengths=(64 * LENGTH,)).shared(2, 1).sent == pytest.approx(0.75, abs=0.02)
     # Two of four blocks begin within a document of the other rank, which ends soon.
-    assert model(document_lengths=4000).share_sent(2, 1) == pytest.approx(2 / 4 * 4000 / (LENGTH / 4), rel=0.4)
-    assert model(attention_window=257, windowed_layers=1.0).share_sent(2, 1) == pytest.approx(2 * 256 / LENGTH)
+    assert model(document_lengths=4000).shared(2, 1, cut=True).sent == pytest.approx(
+        2 / 4 * 4000 / (LENGTH / 4), rel=0.4
+    )
+    assert model(attention_window=257, windowed_layers=1.0).shared(2, 1).sent == pytest.approx(2 * 256 / LENGTH)
     # A slice sees those before it, of which both ranks have parts.
-    assert model(document_lengths=(LENGTH,)).share_sent(2, 4) == pytest.approx((0.75 + 3) / 4)
+    assert model(document_lengths=(LENGTH,)).shared(2, 4).sent == pytest.approx((0.75 + 3) / 4)
     few = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
-    monkeypatch.setattr(Model, "share_sent", lambda *_: 1.0)
+    monkeypatch.setattr(Model, "shared", lambda *_, **__: Shared(1.0))
     every = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
     assert few is not None and every is not None
     assert few.layer_f < every.layer_f and few.layer_b < every.layer_b
+
+
+def test_whole_documents_are_planned_where_fewer_queries_travel() -> None:
+    """And priced as the plan says them; not where several sequences are computed together."""
+    stages = (Stage(8, (Group(0, 1, 1),)),)
+    priced, shared = estimator(document_lengths=1500), Candidate(stages, 1, cp=4)
+    whole, cut = (priced.model.shared(4, 1, cut=is_cut) for is_cut in (False, True))
+    assert whole.whole and whole.sent < 0.3 * cut.sent and 1 < whole.most < cut.most
+    plan, _ = planned(priced, shared)
+    assert plan.schedule.parameters["cp_documents"] == "whole"
+    bare = replace(plan, schedule=replace(plan.schedule, parameters={}))
+    read = [candidate_of(made, priced.cluster)[0] for made in (plan, bare)]
+    assert [each.cuts_documents for each in read] == [False, True]
+    seconds = [found.iteration_s for each in read if (found := priced.estimate(each))]
+    assert seconds[0] < seconds[1]
+    said = " ".join(map(str, summary_tables(summary(priced, shared, priced.estimate(shared), None))))
+    assert f"{100 * whole.sent:.1f} % of the queries" in said and f"cut by places {100 * cut.sent:.1f} %" in said
+    for other in (replace(shared, micro_batch_size=2), replace(shared, cp=1)):
+        assert "cp_documents" not in planned(priced, other)[0].schedule.parameters
+    assert "cp_documents" not in planned(estimator(), shared)[0].schedule.parameters
+    # A slice has little room for one on each of eight ranks, and their earlier parts lie elsewhere.
+    assert not model(document_lengths=16_000).shared(8, 8).whole
 
 
 def test_documents_are_drawn_alike_and_go_on_in_the_next_sequence() -> None:

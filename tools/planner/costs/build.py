@@ -23,7 +23,7 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
-from megatron_het.plan.placement import state_parts
+from megatron_het.plan.placement import DOCUMENTS, WHOLE, state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS, Part
 from megatron_het.schedule.generators.one_f_one_b import SLACK
@@ -360,6 +360,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         cp=plan.most_cp,
         ep=most_ep,
         chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
+        cuts_documents=plan.most_cp > 1 and parameters.get(DOCUMENTS) != WHOLE,
         **extras_of_plan(plan),
     )
     if most_ep > max(r.tp for stage in plan.stages for r in stage.replicas):

@@ -72,6 +72,7 @@ class Candidate:
             each of its passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
         exchange: Stages attend for each other (slices): the context exchange.
         host_activations: Share of the activations of each forward that waits in main memory.
+        cuts_documents: Context-parallel ranks have the same places of every slice, whatever documents are there.
     """
 
     stages: tuple[Stage, ...]
@@ -95,6 +96,7 @@ class Candidate:
     exchange: bool = False
     host_activations: float = 0.0
     chunk_counts: tuple[int, ...] = ()
+    cuts_documents: bool = False
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy; with other stages or chunks all stages have equally many chunks."""

@@ -314,7 +314,8 @@ class CatalogCosts:
             return max(forward, ring), max(backward, 2 * ring)
         # Queries go and partial outputs return, while a rank attends to its own keys for its own queries.  Backwards
         # send queries, outputs and gradients, and get gradients of queries in fp32.
-        elements *= model.share_sent(spread.cp, spread.slices)
+        shared = model.shared(spread.cp, spread.slices, cut=spread.cut or batch > 1)
+        forward, backward, elements = shared.most * forward, shared.most * backward, shared.sent * elements
         once = elements * model.attention_size / rate
         there, back = 2 * once * model.element_bytes, once * (3 * model.element_bytes + 4)
         return forward + max(0.0, there - forward / spread.cp), backward + max(0.0, back - backward / spread.cp)

@@ -329,6 +329,7 @@ class Spread(NamedTuple):
         intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
         slices: Passes that a sequence is cut into; costs are of all of them.
         kinds: Of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model.
+        cut: Whether documents are cut by places, whatever that costs.
     """
 
     cp: int = 1
@@ -339,6 +340,7 @@ class Spread(NamedTuple):
     intra_node_bytes_per_s: float | None = None
     slices: int = 1
     kinds: tuple[tuple[str, int], ...] = ()
+    cut: bool = False
 
     def expert_parts(self, tp: int) -> int:
         """Ranks that cut one expert, where a replica has ``tp`` of them."""

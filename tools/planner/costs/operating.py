@@ -234,15 +234,19 @@ class OperatingPoints:
         expert_tp: int = 0,
         slices: int = 1,
         kind: str = "",
+        cut: bool = False,
     ) -> Unit | None:
         """Figures of a replica kind, None where there are none; times are of all slices together.
 
         Args:
             kind: Of the layers of a hybrid model; empty: the mean of all.
+            cut: Whether context-parallel ranks cut documents by places.
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices)
+        spread = Spread(
+            cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices, cut=cut
+        )
         kinds = ((kind, 1),) if kind else ()
         if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
             return None  # as plans refuse it: ranks divide heads
@@ -302,9 +306,8 @@ class OperatingPoints:
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
-        return self.unit(
-            group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp=expert_tp, slices=c.slices
-        )
+        at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep
+        return self.unit(*at, expert_tp=expert_tp, slices=c.slices, cut=c.cuts_documents)
 
     def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
         """The mean of the layers of some chunks, by their kinds."""
@@ -312,7 +315,7 @@ class OperatingPoints:
         at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices
         kinds = []
         for kind in sorted(set("".join(chunks))):
-            unit = self.unit(*at, kind)
+            unit = self.unit(*at, kind, c.cuts_documents)
             if unit is None:
                 return None
             kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))

@@ -295,6 +295,7 @@ def stages_of(
         c.rows,
         c.exchange,
         c.host_activations,
+        c.cuts_documents,
         blocks,
         total,
     )

@@ -33,12 +33,13 @@ from .model_parts import (
     Latent,
     Lengths,
     Mamba,
+    Shared,
     check_sizes,
     flag_words,
     lengths_problem,
     read_lengths,
     share_left,
-    share_sent,
+    shared,
 )
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
 
@@ -411,16 +412,31 @@ class Model(BaseModel):
         """Whether stages can share the vocabulary; layers for later tokens read whole tables."""
         return not self.mtp_num_layers
 
-    def share_sent(self, cp: int, slices: int) -> float:
-        """Share of its queries that a context-parallel rank sends to another one, averaged over layers."""
+    def shared(self, cp: int, slices: int, *, cut: bool = False) -> Shared:
+        """Returns what context-parallel ranks have to do with each other, averaged over layers.
+
+        Args:
+            cp: Ranks.
+            slices: Of a sequence.
+            cut: Whether documents are cut by places of a slice, also where fewer queries travel if they are whole.
+        """
         if self.document_lengths is None and self.attention_window is None:
-            return 1.0
+            return Shared(1.0)
         windowed = 0.0 if self.attention_window is None else self.windowed_layers
-        return sum(
-            part * share_sent(self.document_lengths, self.seq_length, cp, slices, window)
-            for part, window in ((windowed, self.attention_window), (1 - windowed, None))
-            if part
-        )
+        ways: list[float | None] = [None]
+        if not cut and self.document_lengths is not None:
+            rest = self.layer_flops(1, 0.0)
+            ways.append(rest / (self.layer_flops(1, 1.0) - rest or 1.0))
+        found = []
+        for keys in ways:
+            parts = [
+                (part, shared(self.document_lengths, self.seq_length, cp, slices, window, keys))
+                for part, window in ((windowed, self.attention_window), (1 - windowed, None))
+                if part
+            ]
+            sent, most = (sum(part * each[i] for part, each in parts) for i in (0, 1))
+            found.append(Shared(sent, most, keys is not None))
+        return min(found, key=lambda each: each.sent)
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""

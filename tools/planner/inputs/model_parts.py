@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_het.features import FEATURES
-from megatron_het.plan.placement import token_blocks
+from megatron_het.plan.placement import Blocks, part_tokens, placed_documents, token_blocks
 from megatron_het.plan.schema import (
     CHUNK,
     EXPERTS,
@@ -27,7 +26,7 @@ from megatron_het.plan.schema import (
 )
 from megatron_het.safe_io import FileError, read_text
 from megatron_het.safe_io.reading import shown
-from megatron_het.schedule.cutting import Cutting, Span, Starts, rows_that_see
+from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 
 from ..errors import PlannerError, from_file_error
 
@@ -120,9 +119,30 @@ def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_
     return [cutting.keys(starts, seq_length) / whole for starts in drawn(lengths, seq_length)]
 
 
+class Shared(NamedTuple):
+    """Holds what context-parallel ranks have to do with each other.
+
+    Attributes:
+        sent: Share of its queries that a rank sends to another one, in the mean: those that see its keys.
+        most: Attention of the rank with most of it over the mean, slice by slice.
+        whole: Whether documents are on one rank where one has room for them.
+    """
+
+    sent: float
+    most: float = 1.0
+    whole: bool = False
+
+
 @functools.lru_cache(maxsize=256)
-def share_sent(lengths: Lengths | None, seq_length: int, cp: int, slices: int, window: int | None = None) -> float:
-    """Share of its queries that a context-parallel rank sends to another one, in the mean: those that see its keys.
+def shared(
+    lengths: Lengths | None,
+    seq_length: int,
+    cp: int,
+    slices: int,
+    window: int | None = None,
+    keys_per_token: float | None = None,
+) -> Shared:
+    """Counts what ranks send, and how unequal their attention is.
 
     Args:
         lengths: Of the documents; None if a sequence is one.
@@ -130,22 +150,38 @@ def share_sent(lengths: Lengths | None, seq_length: int, cp: int, slices: int, w
         cp: Ranks.
         slices: Of a sequence, equally long.
         window: Keys that a query sees, its own with them; None for all of its document.
+        keys_per_token: Of whole documents (:func:`placed_documents`); None where places in a slice say who has what.
     """
     tokens = max(seq_length // slices // (2 * cp), 1) * 2 * cp
     blocks = token_blocks((1,) * cp, tokens)
-    count = max(1, _MOST_PAIRS // (slices * cp * cp))
-    sent, drawn_ones = 0, ((0,),) if lengths is None else drawn(lengths, seq_length)[:count]
-    earlier = None if window is None else window - 1
-    for starts in drawn_ones:
-        held: list[list[Span]] = [[] for _ in range(cp)]
-        for first in range(0, slices * tokens, tokens):
-            placed = [[(first + a, first + b) for a, b in own] for own in blocks]
-            for rank, own in enumerate(placed):
-                held[rank] += own
-            for owner, holder in itertools.permutations(range(cp), 2):
-                for block in placed[owner]:
-                    sent += sum(b - a for a, b in rows_that_see(block, held[holder], (starts,), earlier))
-    return sent / (len(drawn_ones) * slices * tokens * (cp - 1))
+    count, length = max(1, _MOST_PAIRS // (slices * cp * cp)), slices * tokens
+    drawn_ones = ((0,),) if lengths is None else drawn(lengths, seq_length)[:count]
+    sent, most, whole = 0, 0.0, 0.0
+    for sequence in drawn_ones:
+        starts = tuple(start for start in sequence if start < length)
+        begins = frozenset(starts)
+        pieces = [documents_in((first, first + tokens), starts) for first in range(0, length, tokens)]
+        held: dict[int, tuple[int, int]] = {}  # of the document: tokens of each rank, and their end
+        for index, documents in enumerate(pieces):
+            placed: Sequence[Blocks] = blocks
+            if keys_per_token is not None:
+                counted = [(lo - index * tokens, hi - index * tokens) for lo, hi in documents]
+                placed = placed_documents(counted, [part_tokens(own) for own in blocks], keys_per_token)
+            attention = [0.0] * cp
+            spans = sorted((a + index * tokens, b + index * tokens, r) for r, own in enumerate(placed) for a, b in own)
+            for first, end, owner in spans:
+                for lo, hi in documents_in((first, end), starts):
+                    held = {} if lo in begins else held
+                    attention[owner] += (hi - lo) * (hi - lo + 1) / 2
+                    for holder, (keys, last) in held.items():
+                        rows = hi - lo if window is None else max(min(hi, last + window - 1) - lo, 0)
+                        sent += rows * (holder != owner)
+                        attention[holder] += rows * keys
+                    held[owner] = held.get(owner, (0, 0))[0] + hi - lo, hi
+            most += max(attention)
+            whole += sum(attention) / cp
+    share = sent / (len(drawn_ones) * length * (cp - 1))
+    return Shared(share, 1.0 if lengths is None or window is not None else most / whole, keys_per_token is not None)
 
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)

@@ -12,8 +12,11 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from megatron_het.plan.placement import DOCUMENTS
+
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import schedule_of
 from ..search.outcome import Found, Goal, Outcome
 from ..search.overlap import blocking_ratio
 
@@ -200,6 +203,7 @@ def summary(
         "not_run": model.not_run,
         "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
+        "documents": _documents(estimator, candidate, estimate),
         "schedule": candidate.schedule,
         "chunks": candidate.chunks,
         "slices": candidate.slices,
@@ -222,6 +226,21 @@ def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
         }
         for pool, held in estimator.host_memory(estimate)
     ]
+
+
+def _documents(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> dict[str, float] | None:
+    """Returns what whole documents gain over cut ones; None where the plan does not ask for them."""
+    if DOCUMENTS not in schedule_of(candidate).cut(estimator, candidate):
+        return None
+    whole, cut = (estimator.model.shared(candidate.cp, candidate.slices, cut=is_cut) for is_cut in (False, True))
+    other = estimator.estimate(candidate.with_(cuts_documents=True))
+    return {
+        "queries_sent": whole.sent,
+        "queries_sent_if_cut": cut.sent,
+        "most_attention": whole.most,
+        "most_attention_if_cut": cut.most,
+        "sooner": 0.0 if other is None else other.iteration_s / estimate.iteration_s - 1,
+    }
 
 
 def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -330,6 +349,13 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
     lines += body["model_notes"]
     lines += host_memory_lines(body["host_memory"])
+    if (own := body["documents"]) is not None:
+        lines.append(
+            f"Whole documents: {100 * own['queries_sent']:.1f} % of the queries go to another rank, and the rank "
+            f"with most attention has {own['most_attention']:.2f} times the mean; cut by places "
+            f"{100 * own['queries_sent_if_cut']:.1f} % and {own['most_attention_if_cut']:.2f} times, "
+            f"{100 * own['sooner']:.1f} % later"
+        )
     if body.get("bubble_fraction") is not None:
         lines.append(f"bubble {100 * body['bubble_fraction']:.1f} %: idle time over compute, mean of the replicas")
     more = len(body["stages"]) - MOST_ROWS

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from megatron_het.plan import Plan
+from megatron_het.plan.placement import DOCUMENTS, WHOLE
 from megatron_het.schedule.cutting import Parts
 
 from ...inputs.model import Model
@@ -343,8 +344,9 @@ class Schedule:
 
     def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
         """Returns what a plan says of how sequences are cut, beside the number of slices."""
-        del estimator, candidate
-        return {}
+        c, is_alone = candidate, candidate.micro_batch_size == 1 and not candidate.sizes
+        can_place = c.cp > 1 and is_alone and not (c.exchange or c.cuts_documents)
+        return {DOCUMENTS: WHOLE} if can_place and estimator.model.shared(c.cp, c.slices).whole else {}
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
         """Returns the slices of every microbatch, as ranks cut them; none where they see all before them."""

@@ -285,8 +285,9 @@ class SlimPipe(Schedule):
     def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
         """Slices of equal work where documents share sequences; the context exchange evens out equal ones as well."""
         if candidate.slices == 1 or candidate.exchange or estimator.model.document_lengths is None:
-            return {}
-        return {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}
+            return super().cut(estimator, candidate)
+        lengths = {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}
+        return lengths | super().cut(estimator, candidate)
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
         """By the model's documents, and by how the plan cuts sequences."""
