@@ -191,21 +191,19 @@ def placed_documents(pieces: Sequence[Piece], room: Sequence[int], keys_per_toke
         keys_per_token: How many keys a query attends to in the time that the rest of its layers takes.
     """
     left, load, found = list(room), [0.0] * len(room), [list[Piece]() for _ in room]
-    even = sum(_pairs(end - first) for first, end in pieces) / len(room)
-    most = even + _LATER * (even + keys_per_token * sum(room) / len(room))
+    even = sum(_pairs(end - first) for first, end in pieces) / sum(room)
+    most = even + _LATER * (even + keys_per_token)  # attention of a rank for every token that it has room for
     for first, end in sorted(pieces, key=lambda piece: (piece[0] - piece[1], piece[0])):
         tokens, at = end - first, first
-        wanted = min(max(math.ceil(_pairs(tokens) / most), 1), len(room))
-        ranks = [rank for rank, free in enumerate(left) if free >= tokens]
-        if wanted == 1 and ranks:
-            ranks = [min(ranks, key=lambda rank: (load[rank] / room[rank], -left[rank]))]
+        is_long = tokens > max(room) or _pairs(tokens) > most * max(room)
+        able = [r for r, free in enumerate(left) if free >= tokens and _pairs(tokens) <= most * room[r]]
+        if able:
+            ranks = [min(able, key=lambda rank: (load[rank] / room[rank], -left[rank]))]
         else:
-            ranks = sorted(range(len(room)), key=lambda rank: (-left[rank], load[rank] / room[rank]))
-            while sum(left[rank] for rank in ranks[:wanted]) < tokens:
-                wanted += 1
-            ranks = ranks[:wanted]
+            in_order, ranks = iter(sorted(range(len(room)), key=lambda r: (-left[r], load[r] / room[r]))), []
+            while sum(left[r] for r in ranks) < tokens or most * sum(room[r] for r in ranks) < _pairs(tokens):
+                ranks.append(next(in_order))
         # A long one is cut as a sequence is, and one that only found no room in as few parts as can be.
-        is_long = wanted > 1 and (tokens > max(room) or _pairs(tokens) > most)
         parts = _shared(tokens, ranks, left, room) if is_long else _filled(tokens, ranks, left)
         cuts = [(rank, parts[rank] - (parts[rank] // 2 if is_long else 0)) for rank in ranks]
         for rank, size in (*cuts, *((rank, parts[rank] - size) for rank, size in reversed(cuts))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +26,7 @@ from megatron_het.attention.places import UNLIMITED, SliceContext, TokenGradient
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
 from megatron_het.plan.placement import DocumentPlacing, Placed, part_tokens, token_blocks
-from megatron_het.schedule.cutting import Span, Starts, documents_in
+from megatron_het.schedule.cutting import Starts, documents_in
 
 Shares = tuple[int, ...]
 
@@ -57,26 +56,37 @@ def run_rank(
     return [[out.detach() for out in outs], *([p.grad for p in leaf] for leaf in leaves)]
 
 
+def ranks_of(tokens: Shares) -> list[InThread | None]:
+    """The members of one group; nobody where there is one rank."""
+    meeting = Meeting(len(tokens))
+    return [InThread(meeting, rank, tokens) if len(tokens) > 1 else None for rank in range(len(tokens))]
+
+
+def worst(tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED) -> float:
+    """How far outputs and gradients of any rank are from those of one process."""
+    whole = [t.to(torch.float64, copy=True).requires_grad_() for t in tensors[:3]]
+    wanted = masked_attention(*whole, reach) if reach.is_limited else full_attention(*whole)
+    wanted.backward(tensors[3].double())
+    tokens = tuple(map(part_tokens, token_blocks(shares, tensors[0].shape[0] // n)))
+    assert [t * sum(shares) for t in tokens] == [sum(tokens) * share for share in shares]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        runs = [pool.submit(run_rank, each, tensors, n, shares, reach) for each in ranks_of(tokens)]
+        found = [future.result(timeout=2 * WAIT_S) for future in runs]
+    errors = []
+    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
+        for rank, results in enumerate(found):
+            expected = torch.cat([local(p, rank, shares, reach, i) for i, p in enumerate(reference.chunk(n))])
+            errors.append(relative(torch.cat(results[which]), expected))
+    return max(errors)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize(
     ("shares", "n", "groups"),
     [((1, 1), 1, 2), ((1, 1), 3, 1), ((1,) * 4, 2, 4), ((3, 1), 2, 2), ((1, 3), 1, 1), ((1, 2, 1), 2, 4)],
 )
 def test_exact(shares: Shares, n: int, groups: int, dtype: torch.dtype, tolerance: float) -> None:
-    tensors = inputs(n, 4, groups, dtype)
-    whole = [t.to(torch.float64, copy=True).requires_grad_() for t in tensors[:3]]
-    wanted = full_attention(*whole)
-    wanted.backward(tensors[3].double())
-    size, meeting = len(shares), Meeting(len(shares))
-    tokens = tuple(part_tokens(blocks) for blocks in token_blocks(shares, tensors[0].shape[0] // n))
-    assert [t * sum(shares) for t in tokens] == [sum(tokens) * share for share in shares]
-    with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares) for r in range(size)]
-        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
-    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
-        for rank in range(size):
-            expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
-            assert relative(torch.cat(found[rank][which]), expected) < tolerance
+    assert worst(inputs(n, 4, groups, dtype), n, shares) < tolerance
 
 
 @pytest.mark.parametrize("window", [None, 5, 13])
@@ -85,18 +95,7 @@ def test_exact(shares: Shares, n: int, groups: int, dtype: torch.dtype, toleranc
 def test_documents_and_windows(shares: Shares, n: int, starts: tuple[Starts, ...] | None, window: int | None) -> None:
     """A rank attends for the others to what their queries reach of its keys, and to nothing else."""
     tensors = [torch.randn(48, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
-    reach, size = Reach(starts, window, 48), len(shares)
-    whole = [t.clone().requires_grad_() for t in tensors[:3]]
-    wanted = masked_attention(*whole, reach)
-    wanted.backward(tensors[3])
-    meeting, tokens = Meeting(size), tuple(map(part_tokens, token_blocks(shares, 48 // n)))
-    with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares, reach) for r in range(size)]
-        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
-    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
-        for rank in range(size):
-            expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
-            assert relative(torch.cat(found[rank][which]), expected) < 1e-13
+    assert worst(tensors, n, shares, Reach(starts, window, 48)) < 1e-13
 
 
 @pytest.mark.parametrize(
@@ -112,19 +111,12 @@ def test_documents_and_windows(shares: Shares, n: int, starts: tuple[Starts, ...
 def test_only_documents_of_several_ranks_travel(starts: tuple[Starts, ...] | None, share: float) -> None:
     """The size of context parallelism is that of each document: how many ranks have tokens of it."""
     tensors = [torch.randn(48, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
-    meeting = Meeting(2)
-    members = [InThread(meeting, rank, (24, 24)) for rank in range(2)]
+    members = ranks_of((24, 24))
     with ThreadPoolExecutor(2) as pool:
         for run in [pool.submit(run_rank, each, tensors, 1, (1, 1), Reach(starts, None, 48)) for each in members]:
             run.result(timeout=2 * WAIT_S)
     rows = 48 * 2 * 4 * (16 * 6 + 2) * 8  # queries and outputs, then both with gradients; two log-sum-exps
     assert sum(each.sent for each in members) == share * rows
-
-
-def pieces_of(starts: Starts, n: int) -> list[list[Span]]:
-    """Of every slice of 48 tokens, the parts of documents, counted from its start."""
-    bounds = itertools.pairwise(range(0, 49, 48 // n))
-    return [[(lo - span[0], hi - span[0]) for lo, hi in documents_in(span, starts)] for span in bounds]
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -137,20 +129,10 @@ def test_whole_documents(widest: Shares, shares: Shares, n: int, starts: Starts,
     """A rank attends right to whatever it holds, also where another replica's ranks say what that is."""
     tensors = [torch.randn(48, 1, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
     placing = DocumentPlacing(widest, 1, shares, 1)
-    placed, size = Placed([placing.blocks(pieces, 100.0) for pieces in pieces_of(starts, n)]), len(shares)
-    reach = Reach((starts,), window, 48, placed)
-    whole = [t.clone().requires_grad_() for t in tensors[:3]]
-    wanted = masked_attention(*whole, reach)
-    wanted.backward(tensors[3])
-    meeting, tokens = Meeting(size), tuple(map(part_tokens, token_blocks(shares, 48 // n)))
-    members = [InThread(meeting, rank, tokens) if size > 1 else None for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(run_rank, each, tensors, n, shares, reach) for each in members]
-        found = [future.result(timeout=2 * WAIT_S) for future in ranks]
-    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
-        for rank in range(size):
-            expected = torch.cat([local(p, rank, shares, reach, i) for i, p in enumerate(reference.chunk(n))])
-            assert relative(torch.cat(found[rank][which]), expected) < 1e-13
+    slices = [(first, documents_in((first, first + 48 // n), starts)) for first in range(0, 48, 48 // n)]
+    pieces = [[(lo - first, hi - first) for lo, hi in documents] for first, documents in slices]
+    placed = Placed([placing.blocks(each, 100.0) for each in pieces])
+    assert worst(tensors, n, shares, Reach((starts,), window, 48, placed)) < 1e-13
 
 
 # Slice attention of which other devices compute a part, with the peer in this process.

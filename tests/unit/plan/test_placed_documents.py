@@ -75,6 +75,10 @@ def test_attention_says_what_is_too_long() -> None:
     placed = placed_documents(pieces, [300] * 4, 1000.0)
     assert len(ranks_of((0, 300), placed)) == 2
     assert len(ranks_of((0, 300), placed_documents(pieces, [300] * 4, 0.0))) == 4
+    # Two that would take the slower rank too long are both on the faster one, though this one has more to do then.
+    pair = [(0, 200), (200, 400), *((at, at + 10) for at in range(400, 1200, 10))]
+    placed = placed_documents(pair, [900, 300], 100.0)
+    assert ranks_of((0, 200), placed) == ranks_of((200, 400), placed) == {0}
     # Where documents are alike, all ranks have as much attention.
     alike = placed_documents([(at, at + 50) for at in range(0, 1200, 50)], [300] * 4, math.inf)
     assert all(len(ranks_of((at, at + 50), alike)) == 1 for at in range(0, 1200, 50))
