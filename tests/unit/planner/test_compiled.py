@@ -19,7 +19,7 @@ from tools.planner.costs import plain
 from tools.planner.costs.candidate import Group
 from tools.planner.costs.plain import Wiring, makespan_s, pipelines_s
 from tools.planner.errors import PlannerError
-from tools.planner.search.book import _FIGURES, _SECONDS, _Stage, divide, stages_s
+from tools.planner.search.book import _ROW, divide, stages_s
 
 
 @pytest.fixture
@@ -145,19 +145,18 @@ def test_stages_are_those_of_python(built):
     for _ in range(400):
         count = rng.randint(1, 9)
         stages = [
-            _Stage(rng.choice((0.1, 1.0, rng.random() * 9)), rng.random() * 3, rng.random(), rng.random(), 1, 0.0, b"")
+            (rng.choice((0.1, 1.0, rng.random() * 9)), rng.random() * 3, *[rng.random() for _ in range(3)])
             for _ in range(count)
         ]
-        found = [(stage, rng.random()) for stage in stages]
         caps = [rng.choice((rng.randint(1, 9), 1 << 30)) for _ in stages]
         wanted = rng.randint(count, max(count, min(40, sum(caps))))
         if wanted > sum(caps):
             continue
-        figures = b"".join(_FIGURES.pack(*s[:4]) + _SECONDS.pack(tail) for s, tail in found)
+        figures = b"".join(_ROW.pack(*row) for row in stages)
         out, drain = (c_double * 3)(), rng.random()
         assert built.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out)
-        assert tuple(out) == stages_s(found, caps, wanted, drain)
-        layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, wanted)
+        assert tuple(out) == stages_s(figures, caps, wanted, drain)
+        layers = divide([row[0] for row in stages], [row[1] for row in stages], caps, wanted)
         few += any(n == cap for n, cap in zip(layers, caps))
         slow += layers.count(1) > 1
     assert few > 50 and slow > 50

@@ -127,7 +127,7 @@ def _pipeline(
 ) -> tuple[Pipeline, list[float]]:
     """The time of the pipeline, and the end of the last backward of each stage."""
     schedule = schedule_of(candidate)
-    mixed = any(len(stage.units) > 1 for stage in stages) and not schedule.shards_parameters
+    mixed = max([len(stage.units) for stage in stages]) > 1 and not schedule.shards_parameters
     apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
     # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
     lines = [[_of_kind(s, i) for s in stages] for i in range(len(stages[0].units))] if apart else [stages]

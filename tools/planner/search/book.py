@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from ctypes import c_double, c_int32
 from math import inf
 from struct import Struct
@@ -81,7 +82,7 @@ class _Known:
         self.caps: dict[int | tuple[int, int], int] = {}
 
 
-_FIGURES, _SECONDS = Struct("4d"), Struct("d")
+_FIGURES, _SECONDS, _ROW = Struct("4d"), Struct("d"), Struct("5d")
 _NO_TAIL = _SECONDS.pack(0.0)
 _NO_ENDS = 0.0, 0.0
 
@@ -109,7 +110,7 @@ class _Point:
         self.mismatch = self.schedule.mismatch(like)
         self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over
         self.most_stages = most_chunks(total, like.slices) // like.chunks
-        self.known: dict[tuple[float, float], _Met] = {}
+        self.known: defaultdict[tuple[float, float], _Met] = defaultdict(dict)
         self.values: dict[Groups, float] = {}
 
 
@@ -120,9 +121,10 @@ class Sketch:
         self.estimator, self.goal = estimator, goal
         self.costs_money = goal.objective == "cost"
         self.points: dict[object, _Point | None] = {}
-        self._last: tuple[Candidate | None, _Point | None] = None, None
+        self._met: dict[int, tuple[Candidate, _Point | None]] = {}
         self.stages: dict[object, _Stage | None] = {}
         self.tails: dict[object, float] = {}
+        self.leasts: dict[object, float] = {}
         self._compiled = loops()
         self._out = (c_double * 3)()
 
@@ -141,7 +143,7 @@ class Sketch:
         known = point.values.get(groups)
         if known is not None:
             return known
-        found, rate = self._stages(point, groups, min(most, simulated))
+        found, rate = self._stages(point, groups, like, min(most, simulated))
         if not rate:
             return inf
         usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
@@ -160,8 +162,9 @@ class Sketch:
 
     def _point(self, like: Candidate) -> _Point | None:
         """The candidate's point; None where the batch does not divide."""
-        if like is self._last[0]:
-            return self._last[1]
+        met = self._met.get(id(like))
+        if met is not None:  # it is kept, so that nothing else has its id
+            return met[1]
         c = like
         key = (
             *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack),
@@ -170,50 +173,55 @@ class Sketch:
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
             self.points[key] = None if rest else _Point(c, total)
-        self._last = like, self.points[key]
+        self._met[id(like)] = like, self.points[key]
         return self.points[key]
 
-    def _stages(self, point: _Point, groups: Groups, limit: float) -> tuple[list[_Known], float]:
+    def _stages(self, point: _Point, groups: Groups, like: Candidate, limit: float) -> tuple[list[_Known], float]:
         """Returns what is known of the stages, and layers per second of all.
 
         These are 0 where a stage cannot run, or where all take longer than ``limit`` even if all layers fit.
         """
-        count, like = len(groups), point.like
+        count = len(groups)
         # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
-        most, others = _NO_ENDS, {0, count - 1}
+        most, others = _NO_ENDS, range(0, count, max(1, count - 1))
         if like.rows:
-            most, others = ends_at(like, 0, count), set(range(count)) if len(like.rows) == count else set()
-        met = point.known.get(most) or point.known.setdefault(most, {})
-        found: list[Any] = [*map(met.get, groups)]
+            most, others = ends_at(like, 0, count), range(count if len(like.rows) == count else 0)
+        found: list[Any] = [*map(point.known[most].get, groups)]
         for s in others:
-            found[s] = point.known.setdefault(ends_at(like, s, count), {}).get(groups[s])
+            found[s] = point.known[ends_at(like, s, count)].get(groups[s])
         if not all(found):
-            if False in found or self._is_hopeless(point, groups, found, limit):
+            if False in found or self.least(groups, like) > limit:
                 return found, 0.0
             for s in range(count):
                 if found[s] is None:
                     ends = ends_at(like, s, count)
                     found[s] = self._meet(point, groups[s], *ends) or False
-                    point.known.setdefault(ends, {})[groups[s]] = found[s]
+                    point.known[ends][groups[s]] = found[s]
                 if not found[s]:
                     return found, 0.0
         return found, sum([entry.rate for entry in found])
 
-    def _is_hopeless(self, point: _Point, groups: Groups, found: list[Any], limit: float) -> bool:
-        """Whether stages cannot run or take longer than ``limit`` whatever fits: memory is what takes long to find."""
-        count, wanted, stages = len(groups), self.estimator.model.num_layers, list[_Stage]()
-        for s, known in enumerate(found):
-            stage = known.stage if known else self._stage(point, groups[s], *ends_at(point.like, s, count))
-            if stage is None:
-                return True
-            stages.append(stage)
-        if limit == inf:
-            return False
+    def least(self, groups: Groups, like: Candidate) -> float:
+        """Seconds or USD that these stages compute at least, whatever fits; infinite when they cannot run.
+
+        Memory is what takes long to find, and the schedule makes no difference to this.
+        """
+        point = self._point(like)
+        key = groups, point and point.computes, like.rows
+        if point is not None and key not in self.leasts:
+            self.leasts[key] = self._find_least(point, groups)
+        return self.leasts.get(key, inf)
+
+    def _find_least(self, point: _Point, groups: Groups) -> float:
+        count, wanted = len(groups), self.estimator.model.num_layers
+        met = [self._stage(point, mine, *ends_at(point.like, s, count)) for s, mine in enumerate(groups)]
+        stages = [stage for stage in met if stage is not None]
+        if len(stages) < count:
+            return inf
         usd = sum([stage.usd_per_s for stage in stages]) if self.costs_money else 1.0
-        if usd * wanted > limit * sum([1.0 / stage.layer_s for stage in stages]):
-            return True
         figures = b"".join([stage.figures + _NO_TAIL for stage in stages])
-        return usd * self._stages_s([(stage, 0.0) for stage in stages], figures, [wanted] * count, 0.0)[0] > limit
+        slowest_s = self._stages_s(figures, [wanted] * count, 0.0)[0]
+        return usd * max(slowest_s, wanted / sum([1.0 / stage.layer_s for stage in stages]))
 
     def _seconds(
         self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
@@ -221,8 +229,7 @@ class Sketch:
         """Infinite where the slowest stage alone takes longer than ``most_s``, or computes longer than another plan."""
         like, schedule = point.like, point.schedule
         cut = like.chunks * like.slices
-        figures = b"".join([k.figures for k in found])
-        busy_s, passes, tail = self._stages_s([(k.stage, k.tail_s) for k in found], figures, caps, BACKWARD / cut)
+        busy_s, passes, tail = self._stages_s(b"".join([k.figures for k in found]), caps, BACKWARD / cut)
         if busy_s + tail > most_s or busy_s > simulated_s:
             return inf
         if len(groups) == 1:
@@ -231,7 +238,7 @@ class Sketch:
         widths = [k.width for k in found]
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
-        loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
+        loss = schedule.loss_of(point.mismatch, widths, max(map(len, groups)) > 1)
         if like.rows:
             unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
             loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
@@ -239,20 +246,14 @@ class Sketch:
         fill_s = passes / cut + 2 * sum(ways) * like.chunks / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
-    def _stages_s(
-        self, found: list[tuple[_Stage, float]], figures: bytes, caps: list[int], drain: float
-    ) -> tuple[float, float, float]:
-        """Returns what ``stages_s`` says, by the compiled loops where they are there.
-
-        Args:
-            figures: The same as ``found``, for these loops.
-        """
-        count, wanted = len(found), self.estimator.model.num_layers
+    def _stages_s(self, figures: bytes, caps: list[int], drain: float) -> tuple[float, float, float]:
+        """Returns what ``stages_s`` says, by the compiled loops where they are there."""
+        count, wanted = len(caps), self.estimator.model.num_layers
         if self._compiled is not None:
             out = self._out
             if self._compiled.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out):
                 return out[0], out[1], out[2]
-        return stages_s(found, caps, wanted, drain)
+        return stages_s(figures, caps, wanted, drain)
 
     def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
         """A stage that has not been met at this point."""
@@ -300,13 +301,11 @@ class Sketch:
         return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
 
 
-def stages_s(
-    found: list[tuple[_Stage, float]], caps: list[int], wanted: int, drain: float
-) -> tuple[float, float, float]:
+def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tuple[float, float, float]:
     """Returns what stages take with the layers that suit them best.
 
     Args:
-        found: Each with the seconds that summing a layer's gradients takes.
+        figures: Of each stage, the first four of ``_Stage`` and the seconds that summing a layer's gradients takes.
         caps: Most layers of each.
         wanted: Layers in all.
         drain: Of a pass forward and back, what earlier stages still compute when a stage ends.
@@ -314,11 +313,12 @@ def stages_s(
     Returns:
         Seconds of the slowest stage, of one microbatch through all the others, and of what follows the last backward.
     """
-    layers = divide([s.layer_s for s, _ in found], [s.ends for s, _ in found], caps, wanted)
+    found = list(_ROW.iter_unpack(figures))
+    layers = divide([row[0] for row in found], [row[1] for row in found], caps, wanted)
     busy_s = passes = worst_pass_s = tail = 0.0
-    for n, (s, layer_tail_s) in zip(layers, found):
-        all_s, pass_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s
-        tail_s = (n + s.ends_size) * layer_tail_s - passes * drain
+    for n, (layer_s, ends, each_s, ends_size, layer_tail_s) in zip(layers, found):
+        all_s, pass_s = (n + ends) * layer_s, (n + ends) * each_s
+        tail_s = (n + ends_size) * layer_tail_s - passes * drain
         passes += pass_s
         if all_s > busy_s:
             busy_s, worst_pass_s = all_s, pass_s

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import chain, combinations, islice, product
+from functools import cache, partial
+from itertools import combinations, islice, product
 from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
 
 from ..costs.build import build_plan, seats
-from ..costs.candidate import Candidate, Stage
+from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
-from .balance import balance
+from .balance import balance, stage_load
 from .book import Book, Sketch, in_regions, there
 from .moves import deeper, least_s, neighbours
 from .outcome import Effort, Found, Goal, Outcome, Progress
@@ -29,7 +29,7 @@ LEAST_TRIES = 4
 """Plans of which not even so many changes could be simulated are left as they are."""
 NEARLY_AS_GOOD = 1.03
 """Changes that the closed form takes for worse by more than this factor are not simulated."""
-MOST_REGROUPED = 64
+MOST_REGROUPED = 32
 """Of plans with replicas in other places, so many that look best are priced."""
 
 Simulate = Callable[[Candidate, Estimate, float], Found | None]
@@ -51,7 +51,7 @@ def refine(
         return found
     current, improved = found, True
     seen = {found.candidate}
-    sketch = Sketch(estimator, goal) if regroups else None
+    sketch = estimator.known_sketches.setdefault(goal.objective, Sketch(estimator, goal)) if regroups else None
     while improved:
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
@@ -74,20 +74,22 @@ def refine(
 
 def _hopeful(
     estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], sketch: Sketch | None
-) -> list[tuple[Candidate, Estimate]]:
-    """Changes that have not been seen and do not look much worse, the best first."""
-    found: list[tuple[float, int, Candidate, Estimate]] = []
+) -> Iterator[tuple[Candidate, Estimate]]:
+    """Changes that have not been seen and do not look much worse, the best first; those of replicas come last."""
+    most = NEARLY_AS_GOOD * goal.value(current.estimate)
     regrouped = _regrouped(estimator, goal, current, sketch) if sketch is not None else ()
-    for candidate in chain(_changes(current.candidate), regrouped):
-        if candidate in seen:
-            continue
-        seen.add(candidate)
-        estimate = estimator.estimate(candidate)
-        if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
-            continue
-        if goal.value(estimate) <= NEARLY_AS_GOOD * goal.value(current.estimate):
-            found.append((goal.value(estimate), len(found), candidate, estimate))
-    return [(candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2])]
+    for changes in (_changes(current.candidate, _may_compute(estimator, goal, current, most)), regrouped):
+        found: list[tuple[float, int, Candidate, Estimate]] = []
+        for candidate in changes:
+            if candidate in seen:
+                continue
+            seen.add(candidate)
+            estimate = estimator.estimate(candidate)
+            if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
+                continue
+            if goal.value(estimate) <= most:
+                found.append((goal.value(estimate), len(found), candidate, estimate))
+        yield from ((candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2]))
 
 
 def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch) -> Iterator[Candidate]:
@@ -106,17 +108,41 @@ def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch)
             yield balanced
 
 
-def _changes(candidate: Candidate) -> Iterator[Candidate]:
-    """Two stages in each other's place; a layer from one stage to another."""
+MayCompute = Callable[[int, int, tuple[Group, ...]], bool]
+"""Whether the closed form of a plan with so many layers and these replicas on a stage may be below a limit."""
+
+
+def _may_compute(estimator: Estimator, goal: Goal, current: Found, most: float) -> MayCompute:
+    """Returns what is asked before the closed form: all microbatches compute on the stage, one after the other.
+
+    The plan has the GPUs of ``current``, so that its price goes with its time.
+    """
+    c, estimate = current.candidate, current.estimate
+    usd = estimate.gpu_usd_per_iteration if goal.objective == "cost" else estimate.iteration_s
+    # Layers that differ have no time of their own.
+    limit_s = inf if estimator.model.kinds or c.sizes or not usd else most / usd * estimate.iteration_s
+    each_s = limit_s * (1 + 1e-9) * c.micro_batch_size / estimator.model.global_batch_size
+    ends = [tuple(map(float, c.ends_of(s))) for s in range(len(c.stages))]
+
+    @cache
+    def may_compute(s: int, layers: int, groups: tuple[Group, ...]) -> bool:
+        load = stage_load(estimator, groups, c, *ends[s])
+        return load is None or load.time(layers) <= each_s
+
+    return may_compute
+
+
+def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidate]:
+    """Two stages in each other's place; a layer from one stage to another; where no stage computes too long then."""
     stages = candidate.stages
     for i, j in combinations(range(len(stages)), 2):
-        if stages[i] != stages[j]:
+        if stages[i] != stages[j] and may_compute(i, *stages[j]) and may_compute(j, *stages[i]):
             changed = list(stages)
             changed[i], changed[j] = stages[j], stages[i]
             yield candidate.with_(stages=tuple(changed))
     for i, j in combinations(range(len(stages)), 2):
         for a, b in ((i, j), (j, i)):
-            if stages[a].layers > candidate.chunks:
+            if stages[a].layers > candidate.chunks and may_compute(b, stages[b].layers + 1, stages[b].groups):
                 changed = list(stages)
                 changed[a] = Stage(stages[a].layers - 1, stages[a].groups)
                 changed[b] = Stage(stages[b].layers + 1, stages[b].groups)
@@ -128,7 +154,8 @@ Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 COMPILED = 8
 """So many operations of 1F1B, whose loops are compiled, take the time of one of other schedules."""
 BUILT = 4
-"""One of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more."""
+"""One of a split vocabulary, or of ministages, whose program is built, counts as so many: it takes longer, but differs
+by more."""
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000
@@ -145,7 +172,7 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED, MOST_REFINED = 1.06, 12
+REFINED, MOST_REFINED = 1.06, 8
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 MOST_REFINED_OF_FEW = 3
 """As many plans of every other schedule, on small clusters; elsewhere only the best one."""
@@ -256,7 +283,7 @@ def _finalists(
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
-    if candidate.rows:
+    if candidate.rows or schedule_of(candidate).shards_parameters:
         return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
@@ -308,7 +335,8 @@ def _improved(
     is_plain = found[0].candidate.schedule == PLAIN.name  # whose loops are compiled
     starts: dict[object, Found] = {}
     for entry in sorted(found + better, key=lambda f: f.value(goal)):
-        starts.setdefault(pools_of(entry.candidate), entry)
+        if all(entry.value(goal) != other.value(goal) for other in starts.values()):  # not the same in other places
+            starts.setdefault(pools_of(entry.candidate), entry)
     for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else most]):
         if entry.value(goal) > REFINED * best or progress.spent:
             break

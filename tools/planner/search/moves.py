@@ -158,7 +158,7 @@ def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
     """Groups of changed stages; those that are as before need not be made again."""
     out = []
     for i, stage in enumerate(stages):
-        if i < len(before) and stage == before[i]:
+        if i < len(before) and (stage is before[i] or stage == before[i]):
             out.append(known[i])
             continue
         groups = tuple(Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0)
@@ -166,6 +166,11 @@ def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
             return None
         out.append(groups)
     return tuple(out)
+
+
+def _copied(stages: Stages, *changing: int) -> Stages:
+    """The stages, some of which may be changed."""
+    return [dict(stage) if i in changing else stage for i, stage in enumerate(stages)]
 
 
 def _amounts(count: int) -> set[int]:
@@ -264,7 +269,7 @@ def _moved(stages: Stages, bottleneck: int) -> Iterator[Stages]:
     for i, j in _pairs(len(stages), bottleneck):
         for key, count in stages[i].items():
             for n in _amounts(count):
-                changed = [dict(s) for s in stages]
+                changed = _copied(stages, i, j)
                 changed[i][key] -= n
                 changed[j][key] = changed[j].get(key, 0) + n
                 yield changed
@@ -275,7 +280,7 @@ def _resized(estimator: Estimator, stages: Stages, spare: dict[int, int], bottle
     for i, stage in enumerate(stages):
         for key, count in stage.items():
             for n in _amounts(count):
-                changed = [dict(s) for s in stages]
+                changed = _copied(stages, i)
                 changed[i][key] -= n
                 yield changed
     known = {key for stage in stages for key in stage}
@@ -285,7 +290,7 @@ def _resized(estimator: Estimator, stages: Stages, spare: dict[int, int], bottle
         for tp in tps:
             for n in _amounts(free // tp) | ({less // tp} if less >= tp else set()):
                 for i in range(len(stages)) if len(stages) <= 6 else (bottleneck,):
-                    changed = [dict(s) for s in stages]
+                    changed = _copied(stages, i)
                     changed[i][pool, tp] = changed[i].get((pool, tp), 0) + n
                     yield changed
 
@@ -322,7 +327,7 @@ def _retyped(estimator: Estimator, stages: Stages) -> Iterator[Stages]:
                 if not count:
                     continue
                 new = count * tp // other
-                changed = [dict(s) for s in stages]
+                changed = _copied(stages, i)
                 for target in (changed, everywhere):
                     target[i].pop((pool, tp), None)
                     if new:
@@ -331,7 +336,7 @@ def _retyped(estimator: Estimator, stages: Stages) -> Iterator[Stages]:
                 if new:
                     yield changed
                 if count > 1 and other > tp:
-                    pair = [dict(s) for s in stages]
+                    pair = _copied(stages, i)
                     pair[i][pool, tp] -= other // tp
                     pair[i][pool, other] = pair[i].get((pool, other), 0) + 1
                     yield pair
@@ -346,7 +351,7 @@ def _replaced(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
             for other, free in spare.items():
                 n = min(count, free // tp)
                 if other != pool and n:
-                    changed = [dict(s) for s in stages]
+                    changed = _copied(stages, i)
                     del changed[i][pool, tp]
                     changed[i][other, tp] = changed[i].get((other, tp), 0) + n
                     yield changed

@@ -161,7 +161,7 @@ def search_zorse(
             if nodes * parts > 4 * MAX_GROUPS and parts > 1:
                 break
             progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
-            configure_groups(book, parts, bound_s=bound_s)
+            configure_groups(book, parts, bound=bound_s)
             if progress.out_of_time:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -171,27 +171,31 @@ def search_zorse(
     return outcome
 
 
-def configure_groups(book: Book, parts: int, few: bool = False, bound_s: float = inf) -> None:
-    """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages)."""
+def configure_groups(book: Book, parts: int, few: bool = False, bound: float = inf) -> None:
+    """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages).
+
+    Args:
+        bound: Value beyond which plans are of no use.
+    """
     estimator = book.estimator
     nodes = sum(whole_cluster(estimator, 1, book.limits).values())
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
     for partition in split(estimator, parts, most, book.limits):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
-        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound_s)
+        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound)
         if book.progress.spent:
             return
 
 
-def _configure(book: Book, groups: Groups, few: bool, bound_s: float) -> None:
+def _configure(book: Book, groups: Groups, few: bool, bound: float) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
     model = book.estimator.model
     zero = 1 if model.distributed_optimizer else 0
     for batch in model.batch_sizes:
         for recompute in model.recompute:
-            if _least_s(book.estimator, groups, batch, recompute) > bound_s:
-                continue
             plain = Candidate((), batch, recompute, zero_stage=zero)
+            if len(groups) > model.num_layers or book.sketch.least(groups, plain) > bound:
+                continue
             book.try_groups(groups, plain)
             if not zero or MINISTAGES not in book.goal.allowed:
                 continue
@@ -203,20 +207,6 @@ def _configure(book: Book, groups: Groups, few: bool, bound_s: float) -> None:
                     _, candidate = book.try_groups(groups, like)
                     if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
                         return
-
-
-def _least_s(estimator: Estimator, groups: Groups, batch: int, recompute: str) -> float:
-    """All layers of all microbatches, divided perfectly over all GPUs; one layer at least on every stage."""
-    whole, slowest = 0.0, inf
-    for stage in groups:
-        rate = 0.0
-        for g in stage:
-            unit = estimator.unit(g.pool, g.tp, batch, recompute)
-            if unit is None:
-                return inf
-            rate += g.count / (unit.layer_f + unit.layer_b)
-        whole, slowest = whole + rate, min(slowest, rate)
-    return (estimator.model.global_batch_size // batch) * max(estimator.model.num_layers / whole, 1 / slowest)
 
 
 # Sailor (section 4.2): the same data parallelism everywhere; dynamic programming over stages and resources.

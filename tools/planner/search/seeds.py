@@ -128,6 +128,7 @@ class _Cut:
         self._power = [sum(units[p] * tp[p] * unit_rate(estimator, p, tp[p], point) for p in b) for b in blocks]
         self._most = [max(units[p] for p in block) for block in blocks]
         self._made: dict[tuple[int, int], list[tuple[Group, ...]] | None] = {}
+        self._counted: dict[tuple[int, ...], list[list[int]]] = {}
 
     def stages(self, wanted: int) -> Groups | None:
         """So many stages; None where that is not possible."""
@@ -148,13 +149,15 @@ class _Cut:
 
     def _counts(self, wanted: int, most: list[int]) -> list[int] | None:
         """Stages of each block, in proportion to speed and at most so many; None where that is not possible."""
-        counts = [1] * len(self._blocks)
-        for _ in range(wanted - len(counts)):
+        known = self._counted.setdefault(tuple(most), [[1] * len(self._blocks)])  # each with one stage more
+        while len(known) <= wanted - len(self._blocks):
+            counts = known[-1]
             room = [i for i, n in enumerate(counts) if n < most[i]]
             if not room:
                 return None
-            counts[max(room, key=lambda i: self._power[i] / counts[i])] += 1
-        return counts
+            next_ = max(room, key=lambda i: self._power[i] / counts[i])
+            known.append([n + (i == next_) for i, n in enumerate(counts)])
+        return known[max(0, wanted - len(self._blocks))]
 
     def fitted(self, wanted: int, layers: int) -> Groups | None:
         """So many stages for whole numbers of layers: replicas in proportion to the layers that a stage will have.

@@ -161,7 +161,7 @@ class Schedule:
             ways: Seconds of a message over each boundary.
         """
         cut = candidate.chunks * candidate.slices
-        if max(ways, default=0.0) <= 0 or any(len(stage.units) > 1 for stage in stages):
+        if max(ways, default=0.0) <= 0 or max([len(stage.units) for stage in stages]) > 1:
             return [0.0] * len(stages)
         if len({stage.microbatches[0] for stage in stages}) > 1:
             return [0.0] * len(stages)
@@ -190,7 +190,7 @@ class Schedule:
         Even divisions, where replicas form fixed pipelines, do not meet it.
         """
         counts = [sum([g.count for g in s.groups]) for s in candidate.stages]
-        mixed = any(len(s.groups) > 1 for s in candidate.stages)
+        mixed = max([len(s.groups) for s in candidate.stages]) > 1
         return self.loss_of(self.mismatch(candidate), counts, mixed)
 
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
@@ -381,7 +381,7 @@ def _round_trips(
     for s in range(len(stages) - 2, -1, -1):
         nxt = stages[s + 1]
         round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s - at_once[s + 1]) / cut + 2 * transfers[s]
-        slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b)) - at_once[s + 1]
+        slow = max([f + b for f, b in zip(nxt.replica_f, nxt.replica_b)]) - at_once[s + 1]
         slowest[s] = slowest[s + 1] + slow / cut + 2 * transfers[s]
     return round_trip, slowest
 
