@@ -1,7 +1,7 @@
 """The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
 
     python -m benchmarks.planner --json OUT [--cases 30]
-        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo,nodes,hybrid] [--pools 40]
+        [--only accuracy,catalog,families,quality,speed,pools,zorse,gloo,nodes,hybrid] [--pools 40]
         [--first 0] [--models dense,experts,vocabulary] [--objectives throughput,cost] [--add]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
@@ -29,7 +29,7 @@ from testing import planner_cases as cases
 from testing.planner_cases import compare_case, nodes, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
-from tools.planner.search.methods import METHODS, search
+from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 
 
@@ -110,12 +110,6 @@ def speed() -> dict[str, Any]:
     }
 
 
-def growth() -> dict[str, Any]:
-    """CPU seconds of the search against the size of the cluster."""
-    _warm_up()
-    return {"cases": [_search_row(name, estimator) for name, estimator in cases.growth_cases().items()]}
-
-
 def _warm_up() -> None:
     """Imports are not the search."""
     search("auto", cases.measured("OPT-350", cases.Cluster(nodes=(cases.reference_nodes("A100-40", 1),)), 64), Goal())
@@ -151,26 +145,6 @@ def zorse() -> dict[str, Any]:
     return {"cases": rows}
 
 
-def methods() -> dict[str, Any]:
-    """All search methods on the same cases."""
-    estimators = dict(list(cases.search_cases().items())[:2])
-    cluster, sequence = cases.zorse_cluster("B")
-    estimators["Zorse's cluster B, Llama 7B"] = cases.with_catalog(cluster, cases.llama("Llama 7B", sequence))
-    rows = []
-    for name, estimator in estimators.items():
-        for method in METHODS:
-            outcome = search(method, estimator, Goal())
-            rows.append(
-                {
-                    "case": name,
-                    "method": method,
-                    "cpu_s": outcome.cpu_s,
-                    "iteration_s": outcome.best.iteration_s if outcome.best else None,
-                }
-            )
-    return {"cases": rows}
-
-
 def gloo(saved: Path | None) -> dict[str, Any]:
     """Real runs over gloo on this machine."""
     from benchmarks.planner_gloo import CASES, measure
@@ -201,7 +175,7 @@ def main() -> None:
     """Run the sections asked for and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, metavar="OUT")
-    parser.add_argument("--only", default="accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo")
+    parser.add_argument("--only", default="accuracy,catalog,families,quality,speed,pools,zorse,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
     planner_gap.add_arguments(parser, 40)
     parser.add_argument(
@@ -221,11 +195,9 @@ def main() -> None:
         "accuracy": accuracy,
         "quality": lambda: quality(options.cases),
         "speed": speed,
-        "growth": growth,
         "pools": lambda: pools(options, known("pools")),
         "nodes": lambda: nodes(seeds, known("nodes")),
         "zorse": zorse,
-        "methods": methods,
         "gloo": lambda: gloo(options.gloo),
         "hybrid": hybrid,
         **SECTIONS,

@@ -226,7 +226,7 @@ def measured(name: str, cluster: Cluster, global_batch_size: int = 2048) -> Esti
 
 
 def search_cases() -> dict[str, Estimator]:
-    """The cases of the speed requirement, and smaller and larger ones for the growth table."""
+    """The cases of the speed requirement."""
     a100, v100, gh = "A100-40", "V100-16", "GH-96"
 
     def mix(*counts: tuple[str, int]) -> Cluster:
@@ -240,16 +240,6 @@ def search_cases() -> dict[str, Estimator]:
         names[3]: measured("GPT-Neo-2.7", mix((a100, 256), (v100, 256), (gh, 256))),
         names[4]: measured("GPT-Neo-2.7", wide_cluster(10_000), 8192),
     }
-
-
-def growth_cases() -> dict[str, Estimator]:
-    """One, two and three types with 16 to 1,024 GPUs each."""
-    out = {}
-    for types, count in product((1, 2, 3), (16, 64, 256, 1024)):
-        kinds = ("A100-40", "V100-16", "GH-96")[:types]
-        cluster = Cluster(nodes=tuple(reference_nodes(k, count // 4) for k in kinds))
-        out[f"{types} type(s) with {count} GPUs each"] = measured("OPT-350", cluster, 4096)
-    return out
 
 
 def wide_cluster(gpus: int) -> Cluster:
