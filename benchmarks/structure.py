@@ -127,8 +127,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 78_950,
-    "all_lines": 147_000,
+    "product_lines": 79_000,
+    "all_lines": 147_050,
     "package_lines": BUDGET
     | {
         "benchmarks": 16_800,

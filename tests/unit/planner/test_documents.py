@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatron_het.plan import Plan
 from tests.unit.planner import eight_layers
-from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.build import as_said, build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules.pipelines import SlimPipe
@@ -82,7 +82,7 @@ def test_whole_documents_are_planned_where_fewer_queries_travel() -> None:
     plan, _ = planned(priced, shared)
     assert plan.schedule.parameters["cp_documents"] == "whole"
     bare = replace(plan, schedule=replace(plan.schedule, parameters={}))
-    read = [candidate_of(made, priced.cluster)[0] for made in (plan, bare)]
+    read = [as_said(priced, candidate_of(made, priced.cluster)[0], made) for made in (plan, bare)]
     assert [each.cuts_documents for each in read] == [False, True]
     seconds = [found.iteration_s for each in read if (found := priced.estimate(each))]
     assert seconds[0] < seconds[1]

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_het.plan.validate import most_chunks
 from megatron_het.safe_io import MAX_PASSES
 
-from ..costs.build import candidate_of, check_same_model, rooms_of
+from ..costs.build import as_said, candidate_of, check_same_model, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..errors import PlannerError, command, from_plan_error
@@ -301,6 +301,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
 def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
     """A plan as a candidate on the cluster, with its estimate and the seats of its ranks."""
     candidate, seated = candidate_of(made, estimator.cluster, options.plan)
+    candidate = as_said(estimator, candidate, made)
     estimate = estimator.estimate(candidate)
     if estimate is None:
         raise PlannerError(

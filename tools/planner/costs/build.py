@@ -360,7 +360,6 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         cp=plan.most_cp,
         ep=most_ep,
         chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
-        cuts_documents=plan.most_cp > 1 and parameters.get(DOCUMENTS) != WHOLE,
         **extras_of_plan(plan),
     )
     if most_ep > max(r.tp for stage in plan.stages for r in stage.replicas):
@@ -371,6 +370,13 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
+
+
+def as_said(estimator: Estimator, candidate: Candidate, plan: Plan) -> Candidate:
+    """Returns a plan's candidate; its documents are cut where the plan does not ask for the whole ones of a search."""
+    planned = schedule_of(candidate).cut(estimator, candidate)
+    cuts = DOCUMENTS in planned and plan.schedule.parameters.get(DOCUMENTS) != WHOLE
+    return candidate.with_(cuts_documents=True) if cuts else candidate
 
 
 def _over_replicas(candidate: Candidate) -> Candidate:

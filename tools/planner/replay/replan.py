@@ -15,7 +15,7 @@ from megatron_het.safe_io import amount
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import Direction
 
-from ..costs.build import candidate_of, rooms_of
+from ..costs.build import as_said, candidate_of, rooms_of
 from ..costs.estimate import Estimator
 from ..costs.layer import CPU_GLOO, Runtime, runtime_for
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
@@ -398,6 +398,7 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
         PlannerError: The plan does not fit the cluster, or there are no figures for one of its replicas.
     """
     candidate, seated = candidate_of(plan, estimator.cluster, "the run's plan")
+    candidate = as_said(estimator, candidate, plan)
     estimate = estimator.estimate(candidate)
     if estimate is None:
         raise PlannerError("the run's plan", "stages", len(plan.stages), "no figures for some replica of this plan")
