@@ -149,7 +149,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_600,
         "megatron_het/safe_io": 800,
         "tests": 42_700,
-        "tools/planner": 25_850,
+        "tools/planner": 25_900,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
