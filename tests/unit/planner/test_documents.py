@@ -73,7 +73,7 @@ def test_context_parallel_ranks_send_what_sees_keys_of_others(monkeypatch: pytes
     assert few.layer_f < every.layer_f and few.layer_b < every.layer_b
 
 
-def test_whole_documents_are_planned_where_fewer_queries_travel() -> None:
+def test_whole_documents_are_planned_where_they_gain() -> None:
     """And priced as the plan says them; not where several sequences are computed together."""
     stages = (Stage(8, (Group(0, 1, 1),)),)
     priced, shared = estimator(document_lengths=1500), Candidate(stages, 1, cp=4)

@@ -43,6 +43,9 @@ from .model_parts import (
 )
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
 
+_TRAVELS = 0.3
+"""Time of a query to another rank and back, over that of a token in its layer: of Llama-3-8B on H100 at 50 GB/s."""
+
 
 def kinds_of(layers: str) -> tuple[tuple[str, int], ...]:
     """Layers counted by their symbols."""
@@ -418,15 +421,14 @@ class Model(BaseModel):
         Args:
             cp: Ranks.
             slices: Of a sequence.
-            cut: Whether documents are cut by places of a slice, also where fewer queries travel if they are whole.
+            cut: Whether documents are cut by places, also where they had better be whole.
         """
         if self.document_lengths is None and self.attention_window is None:
             return Shared(1.0)
         windowed = 0.0 if self.attention_window is None else self.windowed_layers
-        ways: list[float | None] = [None]
-        if not cut and self.document_lengths is not None:
-            rest = self.layer_flops(1, 0.0)
-            ways.append(rest / (self.layer_flops(1, 1.0) - rest or 1.0))
+        rest = self.layer_flops(1, 0.0)
+        per_token = rest / (self.layer_flops(1, 1.0) - rest or 1.0)
+        ways = [None] if cut or self.document_lengths is None else [None, per_token]
         found = []
         for keys in ways:
             parts = [
@@ -436,7 +438,8 @@ class Model(BaseModel):
             ]
             sent, most = (sum(part * each[i] for part, each in parts) for i in (0, 1))
             found.append(Shared(sent, most, keys is not None))
-        return min(found, key=lambda each: each.sent)
+        attention = self.mean_keys() / per_token  # over the rest of a layer
+        return min(found, key=lambda each: attention * each.most + _TRAVELS * (cp - 1) * each.sent)
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""
