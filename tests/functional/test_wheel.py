@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_het.megatron_patches.releases import find
 from tests.functional.launch import REPOSITORY, launch
 
 _SOURCES = ("megatron_het", "tools", "patches", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
@@ -100,6 +101,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     # A path in a .pth file is searched, but the .pth files in it are not read: an editable installation of this
     # project in the shared environment stays invisible.
     (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (site / "megatron").symlink_to(find().folder / "megatron")  # a checkout is not among the packages
     return Installed(wheel, folder, _clean())
 
 
