@@ -307,8 +307,7 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
     """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
-    is_built = candidate.rows or candidate.exchange or schedule_of(candidate).shards_parameters
-    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built else 1)
+    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if candidate.rows or candidate.exchange else 1)
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:

@@ -18,7 +18,7 @@ OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
 MOST_IN_USE = 2
 """Parts that the best plans are on, to be searched."""
-LEAST_S = {True: 1.0, False: 0.3}
+LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
 
 

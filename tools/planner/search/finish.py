@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
@@ -29,7 +29,7 @@ LEAST_TRIES = 4
 """Plans of which not even so many changes could be simulated are left as they are."""
 NEARLY_AS_GOOD = 1.03
 """Changes that the closed form takes for worse by more than this factor are not simulated."""
-MOST_REGROUPED = 32
+MOST_REGROUPED = 64
 """Of plans with replicas in other places, so many that look best are priced."""
 
 Simulate = Callable[[Candidate, Estimate, float], Found | None]
@@ -74,22 +74,22 @@ def refine(
 
 def _hopeful(
     estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], sketch: Sketch | None
-) -> Iterator[tuple[Candidate, Estimate]]:
-    """Changes that have not been seen and do not look much worse, the best first; those of replicas come last."""
+) -> list[tuple[Candidate, Estimate]]:
+    """Changes that have not been seen and do not look much worse, the best first."""
+    found: list[tuple[float, int, Candidate, Estimate]] = []
     most = NEARLY_AS_GOOD * goal.value(current.estimate)
+    changes = _changes(current.candidate, _may_compute(estimator, goal, current, most))
     regrouped = _regrouped(estimator, goal, current, sketch) if sketch is not None else ()
-    for changes in (_changes(current.candidate, _may_compute(estimator, goal, current, most)), regrouped):
-        found: list[tuple[float, int, Candidate, Estimate]] = []
-        for candidate in changes:
-            if candidate in seen:
-                continue
-            seen.add(candidate)
-            estimate = estimator.estimate(candidate)
-            if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
-                continue
-            if goal.value(estimate) <= most:
-                found.append((goal.value(estimate), len(found), candidate, estimate))
-        yield from ((candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2]))
+    for candidate in chain(changes, regrouped):
+        if candidate in seen:
+            continue
+        seen.add(candidate)
+        estimate = estimator.estimate(candidate)
+        if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
+            continue
+        if goal.value(estimate) <= most:
+            found.append((goal.value(estimate), len(found), candidate, estimate))
+    return [(candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2])]
 
 
 def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch) -> Iterator[Candidate]:
@@ -154,8 +154,7 @@ Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 COMPILED = 8
 """So many operations of 1F1B, whose loops are compiled, take the time of one of other schedules."""
 BUILT = 4
-"""One of a split vocabulary, or of ministages, whose program is built, counts as so many: it takes longer, but differs
-by more."""
+"""One of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more."""
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000
@@ -172,7 +171,7 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED, MOST_REFINED = 1.06, 8
+REFINED, MOST_REFINED = 1.06, 12
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 MOST_REFINED_OF_FEW = 3
 """As many plans of every other schedule, on small clusters; elsewhere only the best one."""
@@ -283,7 +282,7 @@ def _finalists(
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
-    if candidate.rows or schedule_of(candidate).shards_parameters:
+    if candidate.rows:
         return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
@@ -335,8 +334,7 @@ def _improved(
     is_plain = found[0].candidate.schedule == PLAIN.name  # whose loops are compiled
     starts: dict[object, Found] = {}
     for entry in sorted(found + better, key=lambda f: f.value(goal)):
-        if all(entry.value(goal) != other.value(goal) for other in starts.values()):  # not the same in other places
-            starts.setdefault(pools_of(entry.candidate), entry)
+        starts.setdefault(pools_of(entry.candidate), entry)
     for i, entry in enumerate(list(starts.values())[: MOST_REFINED if is_plain else most]):
         if entry.value(goal) > REFINED * best or progress.spent:
             break

@@ -191,7 +191,7 @@ CLEAR = 0.03
 HOPELESS = 1.1
 """A change that looks worse by this factor is not simulated."""
 EXCHANGING = 4
-"""To simulate an exchange, or gathers of parameters, takes so many times as long."""
+"""To simulate an exchange takes so many times as long."""
 
 
 def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:
@@ -257,9 +257,8 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
 
 
 def _work(estimator: Estimator, candidate: Candidate) -> int:
-    """Compute operations of a simulation, an exchange and gathers counted as what they take."""
-    takes_longer = candidate.exchange or schedule_of(candidate).shards_parameters
-    return max(1, operations_of(estimator, candidate)) * (EXCHANGING if takes_longer else 1)
+    """Compute operations of a simulation, an exchange counted as what it takes."""
+    return max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
 
 
 def _promising(

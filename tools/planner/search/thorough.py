@@ -10,7 +10,7 @@ from math import inf
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
-from ..costs.schedules import PLAIN, schedule_of
+from ..costs.schedules import PLAIN
 from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
@@ -176,7 +176,7 @@ FEW_PARTS = 2
 """Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
-MOST_EVEN, MOST_EVEN_TRIED = 240, 8
+MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 POLISHED = 1.1
 """Plans within this factor of the best get their layers shifted one by one."""
@@ -521,15 +521,11 @@ def _even_seeds(book: Book, limits: Limits) -> None:
 
 
 def _even_variants(book: Book, groups: Groups, like: Candidate) -> list[Candidate]:
-    """Every schedule for stages of this number and width, taken to have equally many layers.
-
-    Half of the numbers of ministages will do: of the best plans every number is tried.
-    """
+    """Every schedule for stages of this number and width, taken to have equally many layers."""
     layers = book.estimator.model.num_layers // len(groups)
     plain = like.with_(stages=tuple([Stage(layers, stage) for stage in groups]))
     schedules = [s for s in book.goal.allowed if layers and not (like.rows and s.shards_parameters)]
-    found = [variant for schedule in schedules for variant in schedule.variants(book.estimator, plain)]
-    return [v for v in found if v.chunks % 3 or not schedule_of(v).shards_parameters]
+    return [variant for schedule in schedules for variant in schedule.variants(book.estimator, plain)]
 
 
 def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:
@@ -539,7 +535,7 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: 
     from .papers import configure_groups
 
     before = book.best
-    configure_groups(book, 1, few=True, bound=min(WORTH * book.to_beat, book.simulated))
+    configure_groups(book, 1, few=True)
     if book.best < before:
         _climb(book, effort, book.top(1)[0][0], limits)
 
