@@ -84,7 +84,7 @@ REFUSED = [
     (scheduled("slimpipe", slices=4, exchange_unit=2), "no such parameter. Did you mean exchange_units[?]"),
     (
         scheduled("1f1b", vocabulry=True),
-        "Did you mean vocabulary[?] .* slack, order, depths, vocabulary, vocabulary_shares, offload_activations",
+        "Did you mean vocabulary[?] .* slack, order, depths, cp_documents, vocabulary, vocabulary_shares, offload",
     ),
     (scheduled("gpipe", update="undo"), "gpipe has no such parameter. Schedules that have it: ministage"),
     (scheduled("1f1b", slack=None), r"parameters\.slack = None: must be a number"),
