@@ -54,7 +54,11 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
 
 
 def test_full_sizes_start_under_a_plan(tmp_path: Path) -> None:
-    others = (*TRAINING_FLAGS, *machine_flags(), *words("--tokenizer-type NullTokenizer --train-iters 1 --mock-data"))
+    others = (
+        *TRAINING_FLAGS,
+        *machine_flags(),
+        *words("--tokenizer-type NullTokenizer --train-iters 1 --eval-interval 1 --mock-data"),
+    )
     starts = []
     for name in MODELS:
         flags = printed(name, "full")
