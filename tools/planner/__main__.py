@@ -12,14 +12,11 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, shown, split_words
 
 from .errors import PlannerError, command
-
-if TYPE_CHECKING:
-    from .errors import PlannerError
 
 COMMANDS = {
     "quickstart": "from this machine or Slurm and a model to the command that starts a job: init, plan, check, emit",

@@ -183,8 +183,10 @@ class SlicedSequences(Batches, RuntimeFeature):
 
         Sequences that are computed together are cut alike, so several with other documents are cut by places.
         """
+        if self.placing is None:
+            return None
         documents = set(self.starts(microbatch) or ())
-        if self.placing is None or len(documents) != 1:
+        if len(documents) != 1:
             return None
         if microbatch not in self._placed:
             (starts,) = documents

@@ -51,7 +51,7 @@ def refine(
         return found
     current, improved = found, True
     seen = {found.candidate}
-    sketch = estimator.known_sketches.setdefault(goal.objective, Sketch(estimator, goal)) if regroups else None
+    sketch = _sketch(estimator, goal) if regroups else None
     while improved:
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
@@ -70,6 +70,13 @@ def refine(
                 current, improved = tried, True
                 break
     return current
+
+
+def _sketch(estimator: Estimator, goal: Goal) -> Sketch:
+    """Returns the sketch that all refinements of an estimator share."""
+    if goal.objective not in estimator.known_sketches:
+        estimator.known_sketches[goal.objective] = Sketch(estimator, goal)
+    return estimator.known_sketches[goal.objective]
 
 
 def _hopeful(

@@ -500,14 +500,10 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         kind = like, len(groups), sum([g.count for g in groups[0]])
         if kind not in known:
             known[kind] = _even_variants(book, groups, like)
-        leasts: dict[tuple[int, str], float] = {}
         for variant in known[kind]:
             name = variant.schedule, bool(variant.rows)
             mine, most = looked_at.setdefault(name, []), POLISHED * book.to_beat_under(variant.schedule)
-            computes = variant.slices, variant.recompute
-            if computes not in leasts:
-                leasts[computes] = book.sketch.least(groups, variant)
-            if leasts[computes] > min(most, book.simulated):
+            if book.sketch.least(groups, variant) > min(most, book.simulated):
                 continue
             value = book.sketch.value(groups, variant, most, book.simulated)
             if value < inf:
