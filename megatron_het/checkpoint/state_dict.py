@@ -115,6 +115,9 @@ class StateDictHook:
             metadata = options.get("metadata")
             if metadata is not None and not loading:
                 metadata["non_homogeneous_layers"] = True
+            for part in _parts(optimizer):
+                if part.optimizer is not None and part.config.optimizer == "sgd":  # Megatron has none for it
+                    part.init_state_fn = _start_momentum
             if not loading and optimizer is not None and not args.no_save_optim:
                 start_moments(optimizer)
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
@@ -269,6 +272,14 @@ def start_moments(optimizer: Any) -> None:
         if isinstance(inner, torch.optim.Adam):  # the others count steps by group
             for state in inner.state.values():
                 state["step"] = torch.tensor(0.0)
+
+
+def _start_momentum(optimizer: Any, config: Any = None) -> None:
+    """Give SGD the momentum of its first update, without which Megatron has nothing to load a saved one into."""
+    del config
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _parts(optimizer: Any) -> Sequence[Any]:

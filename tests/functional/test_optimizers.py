@@ -71,7 +71,8 @@ PLANS = {
     # Updates inside the iteration, some of which are taken back, on shares of which one is empty.
     "shards": (KINDS["ministages"].first, plan("second", [[1], [2, 1]], [3, 2], **DIVIDED)),
 }
-TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("shards", LION)}
+SGD = "--optimizer sgd --lr 0.1 --min-lr 0.01"
+TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("shards", LION), "sgd": ("whole", SGD)}
 
 
 @pytest.fixture(params=tiers(TRAININGS, {"lion"}))
@@ -85,8 +86,8 @@ def training(request: pytest.FixtureRequest) -> tuple[Plan, Plan, Weights, list[
 def test_a_checkpoint_is_resumed_anywhere(training: tuple[Plan, Plan, Weights, list[str]], train: Train) -> None:
     first, second, weights, words = training
     whole = train(first, weights, *words)
-    # Stock Megatron has Lion's state in another form than shards.
-    for under in (second, None) if not first.training.distributed_optimizer else (second,):
+    # Stock Megatron has Lion's state in another form than shards, and cannot load that of SGD.
+    for under in (second,) if first.training.distributed_optimizer or SGD.split() == words else (second, None):
         resumed = train(under, weights, *words, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
         assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
         for iteration, loss in resumed.losses.items():
