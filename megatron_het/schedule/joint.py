@@ -13,6 +13,7 @@ The same holds wherever the host waits for the device, as it does when a kernel 
 it waits for was posted for earlier events.  Hence what replicas gather and reduce together is an event, too.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ class _Events:
 
     def _merge_transfers(self) -> None:
         for node, other in enumerate(self.graph.other_end):
-            if other >= 0:
+            if other > node:  # of both ends one
                 self.parent[self.of(node)] = self.of(other)
 
 
@@ -154,19 +155,21 @@ def event_places(
         extra: Pairs of operations, the first of which comes before the second.
     """
     events, spans = _Events(graph, together), spans or {}
-    after: dict[int, set[int]] = {}
+    event = [events.of(node) for node in range(len(graph.ops))]
+    after: defaultdict[int, set[int]] = defaultdict(set)
     count: dict[int, int] = {}
 
     def put(first: int, second: int) -> None:
-        if events.of(first) != events.of(second):
-            after.setdefault(events.of(first), set()).add(events.of(second))
+        if event[first] != event[second]:
+            after[event[first]].add(event[second])
 
     for d in range(len(graph.program.ops)):
         nodes = [i for i in range(graph.first[d], graph.first[d + 1]) if i not in events.skipped]
-        count.update(dict.fromkeys(map(events.of, nodes), 0))
-        fixed = [i for i in nodes if i not in spans]
-        for a, b in zip(fixed, fixed[1:]):
-            put(a, b)
+        count.update(dict.fromkeys([event[node] for node in nodes], 0))
+        fixed = [event[i] for i in nodes if i not in spans]
+        for first, second in zip(fixed, fixed[1:]):
+            if first != second:
+                after[first].add(second)
         for b in nodes:  # values that are not the pipeline's transfers, e.g. of the vocabulary
             for a in graph.waits[b]:
                 if graph.device[a] != d:
@@ -181,17 +184,17 @@ def event_places(
     for targets in after.values():
         for target in targets:
             count[target] += 1
-    free = [(key(event), event) for event, n in count.items() if n == 0]
+    free = [(key(first), first) for first, n in count.items() if n == 0]
     heapify(free)
     place: dict[int, int] = {}
     while free:
-        _, event = heappop(free)
-        place[event] = len(place)
-        for target in after.get(event, ()):
+        _, first = heappop(free)
+        place[first] = len(place)
+        for target in after.get(first, ()):
             count[target] -= 1
             if count[target] == 0:
                 heappush(free, (key(target), target))
-    return [place.get(events.of(events.carrier(node)), -1) for node in range(len(graph.ops))]
+    return [place.get(event[events.carrier(node)], -1) for node in range(len(graph.ops))]
 
 
 def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterator[int]:

@@ -322,6 +322,7 @@ def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
             raise TypeError(f"row {row.get('mnemonic')!r} and the columns differ in {', '.join(sorted(differing))}")
         kind = int.__new__(Kind, len(Kind.rows))
         kind.name, Kind.rows[name] = name, kind
+        setattr(Kind, name, kind)  # found at once, without the table's ``__getattr__``
         kind.__dict__ |= row
         added.append(kind)
     for kind in added:
@@ -342,6 +343,7 @@ def drop_kinds(names: Set[str]) -> None:
     """Takes rows out of the table and of :data:`SETS` again: the last ones that were added."""
     for name in names:
         gone = Kind.rows.pop(name)
+        delattr(Kind, name)
         if Kind.by_mnemonic.get(gone.mnemonic) is gone:  # not where it was refused
             del Kind.by_mnemonic[gone.mnemonic]
         for _, found in SETS:

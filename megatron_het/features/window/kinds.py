@@ -7,7 +7,8 @@ wait for other stages, whose replicas would wait for the gather.
 """
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Set
+from functools import cached_property
 
 from megatron_het.schedule.deps import Lifetimes, State, shown_ranges
 from megatron_het.schedule.ir import Op, Program
@@ -51,7 +52,7 @@ class Parameters(State):
         self.gathered: list[set[int]] = [set() for _ in layers]
         self.reduced: list[set[int]] = [set() for _ in layers]
         self._on_device = [Kind.PARAM_PREFETCH not in kinds] * len(layers)
-        self._reduced_by_pass = _reduced_by_pass(program.ops[held.device]) if self._reduces else frozenset()
+        self._ops = program.ops[held.device]
         self._demanded: list[tuple[int, int, list[int]]] = []
         self._gathering: dict[int, list[int]] = {}
         self._reducing: dict[int, list[int]] = {}
@@ -78,7 +79,7 @@ class Parameters(State):
     def makes_gradients(self, node: int, chunk: int) -> None:
         """They must not be reduced yet."""
         self._backward[chunk] = node
-        if chunk in self._reduced_by_pass:
+        if self.reduced[chunk] and chunk in self._reduced_by_pass:
             self.reduced[chunk] = set()  # the pass has made new gradients
         elif self.reduced[chunk]:
             self.held.unfit(node, f"the gradients of chunk {chunk} are already reduced")
@@ -170,12 +171,12 @@ class Parameters(State):
     def _after_step(self, chunk: int) -> list[int]:
         return [self._stepped[chunk]] if chunk in self._stepped else []
 
-
-def _reduced_by_pass(ops: Sequence[Op]) -> frozenset[int]:
-    """Chunks whose gradients are reduced at least once per backward pass, as ZeRO-2 does, instead of once."""
-    reductions = Counter((op.chunk, op.start) for op in ops if op.kind is Kind.GRAD_REDUCE)
-    passes = Counter(op.chunk for op in ops if Work.WEIGHTS in op.kind.work)
-    return frozenset(chunk for (chunk, _), count in reductions.items() if count >= max(passes[chunk], 2))
+    @cached_property
+    def _reduced_by_pass(self) -> frozenset[int]:
+        """Chunks whose gradients are reduced at least once per backward pass, as ZeRO-2 does, instead of once."""
+        reductions = Counter((op.chunk, op.start) for op in self._ops if op.kind is Kind.GRAD_REDUCE)
+        passes = Counter(op.chunk for op in self._ops if Work.WEIGHTS in op.kind.work)
+        return frozenset(chunk for (chunk, _), count in reductions.items() if count >= max(passes[chunk], 2))
 
 
 class _StateBytes(BytesOf):

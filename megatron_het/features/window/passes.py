@@ -390,22 +390,23 @@ def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
 
 def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
     """Operations of its device after which, and before which, a collective or a copy to or from the host may be."""
-    device, kind = graph.device[node], graph.ops[node].kind
-    chunks, chunk = len(graph.program.shape.layers[graph.program.devices[device].stage]), graph.ops[node].chunk
+    ops, device = graph.ops, graph.device[node]
+    chunks = len(graph.program.shape.layers[graph.program.devices[device].stage])
+    kind, chunk = ops[node].kind, ops[node].chunk
+    passed = TRANSFERS | COLLECTIVES
+    foreign = passed | _COPIES if kind is Kind.GRAD_REDUCE else passed  # copies are about parameters
 
     def is_collective(other: int) -> bool:
-        return graph.ops[other].kind in COLLECTIVES
+        return ops[other].kind in COLLECTIVES
 
     def is_anchor(other: int) -> bool:
-        return graph.ops[other].kind not in TRANSFERS and graph.ops[other].kind not in COLLECTIVES
+        return ops[other].kind not in passed
 
     def is_about(other: int) -> bool:
-        if kind is Kind.GRAD_REDUCE and graph.ops[other].kind in _COPIES:
-            return False  # these are about parameters
-        same = chunk_of(graph.ops[other].kind, graph.ops[other].chunk, chunks) == chunk
-        return is_anchor(other) and (same or node in graph.waits[other])
+        of = ops[other].kind
+        return of not in foreign and (chunk_of(of, ops[other].chunk, chunks) == chunk or node in graph.waits[other])
 
-    def nearest(nodes: range, *wanted: Callable[[int], bool]) -> list[int]:
+    def nearest(nodes: range, *wanted: "Callable[[int], bool]") -> list[int]:
         found = (next(filter(one, nodes), None) for one in wanted)
         return [other for other in found if other is not None]
 

@@ -39,8 +39,7 @@ Passes = tuple[int, ...]
 """Sequences of each pass of one replica."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A point of the search space.
 
     Attributes:
@@ -105,7 +104,7 @@ class Candidate:
             changes.keys() & {"chunks", "schedule"} or len(self.chunk_counts) != len(stages)  # type: ignore[arg-type]
         ):
             changes = {"chunk_counts": (), **changes}
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return self._replace(**changes)  # type: ignore[arg-type]
 
     def chunks_of(self, s: int) -> int:
         """Model chunks of a stage."""
@@ -113,7 +112,7 @@ class Candidate:
 
     def as_of(self, s: int) -> Candidate:
         """Returns the candidate for callers that look at one stage only: its number of chunks is that of all."""
-        return replace(self, chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
+        return self._replace(chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
     def in_pools(self, pools: Sequence[int]) -> Candidate:
         """Returns the candidate with other numbers of pools: ``pools[p]`` in place of ``p``."""
