@@ -146,8 +146,8 @@ PARTS = (
     ),
     Part(
         "offload",
-        ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
-        90,
+        _cases("offload", "--rounds", "1", "--iterations", "6"),
+        110,
         judged_by("max_slowdown", most=0.03),
         is_timed=True,
     ),

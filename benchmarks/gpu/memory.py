@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     precision = "bf16" if is_cuda else "fp32"
     size = torch.cuda.mem_get_info()[1] if is_cuda else 8 << 30
     cluster, model = documents(options.small, size, precision)
-    with tempfile.TemporaryDirectory(prefix="gpu-memory-") as name:
+    with tempfile.TemporaryDirectory(prefix="gpu-memory-") as name, ThreadPoolExecutor(1) as pool:
         plan = make_plan(Path(name), cluster, model)
+        dry_ran = pool.submit(dry_run, plan, model, Path(name), is_cuda)  # on the CPU, beside the training
         measured = train(plan, model, Path(name), is_cuda)
         found = errors(plan, measured)
         report: dict[str, Any] = {"largest_error": max(found.values()), "errors": found, "measured": measured}
         write_json(options.json, report)
-        dry, total = dry_run(plan, model, Path(name), is_cuda), sum(measured.values())
+        dry, total = dry_ran.result(), sum(measured.values())
     report["dry_run_error"] = max(abs(size - measured[kind]) / total for kind, size in dry.items())
     write_json(options.json, report | {"dry_run": dry})
     return 0

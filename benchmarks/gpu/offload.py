@@ -17,16 +17,18 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alone, machine, save
+from benchmarks.gpu.timings import IS_LOADED, READY_S, Training, Waiting
+from benchmarks.machine import machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.safe_io import amount
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
 BAR, _WARMUP, _TIMEOUT_S = 0.03, 3, 1200
@@ -89,30 +91,27 @@ class VariantError(RuntimeError):
     """A training failed."""
 
 
-def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, float]:
-    """One training in a process of its own.
+def start(name: str, size: Size, iterations: int, folder: Path, is_cuda: bool) -> Waiting:
+    """A variant's process, which loads its libraries and waits for its turn."""
+    plan = plan_of(VARIANTS[name], size)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    words = [*arguments(plan, size, iterations, is_cuda), "--het-plan", str(folder / "plan.json")]
+    words += ["--het-report", str(folder)]
+    return Waiting(Training(name, size.tokens, size.microbatches, iterations), words, folder)
+
+
+def run(waiting: Waiting, folder: Path) -> dict[str, float]:
+    """One training.
 
     Raises:
         VariantError: It failed; with the end of its log.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    save_plan(plan, folder / "plan.json")
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_het.pretrain_gpt",
-        *flags,
-        "--het-plan",
-        str(folder / "plan.json"),
-        "--het-report",
-        str(folder),
-    ]
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=alone(), stdout=log, stderr=log, timeout=_TIMEOUT_S, check=False)
-    if done.returncode:
-        tail = "\n".join((folder / "log").read_text(errors="replace").splitlines()[-30:])
-        raise VariantError(f"{name} ended with exit code {done.returncode}\n{tail}")
+    waiting.go_on(IS_LOADED, READY_S)
+    found = waiting.run(_TIMEOUT_S)
+    if "error" in found:
+        raise VariantError("\n".join([f"{waiting.training.name}: {found['error']}", *found["log"]]))
     report = json.loads((folder / "rank-0.json").read_text(encoding="utf-8"))
     timed = [i["elapsed_s"] for i in report["iterations"][_WARMUP:] if i["elapsed_s"] and not i["metered"]]
     return {
@@ -146,8 +145,10 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=Size.microbatches, help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=10, help="timed iterations per run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each variant runs (default: %(default)s)")
+    parser.add_argument("--limit-s", type=amount(1, 7200), default=7200.0, help="no run begins that would end later")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
     options = parser.parse_args()
+    deadline_s = time.monotonic() + options.limit_s
     if options.rounds < 1 or options.iterations < 2:
         parser.error("at least one round and two iterations (the last one's end is not seen)")
     import torch
@@ -160,24 +161,34 @@ def main() -> int:
     common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    report, errors = dict[str, Any](), dict[str, str]()
+    waiting: dict[str, Waiting] = {}
+    report, errors, longest_s = dict[str, Any](), dict[str, str](), 0.0
     try:
         for turn in range(options.rounds):
-            for name, window in VARIANTS.items():
-                if name in errors:
-                    continue
-                plan = plan_of(window, size)
-                flags = arguments(plan, size, _WARMUP + options.iterations, is_cuda)
+            if time.monotonic() + longest_s > deadline_s:
+                break
+            folders = {name: folder / name.replace(" ", "-") for name in VARIANTS if name not in errors}
+            waiting = {
+                name: start(name, size, _WARMUP + options.iterations, own, is_cuda) for name, own in folders.items()
+            }
+            for name, one in waiting.items():
+                one.wait_for(IS_LOADED, READY_S)
+                begin_s = time.monotonic()
+                if begin_s + longest_s > deadline_s:
+                    break
                 try:
-                    runs[name].append(run(name, plan, flags, folder / name.replace(" ", "-")))
+                    runs[name].append(run(one, folders[name]))
                     said = f"{runs[name][-1]['iteration_s']:.4f} s"
-                except (VariantError, subprocess.TimeoutExpired) as error:
+                except VariantError as error:
                     errors[name] = said = str(error)
+                longest_s = max(longest_s, time.monotonic() - begin_s)
                 sys.stdout.write(f"round {turn} {name:28} {said}\n")
                 sys.stdout.flush()
                 report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
                 save(options.json, report)
     finally:
+        for one in waiting.values():
+            one.end()
         shutil.rmtree(folder, ignore_errors=True)
     shown = {key: report[key] for key in ("max_slowdown", "slowdowns", "passed", "not_run")}
     sys.stdout.write(json.dumps(shown, indent=1) + "\n")

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import batched, groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ from megatron_het.safe_io import amount, check_target, read_json, write_json, wr
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
 CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
-_WARMUP, _CASE_S, _READY_S = 2, 60.0, 120.0
+_WARMUP, _CASE_S, READY_S = 2, 60.0, 120.0
 _FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _TAIL_LINES = 20
 _LEAST_S = 10.0
 _SHORT = 4096
-_IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
+_PEAK_BYTES, _SET_UP_BYTES = 33 << 30, 16 << 30
+"""Of a short training: at its peak (31 GB allocated on an H100), and before its optimizer has a state."""
+IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,7 @@ def train_in_turn(out: Path, words: Sequence[str]) -> None:
 
     training.train_step = train_step
     sys.argv = ["pretrain_gpt", *words]
-    wait_for(_IS_LOADED)
+    wait_for(IS_LOADED)
     pretrain_gpt.main()
 
 
@@ -257,7 +259,7 @@ class Waiting:
                 stderr=log,
                 text=True,
             )
-        self._said = {word: threading.Event() for word in (_IS_LOADED, _IS_SET_UP)}
+        self._said = {word: threading.Event() for word in (IS_LOADED, _IS_SET_UP)}
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -282,12 +284,12 @@ class Waiting:
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
 
-    def run(self) -> dict[str, Any]:
-        """Train; returns the figures, or the error."""
+    def run(self, limit_s: float = _CASE_S) -> dict[str, Any]:
+        """Train; returns the figures, or the error.  The limit is that of setting up, and of training."""
         start_s = time.monotonic()
-        self.go_on(_IS_SET_UP, _CASE_S)
+        self.go_on(_IS_SET_UP, limit_s)
         try:
-            code: int | str = self.process.wait(timeout=_CASE_S)
+            code: int | str = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired as error:
             code = type(error).__name__
             self.end()
@@ -305,22 +307,20 @@ class Waiting:
         self.process.wait()
 
 
-def turns(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
-    """Trainings that are set up side by side: those whose models fit into memory beside one that trains."""
+def turns(waiting: Sequence[Waiting], memory_bytes: int) -> Iterator[tuple[Waiting, ...]]:
+    """Trainings that are set up side by side: as many as fit into a device's memory beside one that trains."""
+    fit = 1 + max(0, memory_bytes - _PEAK_BYTES) // _SET_UP_BYTES
     for is_short, some in groupby(waiting, key=lambda one: one.training.tokens <= _SHORT):
-        if is_short:
-            yield list(some)
-        else:
-            yield from ([one] for one in some)
+        yield from batched(some, fit if is_short else 1)
 
 
-def trained(waiting: Sequence[Waiting], deadline_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def trained(waiting: Sequence[Waiting], deadline_s: float, memory_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and figures of the trainings, one after the other, until the deadline of ``time.monotonic()``."""
-    for together in turns(waiting):
+    for together in turns(waiting, memory_bytes):
         has_time = time.monotonic() < deadline_s - _LEAST_S
         if has_time:
             for one in together:
-                one.go_on(_IS_LOADED, _READY_S)
+                one.go_on(IS_LOADED, READY_S)
             for one in together:
                 one.wait_for(_IS_SET_UP, _CASE_S)
         for one in together:
@@ -420,7 +420,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 words += ["--het-plan", str(folder / training.name / "plan.json")]
             waiting.append(Waiting(training, words, folder / training.name))
         predict("catalog", None)  # while libraries are loaded
-        for name, found in trained(waiting, deadline_s):
+        for name, found in trained(waiting, deadline_s, memory):
             runs[name] = found
             keep()
         if options.profile:
