@@ -8,8 +8,6 @@ made in the wrong place.  Cases are run by processes forked from one that has im
 takes seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -5,8 +5,6 @@ good file and a random place in it; texts that would run in a shell or control a
 and bad options are listed, and drawn from.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Malformed inputs by list: injections, special files, options, and plans that contradict themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

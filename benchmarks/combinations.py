@@ -11,8 +11,6 @@ another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, 
 or are further from one process than ``testing.compare.BOUNDS`` (fp32 on a CPU: 1e-5).
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Compares a small model of every family of ``model_configs`` by Hugging Face with that by Megatron."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ small model of every family gets random weights, and its logits by ``transformer
 ``--markdown docs/models.md`` writes the tables of fields and families.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

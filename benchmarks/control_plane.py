@@ -13,8 +13,6 @@ deleted by it; ``stored_bytes``: by which the store has grown; ``answered``: ope
 not get in within a second during the floods.  ``ended``, ``changed``, ``answered`` and ``workers_missed`` must be 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -11,8 +11,6 @@ streams, left out one at a time.  ``--part`` and ``--only`` run some of it; ``--
 such runs.  With ``--keep-waits`` no line is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

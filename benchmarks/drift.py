@@ -19,8 +19,6 @@ iteration of the runs without the watch.  Beside that are the watch's processor 
 with the watch and without it, which contain what the watch adds to single transfers too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

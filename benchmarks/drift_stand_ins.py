@@ -4,8 +4,6 @@ Functions of this module are the ``setup`` of jobs (``testing.runner``).  *Paced
 layer, as a GPU does whatever its host is busy with: a pass computes, and then sleeps for the rest of its time.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -13,8 +13,6 @@ run.  ``seconds_per_rank_kind`` is the processor time of the longest dry run, wi
 Ranks of an existing ``OUT`` that are not run again stay as they are, so that parts add up.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import random

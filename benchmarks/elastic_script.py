@@ -4,8 +4,6 @@ Every process of a script reads the same list of steps: a plan, the processes th
 which all of them leave (none: until the training is over), and the processes whose state is lost before it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -5,8 +5,6 @@ A fault is a JSON object: ``name``; ``act``, what happens; ``node`` and ``slot``
 (optional), a generation before which it does not happen.  It happens once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -4,8 +4,6 @@ Everything that they run is ``het-run``'s own; only the start of a new interpret
 process that forks them adopts whatever outlives its parent, so that nothing can be left behind unseen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing.process

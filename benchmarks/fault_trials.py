@@ -1,7 +1,5 @@
 """One trial: a job of ``het-run`` with a random pool, random faults, and what became of it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -13,8 +13,6 @@ generations, at most 1e-5; ``ended_without_reason``: jobs that ended badly and s
 trials that did not survive, with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

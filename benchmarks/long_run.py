@@ -8,8 +8,6 @@ that is ended says how far it came.  ``loss_difference`` is the largest relative
 beside it, over the ``losses_compared`` iterations that both have done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

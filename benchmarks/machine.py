@@ -1,7 +1,5 @@
 """Parts that all benchmarks share: the command line, a folder for the runs, the report and where it was measured."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

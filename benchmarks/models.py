@@ -12,8 +12,6 @@ further from one process than ``testing.compare.BOUNDS`` (fp32 on a CPU: 1e-5); 
 that was trained twice (see :func:`measured`).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

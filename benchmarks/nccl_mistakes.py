@@ -5,8 +5,6 @@ name it, with 3 when it noticed nothing, and with 4 when the message says someth
 rank's, others may see no more than a connection that closes.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -9,8 +9,6 @@ of it.  OUT is written after every plan; ``--add OUT`` goes on with what is not 
 With ``--at-once 1`` one plan's ranks, each of one thread, are all that runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

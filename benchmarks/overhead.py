@@ -5,8 +5,6 @@ slow phases of the machine hit both.  A run's figure is the median of the iterat
 Megatron itself logs, without the first iterations; a pair's figure is the ratio of its two runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

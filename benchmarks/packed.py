@@ -11,8 +11,6 @@ documents.  With fewer cores than stages processes take turns on a core: what on
 a measured speedup says nothing about pipelines; ``measured`` is then left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -10,8 +10,6 @@ Megatron is compared with itself too, from weights whose last digit is another o
 ``--add OUT`` goes on with what is not in it, and puts such results together.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

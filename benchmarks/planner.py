@@ -10,8 +10,6 @@ quotient of the simulated plan and the promise), numbers of random clusters on w
 more than 1 % (``benchmarks.planner_gap`` says which), and details under the section names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@
 ``--mpt``, ``--bridge`` and ``--dgxc`` take other tables with the same columns: the shipped constants predict them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ each, or stages that all have the same replicas of every kind, TP inside nodes, 
 and chunks, whole and split vocabularies, and experts whole or cut.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -10,8 +10,6 @@ rounds: profile, all plans, profile, all plans, ...  Predictions come from the m
 compared with the medians of the runs.  A file that exists gets further rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

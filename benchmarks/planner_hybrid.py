@@ -4,8 +4,6 @@ The section ``hybrid`` of ``benchmarks.planner``.  Every model is planned twice:
 layers, and as the equal hybrid model, whose stages begin at attention or at what follows it.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

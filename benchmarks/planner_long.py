@@ -6,8 +6,6 @@ Per case: seconds and MFU of the plan of the search alone (``before``) and with 
 is, and ``promised_over_emitted``, the simulated time of the plan as written over what was promised.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

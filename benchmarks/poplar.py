@@ -14,8 +14,6 @@ turns.  Keys, for all stages together and for each under ``stages``:
 - ``limit``: an artificial memory limit on one process: the stage that it raised, and whether it trained on.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

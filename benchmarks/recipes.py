@@ -7,8 +7,6 @@ is parsed by Megatron and checked as a run under a plan checks it.  One that is 
 and the rest is checked again.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

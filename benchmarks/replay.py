@@ -15,8 +15,6 @@ iterations of a replay without any change (what a guess would say); ``trace``, t
 largest (at most 0.10).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -21,8 +21,6 @@ measured: ``open_s_by_model``, the model's CPU time of all ranks and of the stor
 ``start_nccl_s`` adds ``--nccl-connect-s`` for every communicator of a rank, which was not measured here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 A process of its own keeps the store, so that the store's time is known apart from that of the ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

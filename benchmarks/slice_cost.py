@@ -7,8 +7,6 @@ iterations, because other work on the machine only ever adds to it.  ``per_slice
 and backward.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

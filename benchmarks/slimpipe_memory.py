@@ -13,8 +13,6 @@ allocated in one iteration (saved tensors, logits, buffers, workspace) plus the 
   limit; SlimPipe's longest sequence under it is measured in steps of a quarter of ``--tokens``.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, replace
 from pathlib import Path

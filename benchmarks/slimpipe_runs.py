@@ -1,7 +1,5 @@
 """Runs of a small Llama model, stock or sliced, with a probe in them; their bubbles; a pipeline of unequal devices."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

@@ -10,8 +10,6 @@ SlimPipe and of the best one are compared with the simulator's; ``bubble_error``
 ``--mixed`` compares the context exchange on and off in a pipeline of unequal devices instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

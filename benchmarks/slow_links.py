@@ -10,8 +10,6 @@ Keys: ``speedup`` (plain over chosen, median over rounds; at least 1.25 where th
 times, at most 0.1).
 """
 
-from __future__ import annotations
-
 import functools
 import queue
 import re

@@ -50,8 +50,6 @@ left out: they show that such comparisons fail.
 *Positional values.*  A call of a function of the product that takes any number of values (``*rows``) is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

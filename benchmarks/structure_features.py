@@ -1,7 +1,5 @@
 """How many files a reader opens for each feature of the product; the definition is in ``benchmarks.structure``."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set

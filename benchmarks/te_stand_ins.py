@@ -6,8 +6,6 @@ benchmarks.te_stand_ins --json OUT`` trains two iterations of every family of ``
 ``--transformer-impl transformer_engine`` on fake tensors of a CUDA device.  Keys: ``runs``, ``failed`` (with errors).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import tempfile

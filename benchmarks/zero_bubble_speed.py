@@ -7,8 +7,6 @@ is the median over rounds.  ``simulated_speedup`` comes from the simulator, with
 gradients and weight gradients that the first split run measured itself.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -16,8 +16,6 @@ about 50 / T of the computing time.  On the paper's A10G machines (some 60 TFLOP
 between them, bf16) it is 20,000 / T, so that 16 tokens here stand for 6,400 tokens there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

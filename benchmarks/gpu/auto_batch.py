@@ -6,8 +6,6 @@ several sizes on every rank, to say what it does meanwhile, and the training tha
 process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Cases of a part of the check: each may fail alone, and the file is written after each."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

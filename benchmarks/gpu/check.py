@@ -6,8 +6,6 @@ themselves then.  The JSON names hardware and date, and is written after every p
 says so in one line and exits with 3, before anything starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ model otherwise.  Losses are those of one process of stock Megatron that was not
 ``testing.compare.BOUNDS``.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ check of the doctor has to run and to find no fault.  Its bounds on times are so
 parts run meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -6,8 +6,6 @@ plan, with the state from before that iteration, and losses have to be those of 
 beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

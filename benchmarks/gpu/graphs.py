@@ -5,8 +5,6 @@ they see, and replayed on other values.  Figures: largest difference of outputs 
 without graphs, and time of a replayed sequence relative to it (below 1: graphs are faster).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

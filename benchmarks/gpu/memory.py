@@ -6,8 +6,6 @@ the largest error of the planner among parameters, gradients, optimizer state an
 takes a tiny model and works on a CPU as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -11,8 +11,6 @@ Without a CUDA device it says so and measures nothing; ``--small`` runs everythi
 to see that it works.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

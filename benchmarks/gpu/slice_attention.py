@@ -7,8 +7,6 @@ chosen) and peak memory.  A kernel that fails at some length is named and does n
 written after every length.  Runs on the CPU too, with small sizes, to see that it works.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import time

@@ -9,8 +9,6 @@ planner predicts the same runs from its catalog (``catalog_error``) and, with ``
 after every training.  ``--small`` takes a tiny model and works on a CPU as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -8,8 +8,6 @@ in bf16.  Bounds are ``testing.compare.BOUNDS``.  ``failures`` counts what was o
 did not run in time; the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The cost model against published real runs: predictions, calibration of the software constants, leave-one-out."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, replace

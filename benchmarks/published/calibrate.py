@@ -1,7 +1,5 @@
 """Fits the few software constants of the catalog's cost model to published runs, also with whole families left out."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections import Counter
