@@ -5,8 +5,6 @@ of a second and before any process group exists.  What is left of the command li
 Megatron's own parser.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

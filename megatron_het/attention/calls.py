@@ -4,8 +4,6 @@ Everything that attends to keys in parts does it here: slices, ranks that share 
 Outputs are merged by online softmax.  A result for all rows that comes first is kept as it is.
 """
 
-from __future__ import annotations
-
 import bisect
 import enum
 import functools

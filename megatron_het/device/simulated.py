@@ -1,7 +1,5 @@
 """A device that tests put in the place of a GPU: whether there is one, and where the host waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _HOST_WAITS: list[Callable[[str], None]] = []

@@ -1,7 +1,5 @@
 """The training's flags, checked against the plan and against every rank's machine before anything starts."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

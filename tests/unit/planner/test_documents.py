@@ -88,7 +88,7 @@ def test_whole_documents_are_planned_where_they_gain() -> None:
     assert seconds[0] < seconds[1]
     said = " ".join(map(str, summary_tables(summary(priced, shared, priced.estimate(shared), None))))
     assert f"{100 * whole.sent:.1f} % of the queries" in said and f"cut by places {100 * cut.sent:.1f} %" in said
-    for other in (replace(shared, micro_batch_size=2), replace(shared, cp=1)):
+    for other in (shared._replace(micro_batch_size=2), shared._replace(cp=1)):
         assert "cp_documents" not in planned(priced, other)[0].schedule.parameters
     assert "cp_documents" not in planned(estimator(), shared)[0].schedule.parameters
     # A slice has little room for one on each of eight ranks, and their earlier parts lie elsewhere.
@@ -136,7 +136,7 @@ def test_slices_have_equal_work() -> None:
 def test_the_exchange_is_planned_by_documents() -> None:
     """The simulated program gives away only what slices see: less than without documents."""
     (_, whole), (plan, packed) = (
-        planned(estimator(document_lengths=lengths), replace(SLICED, exchange=True)) for lengths in (None, LONG_TAILED)
+        planned(estimator(document_lengths=lengths), SLICED._replace(exchange=True)) for lengths in (None, LONG_TAILED)
     )
     assert packed < whole
     parts = SLIMPIPE.slice_parts(model(document_lengths=LONG_TAILED), plan)
@@ -154,7 +154,7 @@ def test_an_exchange_between_slices_of_equal_work_is_priced(lengths: tuple[int, 
     def iteration_s(**given: object) -> float:
         parameters = {**plan.schedule.parameters, "slice_lengths": "work", **given}
         made = replace(plan, schedule=replace(plan.schedule, parameters=parameters))
-        candidate = replace(SLICED, exchange="context_exchange" in given)
+        candidate = SLICED._replace(exchange="context_exchange" in given)
         return simulate_candidate(priced, candidate, estimate, made).iteration_s
 
     without = iteration_s()

@@ -251,7 +251,7 @@ def test_slices_hold_the_states_that_they_leave():
     state = 128 * 64 * 128
     assert carried_bytes(estimator, sliced, Group(0, 2, 1), 0) == 4 * 4 * 2 * state / 2
     assert estimator.estimate(sliced) is not None
-    shared = dataclasses.replace(sliced, cp=2)
+    shared = sliced._replace(cp=2)
     assert carried_bytes(estimator, shared, Group(0, 2, 1), 0) == 4 * 4 * 2 * state / 4
     dense = hybrid_of("*-" * 4)
     assert carried_bytes(priced(dense, ("H100-SXM", 2)), two_stages(4, 4, slices=4), Group(0, 1, 1), 0) == 0
