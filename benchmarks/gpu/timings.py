@@ -38,7 +38,7 @@ _TAIL_LINES = 20
 _LEAST_S = 10.0
 _SHORT = 4096
 _PEAK_BYTES, _SET_UP_BYTES = 33 << 30, 16 << 30
-"""Of a short training: at its peak (31 GB allocated on an H100), and before its optimizer has a state."""
+"""Of a short training: at its peak (31 GB allocated on an H100), and, estimated, before its optimizer has a state."""
 IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
 
 

@@ -16,6 +16,7 @@ it waits for was posted for earlier events.  Hence what replicas gather and redu
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_het.schedule.graph import Graph, ScheduleError, meetings
@@ -155,21 +156,19 @@ def event_places(
         extra: Pairs of operations, the first of which comes before the second.
     """
     events, spans = _Events(graph, together), spans or {}
-    event = [events.of(node) for node in range(len(graph.ops))]
+    event_of = [events.of(node) for node in range(len(graph.ops))]
     after: defaultdict[int, set[int]] = defaultdict(set)
     count: dict[int, int] = {}
 
     def put(first: int, second: int) -> None:
-        if event[first] != event[second]:
-            after[event[first]].add(event[second])
+        if event_of[first] != event_of[second]:
+            after[event_of[first]].add(event_of[second])
 
     for d in range(len(graph.program.ops)):
         nodes = [i for i in range(graph.first[d], graph.first[d + 1]) if i not in events.skipped]
-        count.update(dict.fromkeys([event[node] for node in nodes], 0))
-        fixed = [event[i] for i in nodes if i not in spans]
-        for first, second in zip(fixed, fixed[1:]):
-            if first != second:
-                after[first].add(second)
+        count.update(dict.fromkeys([event_of[node] for node in nodes], 0))
+        for first, second in pairwise(node for node in nodes if node not in spans):
+            put(first, second)
         for b in nodes:  # values that are not the pipeline's transfers, e.g. of the vocabulary
             for a in graph.waits[b]:
                 if graph.device[a] != d:
@@ -184,17 +183,17 @@ def event_places(
     for targets in after.values():
         for target in targets:
             count[target] += 1
-    free = [(key(first), first) for first, n in count.items() if n == 0]
+    free = [(key(event), event) for event, n in count.items() if n == 0]
     heapify(free)
     place: dict[int, int] = {}
     while free:
-        _, first = heappop(free)
-        place[first] = len(place)
-        for target in after.get(first, ()):
+        _, event = heappop(free)
+        place[event] = len(place)
+        for target in after.get(event, ()):
             count[target] -= 1
             if count[target] == 0:
                 heappush(free, (key(target), target))
-    return [place.get(event[events.carrier(node)], -1) for node in range(len(graph.ops))]
+    return [place.get(event_of[events.carrier(node)], -1) for node in range(len(graph.ops))]
 
 
 def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterator[int]:

@@ -271,8 +271,6 @@ class _Table(type):
     rows: dict[str, "Kind"]
 
     def __getattr__(cls, name: str) -> "Kind":
-        if name in cls.rows:
-            return cls.rows[name]
         raise AttributeError(f"there is no kind {name}: the feature that has it is not imported, or there is none")
 
     def __iter__(cls) -> Iterator["Kind"]:
@@ -301,7 +299,7 @@ class Kind(Columns, int, metaclass=_Table):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns its name: a number means another kind where other features are imported."""
-        return _Table.__getattr__, (Kind, self.name)
+        return getattr, (Kind, self.name)
 
 
 def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
@@ -322,7 +320,7 @@ def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
             raise TypeError(f"row {row.get('mnemonic')!r} and the columns differ in {', '.join(sorted(differing))}")
         kind = int.__new__(Kind, len(Kind.rows))
         kind.name, Kind.rows[name] = name, kind
-        setattr(Kind, name, kind)  # found at once, without the table's ``__getattr__``
+        setattr(Kind, name, kind)
         kind.__dict__ |= row
         added.append(kind)
     for kind in added:

@@ -406,7 +406,7 @@ def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
         of = ops[other].kind
         return of not in foreign and (chunk_of(of, ops[other].chunk, chunks) == chunk or node in graph.waits[other])
 
-    def nearest(nodes: range, *wanted: "Callable[[int], bool]") -> list[int]:
+    def nearest(nodes: range, *wanted: Callable[[int], bool]) -> list[int]:
         found = (next(filter(one, nodes), None) for one in wanted)
         return [other for other in found if other is not None]
 

@@ -145,7 +145,10 @@ def offload_runs(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tup
         return {"iteration_s": 1.0}
 
     def start(name: str, *_unused: object) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_for=lambda *_: None, end=lambda: ended.append(name))
+        return SimpleNamespace(name=name, wait_for=wait_for, end=lambda: ended.append(name))
+
+    def wait_for(*_unused: object) -> None:
+        now_s[0] += 1.0
 
     ended = list[str]()
     monkeypatch.setattr(offload, "run", run)
@@ -154,7 +157,7 @@ def offload_runs(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tup
     monkeypatch.setattr(sys, "argv", ["offload", "--small", "--json", str(out), *words])
     code = offload.main()
     assert ended == [name for name in VARIANTS if name in ended] and len(ended) >= 3  # of the last round
-    return code, json.loads(out.read_text())
+    return code, json.loads(out.read_text()) if out.exists() else {}
 
 
 def test_an_offload_variant_that_fails_ends_no_other(tmp_path, monkeypatch):
@@ -168,6 +171,7 @@ def test_offload_ends_before_its_limit(tmp_path, monkeypatch):
     """What is judged comes first; a part that is ended from outside has not passed."""
     _, found = offload_runs(tmp_path / "found.json", monkeypatch, "--rounds", "3", "--limit-s", "39")
     assert [len(runs) for runs in found["runs"].values()] == [1, 0, 1, 0]
+    assert offload_runs(tmp_path / "none.json", monkeypatch, "--limit-s", "3") == (1, {})  # over before all have loaded
     offload_part = next(part for part in PARTS if part.name == "offload")
     assert "{limit_s}" in offload_part.command and list(VARIANTS)[1:3] == list(offload.JUDGED)
 
