@@ -5,8 +5,6 @@ GPUs come first, and a forward of one layer takes 1 s on a fast GPU.  The even s
 plan divides the layers by speed.  Both are simulated, transfers included; nothing here is measured.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ The package extends ``megatron-core`` and ``megatron.training`` through their pu
 without torch, and :mod:`megatron_het.device` has to be activated before ``megatron.training`` is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from pathlib import Path

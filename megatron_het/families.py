@@ -3,8 +3,6 @@
 Everything that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple

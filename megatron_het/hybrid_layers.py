@@ -4,8 +4,6 @@ Megatron's own are of Transformer Engine.  These are the parts of Megatron's loc
 for them by themselves; the flag is for stock Megatron.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -10,8 +10,6 @@ use it; here it is summed.  Without sequence parallelism Megatron sums the gradi
 rank has whole; here each has its part.  Plans ask for these layers by themselves; the flag is for stock Megatron.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

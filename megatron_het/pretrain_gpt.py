@@ -5,8 +5,6 @@ wheel alone.  Without ``--het-*`` flags it trains as stock Megatron does.  With 
 hybrid model, as ``pretrain_hybrid.py`` does.
 """
 
-from __future__ import annotations
-
 from megatron_het import gpt_training
 from megatron_het.launch.start import install
 

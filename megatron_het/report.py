@@ -3,8 +3,6 @@
 The report is printed beside the plan's prediction, and written as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

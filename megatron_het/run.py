@@ -3,8 +3,6 @@
 ``torchrun ... -m megatron_het.run pretrain_gpt.py <its flags> --het-plan plan.json``
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -5,8 +5,6 @@ of a job (``testing.runner``) whose slices go through Transformer Engine's calls
 and types as the libraries do.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

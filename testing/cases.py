@@ -4,8 +4,6 @@ A case is a plan and a few options.  Its reference is stock Megatron in one proc
 same checkpoint; cases that do the same mathematics share a reference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -4,8 +4,6 @@ A row says of every parameter which value it has; values other than the first ar
 and what the pair needs besides, ``covering_rows`` fills rows with further features as long as no check refuses them.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Compares a run under a plan with its reference: losses, and every gradient of the first step."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Architectures of the small models: what decides which parameters there are and how they are used."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Cases of features: unequal microbatches, experts, split passes, documents, hybrid layers, optimizers, no pipeline."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

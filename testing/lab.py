@@ -1,7 +1,5 @@
 """Runs cases: data, shared checkpoints, references and the runs themselves, each made once."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

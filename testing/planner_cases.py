@@ -1,7 +1,5 @@
 """Clusters and models of the Sailor and Zorse papers, small and random ones, and what the search is compared with."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -4,8 +4,6 @@ Nothing here belongs to the product.  The functions wrap what Megatron calls, st
 plan, before the training entry runs (``Job.setup``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

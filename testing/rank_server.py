@@ -10,8 +10,6 @@ The server itself starts nothing that a fork would break: no threads, no process
 ``--device cuda`` no CUDA, which every rank starts for itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

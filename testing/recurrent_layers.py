@@ -4,8 +4,6 @@ Megatron's own Mamba mixer and gated delta net, with its sharding and its checkp
 kernels that they call.  The stand-ins go through a sequence token by token: exact and slow.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

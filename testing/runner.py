@@ -7,8 +7,6 @@ Needs the standard library only.  Jobs run on the CPU over gloo, or with ``Runne
 over NCCL, where several ranks may share one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

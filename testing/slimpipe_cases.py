@@ -1,7 +1,5 @@
 """The cases of SlimPipe's parity: every p, n and v with all features in turn, and random ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

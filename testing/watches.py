@@ -4,8 +4,6 @@ With ``fused``, SlimPipe and stock runs get the same attention kernel: stock's c
 fused attention, which on each device is the very kernel that slices use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ Beside losses and gradients the parameters after the last step are compared, fro
 case and of the reference.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

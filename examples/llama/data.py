@@ -8,8 +8,6 @@ The result is a pair of Megatron IndexedDatasets, one for training and one for v
 Command line: ``python -m examples.llama.data --out DIR``.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

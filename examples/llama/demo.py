@@ -4,8 +4,6 @@ Makes this machine a small mixed cluster of pinned processes, and goes the way o
 commands: profile, plan, emit, and the launch scripts.  The even split runs beside the plan.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

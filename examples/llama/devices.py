@@ -5,8 +5,6 @@ The demo gives every process a core of its own, and lets half of them run only h
 half of it while both are busy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ the doctor on it.  With ``--break`` three faults are put in, and the doctor has 
 slowed down, a cluster file that promises too fast a network, and a flag of the training that is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

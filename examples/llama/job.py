@@ -1,7 +1,5 @@
 """Run what ``emit`` wrote on this machine: one launch script per device, as if each were a node."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

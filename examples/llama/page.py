@@ -3,8 +3,6 @@
 The page is the planner's page of the plan.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

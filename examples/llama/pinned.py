@@ -8,8 +8,6 @@ ARGUMENTS...`` in the same process.  Threads that PyTorch and gloo start later i
 ``HET_DEMO_SLOWED=2:0.5`` for half of it, so that the machine has devices of two speeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The report of the demo: predicted against measured, on the screen, as JSON, and in README.md."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -4,8 +4,6 @@ Every refusal names the option, its value and the reason, and happens before any
 exists.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

@@ -1,7 +1,5 @@
 """Addition to two tensors by one kernel of Triton; imported only where Triton is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which attention kernel a device gets: by what is known of it, by a trial, and where nothing is known by the clock."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -12,8 +12,6 @@ rows after a microbatch's are not free, its last chunk makes room for the next o
 comes up again when the next one is given back.  Two copies of a chunk, whatever the length of its prefix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ taken from one side, and given back last first, lie next to each other.  Where n
 enough, though together they are, a chunk gets memory of its own.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Callable

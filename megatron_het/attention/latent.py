@@ -6,8 +6,6 @@ its keys and values are made from the latents, and the gradients that come back 
 weight that makes keys and values.  So the expanded form is there for one chunk of one layer only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Context-parallel ranks have blocks from both ends of a slice, and a state goes t
 other tokens: each gets all of them for some of the heads, and gives its results back.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

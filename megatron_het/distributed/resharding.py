@@ -12,8 +12,6 @@ during backward passes (``--overlap-grad-reduce``), the exchange comes after: th
 of the class's sum, and tells them the total.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

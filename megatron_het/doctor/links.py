@@ -5,8 +5,6 @@ two ranks a bounded time and nobody else anything.  Pairs are measured in rounds
 one pair at most, so that every figure is that of a link without other traffic.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

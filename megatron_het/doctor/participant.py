@@ -4,8 +4,6 @@ A check that takes longer than its limit is reported by a thread, with the place
 takes no further part then, and ends when the verdict is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

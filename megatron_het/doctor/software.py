@@ -1,7 +1,5 @@
 """Versions, drivers, kernels and environment variables, compared over all ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform as system

@@ -4,8 +4,6 @@
 takes part in a real run of two iterations, which the same tracker counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

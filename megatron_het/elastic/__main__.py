@@ -1,7 +1,5 @@
 """``het-run``: elastic training from the command line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

@@ -1,7 +1,5 @@
 """The agent of a node: starts one worker per device once, watches over them, and passes on what happens."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -4,8 +4,6 @@ It reads what agents and workers post and what their signs of life say, decides,
 it has decided is in a file as well, so that it can be started again while the job trains on.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

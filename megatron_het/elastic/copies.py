@@ -5,8 +5,6 @@ keeper on another node.  Parts that ranks of other nodes hold anyway (plain repl
 are kept: while the newest is being copied somewhere, the one before may be, too, but the one before that is complete.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

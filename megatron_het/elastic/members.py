@@ -1,7 +1,5 @@
 """A controller's knowledge of its job: workers, troubles, measurements, and the folder with the file of that state."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Which processes there are, and a plan with its ranks for those that are left."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ have in common (iteration, samples, schedules).  The members of a change offer t
 others', and the newest iteration that is complete among them is taken.  No file is read or written.
 """
 
-from __future__ import annotations
-
 import base64
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

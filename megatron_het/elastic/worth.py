@@ -1,7 +1,5 @@
 """How a job stands, as ``het-run status`` shows it, and whether a change pays in the iterations that are left."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

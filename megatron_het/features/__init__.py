@@ -5,8 +5,6 @@ the tuple below.  Open ``base.py`` first: what a feature says of itself.  Whoeve
 features asks ``registry.py``, which asks all of them.
 """
 
-from __future__ import annotations
-
 from megatron_het.features.activation_offload.spec import ActivationOffload
 from megatron_het.features.context_exchange.spec import ContextExchange
 from megatron_het.features.context_parallel.spec import ContextParallel

@@ -1,7 +1,5 @@
 """All features, and what others ask of the features of a plan without knowing which ones there are."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

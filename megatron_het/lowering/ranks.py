@@ -1,7 +1,5 @@
 """From a Program over devices to what one rank does: transfers become pieces between ranks."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

@@ -35,8 +35,6 @@ Megatron, to be pasted into ``sources`` once the new source has been read.  The 
 number of patches at ten, beside those that a single release needs (``patches.OF_RELEASES``).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

@@ -4,8 +4,6 @@
 patches for a Megatron-LM checkout instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -7,8 +7,6 @@ different releases, it asks :func:`installed_release`; nothing outside of this p
 Megatron, but for :func:`differences`.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

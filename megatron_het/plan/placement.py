@@ -1,7 +1,5 @@
 """Rank -> (stage, replica, tensor-parallel rank), and the rank lists that groups are built from."""
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

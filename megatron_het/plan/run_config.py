@@ -1,7 +1,5 @@
 """The configuration of a run: the ``--het-*`` flags, plans that take turns, and the plan of a run without a file."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks of a plan: in itself, and against the arguments of the run that wants to use it."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -6,8 +6,6 @@ the executor turns each operation into calls of Megatron's own ``forward_step`` 
 when the operation that needs it runs; sends are waited for at the end of the iteration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

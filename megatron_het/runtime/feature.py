@@ -6,8 +6,6 @@ runtime half of a feature is the module ``runtime.py`` of its room with a functi
 ``open_feature(context) -> RuntimeFeature``; ``Feature.runtime`` of the other half names it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ it sees.  The second part grows towards the end of a document.  Slices of equal 
 documents begin, and short at the end of long ones.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

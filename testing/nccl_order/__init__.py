@@ -32,8 +32,6 @@ touches a tensor that has not arrived (``compute.py``): there the compute stream
 Operations that wait for each other end in an error that says, for every rank, what runs and what waits.
 """
 
-from __future__ import annotations
-
 from testing.nccl_order.group import host_wait, install, is_installed, synchronize
 from testing.nccl_order.items import OrderError
 from testing.nccl_order.launch import Options

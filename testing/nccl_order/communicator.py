@@ -1,7 +1,5 @@
 """One communicator: a queue of operations, and gloo underneath that moves the data."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@ operation has ended by then or not: on a GPU that is luck.  After ``wait`` the h
 what the operation still uses, which is where the compute stream would stand still.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

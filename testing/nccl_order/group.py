@@ -1,7 +1,5 @@
 """The process group: what ``torch.distributed`` calls, handed to the queue that NCCL would use."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """One rank's device, as far as the order of operations goes: launches, slots, and what to say of a stall."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

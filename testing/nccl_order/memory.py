@@ -1,7 +1,5 @@
 """Which memory operations use, until all else is ordered after them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Breaks slices on purpose, inside a rank process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from testing.probe import observe

@@ -1,7 +1,5 @@
 """A setup that breaks split backward passes, to show that the comparison can fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from testing import probe

@@ -1,7 +1,5 @@
 """A headless Chromium, driven over a pipe by the Chrome DevTools protocol; the standard library is enough."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -4,8 +4,6 @@ Outputs of a graph lie in memory that another graph overwrites once the backward
 in the order in which they were captured.  The stand-in fills such memory with what is no number, and counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Fixtures that run many distributed jobs from one process that has imported Megatron."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Megatron's own dataset packs them.  What it reads a file with, and the chat template of its tokenizer, are replaced.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

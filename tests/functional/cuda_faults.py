@@ -1,7 +1,5 @@
 """Runs in a process of its own: faults of CUDA code on fake tensors, and whether each is noticed.  Prints JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 With ``spoil`` rank 3 sends other values than it should, which the receiver must notice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

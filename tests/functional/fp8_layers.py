@@ -4,8 +4,6 @@ They keep a copy of their weight as those do, and use the copy.  They fail where
 and where they run outside of the recipe of their layer.  Copies are exact, so that trainings can be compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

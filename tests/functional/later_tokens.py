@@ -1,7 +1,5 @@
 """What the later tokens of packed documents are to stock Megatron, and mistakes about them, inside a rank process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Starts the ranks of one functional test as local processes, and ends them all in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

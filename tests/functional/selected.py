@@ -1,7 +1,5 @@
 """The cases of one file that a session has selected: run side by side, and compared with one process."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shortens data sets, inside a rank process, so that a cyclic loader begins anew inside an iteration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from testing import probe

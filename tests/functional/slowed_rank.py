@@ -1,7 +1,5 @@
 """A rank that is slower than the others, for jobs of tests."""
 
-from __future__ import annotations
-
 from examples.llama.pinned import slow_down
 
 

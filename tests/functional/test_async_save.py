@@ -1,7 +1,5 @@
 """``--async-save`` under a plan: what was saved while training went on is what was trained."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

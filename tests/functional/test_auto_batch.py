@@ -3,8 +3,6 @@
 A rank with less memory (an artificial limit) raises the ZeRO stage for both.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans that take turns, one for each global batch size, train as stock Megatron does with the same schedule."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints do not depend on the plan: any plan, or stock Megatron, loads what another saved."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

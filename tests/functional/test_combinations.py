@@ -3,8 +3,6 @@
 ``benchmarks/combinations.py`` trains every pair.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

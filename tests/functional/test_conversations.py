@@ -1,7 +1,5 @@
 """Packed conversations (``--sft``) under plans equal stock Megatron with a dense mask in one process."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """CUDA code without CUDA: device mix-ups, waits of the host, and order between streams, on fake tensors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A damaged checkpoint is named and the one before is used; what cannot be loaded ends in one clear error."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The demo end to end, with a tiny model: what it writes and says."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The doctor on this machine's processes: one launch in which three faults were put in, all of them to be found."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Without ``--het-*`` flags nothing differs from stock Megatron; with a plan its logging is the same."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """With dropout, a plan with a layout that stock Megatron has gives stock Megatron's losses."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dry run of a rank holds, computes and sends, to the byte, what a real run does; ``plan --verify`` asks it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

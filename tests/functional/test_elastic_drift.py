@@ -1,7 +1,5 @@
 """An elastic job in which a device becomes slow gets a better plan by itself, and goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job whose pool changes: a node joins, a rank is killed, a node leaves; it ends as an undisturbed run does."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

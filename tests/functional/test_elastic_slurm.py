@@ -1,7 +1,5 @@
 """``emit --elastic`` on a real Slurm: a node goes down and the job goes on; queued again, it resumes."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A plan changes in running processes: state moves by ranges, and the losses are those of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

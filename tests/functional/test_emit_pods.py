@@ -1,7 +1,5 @@
 """Launch files for Kubernetes and SkyPilot, run by a stand-in: a plan of three kinds trains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The generated job files on a real Slurm: a heterogeneous job, and a plain one that resumes from it."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import re

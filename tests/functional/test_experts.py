@@ -3,8 +3,6 @@
 ``benchmarks/parity.py --model moe`` has more plans, of every schedule.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bad input is refused before anything starts, and a dead rank stops the others with a reason."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ``benchmarks/parity.py`` draws the combinations.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every layer of every pass runs in its recipe of fp8, and quantises its weights once per iteration."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

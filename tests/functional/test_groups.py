@@ -1,7 +1,5 @@
 """Groups of a plan over light rank processes: created among members only, more than once, and in bounded time."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

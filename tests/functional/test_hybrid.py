@@ -3,8 +3,6 @@
 ``benchmarks/parity.py --model hybrid`` has more plans, of every schedule.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

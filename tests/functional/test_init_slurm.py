@@ -1,7 +1,5 @@
 """``init`` asks a real Slurm: its cluster file can be planned for as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training from scratch starts from the same weights under every plan, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

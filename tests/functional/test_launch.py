@@ -1,7 +1,5 @@
 """The launcher of the functional tests: no rank outlives it, and failures are shown."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

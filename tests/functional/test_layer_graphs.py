@@ -1,7 +1,5 @@
 """Layers captured by a stand-in for Transformer Engine train as stock Megatron does in one process without graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

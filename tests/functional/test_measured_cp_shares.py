@@ -1,7 +1,5 @@
 """``--het-measured-cp-shares``: the slower rank gets the smaller part, and the losses are those of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

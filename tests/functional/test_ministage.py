@@ -4,8 +4,6 @@
 several stages, TP, offload, updates at the next opening and at once, checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

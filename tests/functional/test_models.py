@@ -3,8 +3,6 @@
 ``benchmarks/models.py`` has all of them under every schedule and feature.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Multi-token prediction under plans: training and the losses in the log equal those of one process."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

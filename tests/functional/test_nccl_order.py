@@ -3,8 +3,6 @@
 ``benchmarks/nccl_order.py`` runs more plans.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Optimizers of matrices (Lion, Muon) under plans: training and checkpoints are those of one process."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

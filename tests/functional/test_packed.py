@@ -3,8 +3,6 @@
 ``benchmarks/parity.py --model packed`` and ``--model attention`` have more plans, of every schedule.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Every feature occurs at least once; ``benchmarks/parity.py`` has the combination
 product is broken on purpose, to see that the comparison notices.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

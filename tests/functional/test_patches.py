@@ -1,7 +1,5 @@
 """The git patch for a Megatron-LM checkout: it applies, and the patched script trains."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Profiling real layers over gloo: TP 1 and 2, links, the largest batch, and going on after an interruption."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

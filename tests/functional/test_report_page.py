@@ -1,7 +1,5 @@
 """The report page in a real browser without a network: what it fetches, shows, draws and does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

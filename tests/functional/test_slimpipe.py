@@ -1,7 +1,5 @@
 """SlimPipe in Megatron equals stock training in one process; ``benchmarks/parity.py`` has all cases."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

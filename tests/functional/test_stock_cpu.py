@@ -3,8 +3,6 @@
 No feature of this project takes part but the platform and the patches that stock Megatron needs.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The commands of ``docs/tutorial.md`` run as they are written, and end with what the page shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

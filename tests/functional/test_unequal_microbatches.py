@@ -3,8 +3,6 @@
 ``benchmarks/parity.py --schedule unequal-microbatches`` has more plans.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

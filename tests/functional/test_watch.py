@@ -1,7 +1,5 @@
 """A real run in which one process slows down: it is named, in the log and in the files, and a better plan is found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wheel alone, installed into an empty environment: it plans and trains from any folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 ``benchmarks/parity.py --schedule data-parallel`` has more plans.
 """
 
-from __future__ import annotations
-
 import json
 import random
 

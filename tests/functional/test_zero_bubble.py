@@ -1,7 +1,5 @@
 """Split backward passes train as stock Megatron does in one process; ``benchmarks/parity.py`` has more plans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

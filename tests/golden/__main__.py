@@ -3,8 +3,6 @@
 A change that is wanted is recorded in the commit that makes it, with the reason in its message.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

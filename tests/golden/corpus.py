@@ -1,7 +1,5 @@
 """Outputs that a change of the code's form must not change: programs, plans, launch files and refusals, by name."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import difflib

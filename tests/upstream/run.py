@@ -7,8 +7,6 @@ need no others, else the eight, over gloo, that they want.  Tests that fail for 
 test that was expected to fail and passes.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import importlib

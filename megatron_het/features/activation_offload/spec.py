@@ -1,7 +1,5 @@
 """Activations that wait in host memory (Zorse, section 4.1.3; SlimPipe, section 6.5)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any

@@ -27,8 +27,6 @@ helper needs no weights for it, so replicas may have different TP sizes.
 A recomputed forward attends to everything itself: its slot is one of backward passes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Replicas may have different sizes, and their ranks parts of different size: what
 pieces that sender and receiver have in common (``lowering/ranks.py``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

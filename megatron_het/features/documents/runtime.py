@@ -1,7 +1,5 @@
 """Packed documents as a feature of a rank: read ahead where they begin, and tell every rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

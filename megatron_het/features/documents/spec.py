@@ -1,7 +1,5 @@
 """Packed documents: attention that ends where a document begins, and what it cannot be combined with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

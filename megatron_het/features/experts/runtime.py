@@ -1,7 +1,5 @@
 """Mixture of experts as a feature of a rank: balancing losses and what layers report, over all slices and ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Mixture of experts: what a plan can train of it, and why not the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Initial weights that depend on names and the seed only, so that every plan starts from the same ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

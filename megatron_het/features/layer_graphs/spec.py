@@ -1,7 +1,5 @@
 """CUDA graphs of layers (``--cuda-graph-impl``), and what they cannot be combined with."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

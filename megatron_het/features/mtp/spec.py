@@ -1,7 +1,5 @@
 """Multi-token prediction: layers beside the output layer that predict the tokens after the next one (DeepSeek-V3)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ and checkpoints see nothing of it.  The state of all parameters has Adam's form:
 moment, and the second one of a matrix stays zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

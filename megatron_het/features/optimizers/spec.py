@@ -11,8 +11,6 @@ whose checkpoints belong to one layout.  A plan shards it element by element, as
 Adam, and on every rank Lion makes the updates of the matrices (``megatron_het/lion``).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping

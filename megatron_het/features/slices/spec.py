@@ -1,7 +1,5 @@
 """Slices of sequences, and what they cannot be combined with (SlimPipe, section 4.1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Thrifty layers on a rank: norms that keep only their input, and linear layers of slices with little around them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Norms and activation functions need no more than their input (and a number or tw
 PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, keep no more by themselves.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

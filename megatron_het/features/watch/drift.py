@@ -10,8 +10,6 @@ is about the kind; what remains is about the subject.  Where all operations are 
 device; where one kind of operation is, it is this operation.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The rank that compares: from the samples of all ranks to findings, and to figures that a better plan is made from."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

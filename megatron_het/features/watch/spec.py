@@ -1,7 +1,5 @@
 """The watch: a run compares itself with what its plan predicts, and says what drifted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_het.features.base import Feature, option

@@ -15,8 +15,6 @@ update and the gradients go to the host; when Megatron's ``optimizer.step()`` th
 the old state comes back when the ministage is next opened, and a clipped update is made there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ Its options are parameters of the schedule in the plan, because memory and time 
 ``{"name": "data-parallel", "parameters": {"window": true, "zero": 3}}``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

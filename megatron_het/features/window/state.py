@@ -4,8 +4,6 @@ Both are for the tensors of the inner optimizer: main parameters and the state t
 (Adam's two moments, and the count of steps, which is a number and stays where it is).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Zero-bubble schedules: the two halves of a backward as operations of their own, and what they cannot go with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Inputs, the full attention that slices must equal, and a microbatch that runs slice by slice."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

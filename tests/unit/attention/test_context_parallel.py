@@ -1,7 +1,5 @@
 """Commuted context parallelism against full causal attention; the ranks are threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

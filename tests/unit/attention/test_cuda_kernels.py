@@ -4,8 +4,6 @@ The stand-ins get what PyTorch's dispatcher made of the call, so wrong names, pl
 fail; and they insist on the layouts, shapes and types that the real operators want.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rows of a key-value pool: taken from both sides, given back, and what happens where free rows are scattered."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

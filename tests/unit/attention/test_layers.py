@@ -1,7 +1,5 @@
 """Norms and activation functions that keep their input only."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

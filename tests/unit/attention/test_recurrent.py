@@ -1,7 +1,5 @@
 """Recurrent layers over slices compute what Megatron's do over whole sequences, forward and backward."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

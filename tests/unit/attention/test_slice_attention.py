@@ -1,7 +1,5 @@
 """Slice attention against full causal attention, and the rules of the key-value cache."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace

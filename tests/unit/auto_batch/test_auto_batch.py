@@ -1,7 +1,5 @@
 """Poplar's curves and allocation."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

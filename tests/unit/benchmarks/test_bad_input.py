@@ -1,7 +1,5 @@
 """The benchmark of malformed inputs: a sample of it here, and that it sees what it looks for."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

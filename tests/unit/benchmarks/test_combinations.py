@@ -1,7 +1,5 @@
 """Parts of the table of combinations, put together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainings of the benchmarks on a GPU: what a machine without one can show of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What the benchmark of faults draws, and what it calls a survival."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

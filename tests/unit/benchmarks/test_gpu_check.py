@@ -1,7 +1,5 @@
 """``make gpu-check`` without a GPU: parts that are stand-ins; what fails, hangs or dies ends no other part."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

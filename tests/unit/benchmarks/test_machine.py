@@ -1,7 +1,5 @@
 """What all benchmarks share: the option ``--json``, a folder for the runs, and the report."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

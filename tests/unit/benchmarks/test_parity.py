@@ -1,7 +1,5 @@
 """The parity benchmark in pieces: what earlier runs found is added, and only the rest is trained."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark that holds a replay against a real job: traces, plans, and what it takes from a measured job."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that share cores, as ``benchmarks.zorse_speed`` predicts them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

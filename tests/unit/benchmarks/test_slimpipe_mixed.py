@@ -1,7 +1,5 @@
 """The mixed pipeline of ``benchmarks.slimpipe_speed``: what passes take becomes the exchange's parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.slimpipe_runs import BAR, MIXED_LAYERS, SLICES, exchange_of, plan_of

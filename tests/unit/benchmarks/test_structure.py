@@ -1,7 +1,5 @@
 """Every figure of ``benchmarks.structure`` is found in small trees made for it, and is absent without its cause."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

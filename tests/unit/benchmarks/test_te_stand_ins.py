@@ -1,7 +1,5 @@
 """Transformer Engine's layers on fake tensors of a CUDA device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

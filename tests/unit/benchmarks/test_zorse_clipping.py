@@ -1,7 +1,5 @@
 """Which parameters the reference of per-ministage clipping puts together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape

@@ -1,7 +1,5 @@
 """Megatron's waits for the process that writes checkpoints end when it has died."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which checkpoint is loaded, when files are damaged or missing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

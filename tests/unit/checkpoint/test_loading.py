@@ -1,7 +1,5 @@
 """Random-number states come from the checkpoint that Megatron has loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

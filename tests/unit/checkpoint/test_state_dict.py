@@ -1,7 +1,5 @@
 """Entries of a state dict that a rank writes: of tied embeddings the first chunk's, of two optimizers one's form."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

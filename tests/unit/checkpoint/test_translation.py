@@ -1,7 +1,5 @@
 """Names and places of a run's tensors in a checkpoint of the other family of models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

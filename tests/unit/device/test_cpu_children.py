@@ -1,7 +1,5 @@
 """Processes that are started by others than us have this process's platform."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

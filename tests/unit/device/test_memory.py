@@ -1,7 +1,5 @@
 """The CPU memory meter against allocations of known size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

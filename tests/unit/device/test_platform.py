@@ -1,7 +1,5 @@
 """What the platform promises on this machine, and that CUDA machines are left alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

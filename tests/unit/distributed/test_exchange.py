@@ -1,7 +1,5 @@
 """The exchange between classes of replicas, with threads for ranks: whatever the cut, one total is counted once."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """When the replicas of a plan get equal weights: Megatron moves a model to its device between two hooks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The order in which groups of two are created, and who shares one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

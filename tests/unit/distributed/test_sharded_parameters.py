@@ -1,7 +1,5 @@
 """What the exchange between TP classes takes a parameter for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

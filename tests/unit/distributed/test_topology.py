@@ -1,7 +1,5 @@
 """Groups as data, and the guard on the globals of ``parallel_state``."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

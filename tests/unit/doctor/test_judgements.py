@@ -1,7 +1,5 @@
 """What the answers of all ranks mean: every check's judgement on data that people can check by hand."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

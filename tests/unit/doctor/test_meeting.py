@@ -1,7 +1,5 @@
 """Coordinator and participants over a real store, as threads: who fails, hangs or dies is named, and hides nothing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is remembered of operators makes no difference but in time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dry runs: layers of experts, what is refused, and groups of absent ranks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Every wait of that code is left out once: each time the missing order must be noticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

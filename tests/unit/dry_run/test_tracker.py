@@ -1,7 +1,5 @@
 """The tracker sees the same of fake tensors as of real ones."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the controller decides, and what an agent does with workers that end."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

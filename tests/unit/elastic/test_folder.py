@@ -1,7 +1,5 @@
 """What the controller and the agents write: full disks, old files, and two controllers for one folder."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

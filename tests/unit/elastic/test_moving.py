@@ -1,7 +1,5 @@
 """State moves between members of any cuts; the members are threads that talk over gloo."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """How a session that fails is told."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import inspect

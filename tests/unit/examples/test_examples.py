@@ -1,7 +1,5 @@
 """The examples to copy: each script's commands plan, check and write the launch files of its cluster and model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

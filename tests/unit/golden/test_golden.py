@@ -1,7 +1,5 @@
 """Programs, plans, launch files and refusals are the recorded ones (``python -m tests.golden --update``)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.golden.corpus import (

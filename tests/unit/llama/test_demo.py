@@ -1,7 +1,5 @@
 """The demo's devices, its plans for an even split, its launches, and what it says of a busy machine."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

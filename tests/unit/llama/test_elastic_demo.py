@@ -1,7 +1,5 @@
 """The elastic demo's plans, report and picture; ``make demo-elastic`` is the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Boundaries between stages: every element reaches every receiver exactly once."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

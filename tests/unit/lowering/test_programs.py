@@ -1,7 +1,5 @@
 """The one assembly: what it makes of random plans can be run, simulated and lowered, or is refused before."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A checkpoint that cannot be written is one error of the system, and the process lives."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

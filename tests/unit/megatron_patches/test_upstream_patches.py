@@ -1,7 +1,5 @@
 """The patches of the project against the installed Megatron."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import unittest.mock

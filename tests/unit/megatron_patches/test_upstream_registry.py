@@ -1,7 +1,5 @@
 """The registry: installing, refusing, taking out; on modules made for the purpose."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import subprocess

@@ -1,7 +1,5 @@
 """The checks of a single feature."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_het.features import FEATURES, features_of

@@ -1,7 +1,5 @@
 """Megatron's flags of a small model, as a user writes them."""
 
-from __future__ import annotations
-
 _MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 8"
 )

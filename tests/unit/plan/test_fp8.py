@@ -1,7 +1,5 @@
 """What is refused of fp8, and what is not."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which optimizers a plan can train with, and what is said of the others."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Hybrid models in plans and flags: layers by symbol, cut anywhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

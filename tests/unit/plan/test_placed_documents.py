@@ -1,7 +1,5 @@
 """Which context-parallel rank holds which packed documents."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

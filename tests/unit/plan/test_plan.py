@@ -1,7 +1,5 @@
 """Plans: strict reading, checks, placement, files."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Refusals for the plan alone, before Megatron's flags are looked at."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Refusals of Megatron's flags under any plan."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

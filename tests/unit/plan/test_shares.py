@@ -1,7 +1,5 @@
 """Shares of a stage's state: from replicas to ranks, and where buffers are cut."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

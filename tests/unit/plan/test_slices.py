@@ -1,7 +1,5 @@
 """Refusals of slices, and plans made from Megatron's flags."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

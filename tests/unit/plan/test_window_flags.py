@@ -1,7 +1,5 @@
 """The flags of ministages and their parameter window, with and without a plan file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

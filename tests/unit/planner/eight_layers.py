@@ -1,7 +1,5 @@
 """A model of eight layers as wide as Llama 8B, and nodes of eight GPUs: what several tests of the planner price."""
 
-from __future__ import annotations
-
 from testing.planner_cases import LLAMA_8B, estimator_of
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup

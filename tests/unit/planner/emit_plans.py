@@ -1,7 +1,5 @@
 """Model files that tests of the planner share, and plans that those of the launch files share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape

@@ -1,7 +1,5 @@
 """A stand-in for Kubernetes and SkyPilot: one process per pod, with the environment of the rendered file alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Predictions without a profile: against published runs, layer times of other GPUs, and the laws of kernels."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Choices beside stages and batches: taken where the simulator says that they pay, and written into the plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_het.lowering.programs import build

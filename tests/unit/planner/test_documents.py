@@ -1,7 +1,5 @@
 """Packed documents: what their lengths leave of attention, in closed form, by slices, and with a profile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

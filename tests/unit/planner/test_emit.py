@@ -1,7 +1,5 @@
 """Emitted flags, layouts and scripts; Megatron's own parsers judge them where they exist."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

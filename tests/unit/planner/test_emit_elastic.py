@@ -1,7 +1,5 @@
 """``elastic.sbatch``: what it starts and does, with stand-ins for Slurm's commands; what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What an administrator asks of a job: shares of nodes, containers, modules, its end; scripts without a fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What cluster file and profile promise of a plan's ranks, and the scripts that have it checked first."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``init``: stand-ins for nvidia-smi and sinfo on PATH, and what is written."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The search finds plans that are at least as good as known ones, on clusters where it once missed them."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

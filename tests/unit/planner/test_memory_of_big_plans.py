@@ -1,7 +1,5 @@
 """The planner's memory of big plans against dry runs of their ranks that were measured once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """GPUs are left out where that is better, and more GPUs do not make a plan worse."""
 
-from __future__ import annotations
-
 import dataclasses
-import random
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -17,7 +14,6 @@ from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
@@ -70,19 +66,6 @@ def test_a_part_is_cut_by_its_own_bandwidth_graph():
     assert part == pytest.approx(alone)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 2, 3, 4, 5))])
-def test_no_kind_alone_is_better(seed):
-    """By construction: every kind is searched as if there were nothing else."""
-    clusters, model = growing(seed)
-    effort = Effort(seeds=40, beam=1, steps=30, parts=1, part_seeds=10, part_steps=10)
-    goal = Goal(schedules=("1f1b",))
-    together = search_auto(estimator_of(clusters[0], model), goal, effort=effort).best
-    assert together is not None
-    for node in clusters[0].nodes:
-        alone = search_auto(estimator_of(Cluster(nodes=(node,)), model), goal, effort=effort).best
-        assert alone is None or together.iteration_s <= alone.iteration_s * (1 + 1e-9)
-
-
 def test_parts_of_a_cluster():
     """Whole pools, one node less, half; never the cluster itself or nothing."""
     cluster, model = fast_and_slow()
@@ -100,75 +83,6 @@ def test_parts_of_many_pools():
         assert tuple(8 if j == i else 0 for j in range(len(nodes))) in found
         assert tuple(0 if j == i else 8 for j in range(len(nodes))) in found
         assert tuple(4 if j == i else 8 for j in range(len(nodes))) in found
-
-
-def growing(seed: int) -> tuple[list[Cluster], Model]:
-    """A pool of more than eight GPUs of two or three kinds that gets one node more four times, and a model."""
-    rng = random.Random(seed)
-    kinds = rng.sample(("A100-40", "V100-16", "T4", "RTX-3090", "A10G", "GH-96"), rng.randint(2, 3))
-    size = {kind: rng.choice([1, 2, 4]) for kind in kinds}
-    rate = {kind: rng.choice([1.25e9, 3e9, 12.5e9, 25e9]) for kind in kinds}
-    count = {kind: rng.randint(1, 2) for kind in kinds}
-    while sum(count[kind] * size[kind] for kind in kinds) < 9:
-        count[rng.choice(kinds)] += 1
-    hidden = rng.choice([1024, 2048, 4096])
-    model = model_of(
-        layers=rng.choice([6, 8, 12]),
-        hidden=hidden,
-        words=rng.choice([8192, 32000, 128256]),
-        batch=rng.choice([16, 24, 32]),
-        precision="fp16",
-        micro_batch_sizes=(1, 2, 4),
-        recompute=("none",),
-        distributed_optimizer=True,
-    )
-    out = []
-    for _ in range(5):
-        nodes = [
-            NodeGroup(gpu=k, count=count[k], gpus_per_node=size[k], zone="lab-a", network_bytes_per_s=rate[k])
-            for k in kinds
-        ]
-        out.append(Cluster(nodes=tuple(nodes)))
-        count[rng.choice(kinds)] += 1
-    return out, model
-
-
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, 2, 3))])
-def test_a_node_more_is_not_worse(seed):
-    """Beyond the size that is searched to the proven optimum."""
-    clusters, model = growing(seed)
-    effort = Effort(seeds=250, beam=2, steps=150, part_seeds=60, part_steps=60)
-    goal = Goal(schedules=("1f1b",))
-    before = None
-    for cluster in clusters:
-        best = search_auto(estimator_of(cluster, model), goal, effort=effort).best
-        assert best is not None
-        assert before is None or best.iteration_s <= before * 1.01
-        before = best.iteration_s
-
-
-_ALL = tuple(SCHEDULES)
-_BOUNDED = [
-    (seed, objective, names)
-    for names in (_ALL, ("1f1b",), ("1f1b", "interleaved"))
-    for seed in range(2)
-    for objective in ("throughput", "cost")
-]
-_USUAL = ((0, "throughput", _ALL), (1, "cost", _ALL))
-
-
-@pytest.mark.parametrize(
-    ("seed", "objective", "schedules"),
-    [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.full) for case in _BOUNDED],
-)
-def test_no_plan_is_below_the_bound(seed, objective, schedules):
-    clusters, model = growing(seed)
-    nodes = tuple(n.model_copy(update={"usd_per_gpu_hour": 1.0 + i}) for i, n in enumerate(clusters[0].nodes))
-    estimator = estimator_of(Cluster(nodes=nodes), model)
-    goal = Goal(objective, schedules=schedules)
-    best = search_auto(estimator, goal, effort=Effort(seeds=60, beam=1, steps=60)).best
-    assert best is not None
-    assert best.value(goal) >= Bounds(estimator, goal).value(all_gpus(estimator))
 
 
 def test_a_power_of_two_of_one_pool():

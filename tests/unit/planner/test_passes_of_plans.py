@@ -1,7 +1,5 @@
 """Searches leave out what is refused when it is written: plans of more passes than an iteration may have."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

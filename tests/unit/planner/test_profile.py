@@ -1,7 +1,5 @@
 """Operating points, resuming, the search for the largest batch, and link fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The quick time of a plan is the simulator's, and sketches know good stages from bad ones."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import signal

@@ -1,7 +1,5 @@
 """``het-plan rent``: the ladder, the rung that is chosen, interruptions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

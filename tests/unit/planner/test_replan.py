@@ -1,7 +1,5 @@
 """From what a run measured to a better plan: the figures, the gain, the files, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sailor's dynamic programming against all ways to deal replicas to stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from math import inf

@@ -1,7 +1,5 @@
 """The searches: optimal on small clusters, never worse with more GPUs, and within all limits."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From one command to the next: another model's plan, outputs onto inputs, jobs that cannot start, odd answers."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Microbatches of different sizes: chosen where they pay, priced pass by pass, written and read back."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.planner_cases import estimator_of

@@ -1,7 +1,5 @@
 """``plan --verify``: finalists that do not fit are left, the plan is searched again, and people are told."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

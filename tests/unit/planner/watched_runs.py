@@ -1,7 +1,5 @@
 """A small planned run without processes: what its ranks would tell the watch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routing of samples to replicas."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The one protocol of features on a rank: who executes what, in which order, and what is left after closing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

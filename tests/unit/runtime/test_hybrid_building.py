@@ -1,7 +1,5 @@
 """Chunks of hybrid models: found in the pattern, and apart from what they get."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

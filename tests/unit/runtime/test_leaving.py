@@ -1,7 +1,5 @@
 """What a rank does after its last iteration."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

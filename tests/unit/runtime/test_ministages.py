@@ -1,7 +1,5 @@
 """Several chunks per stage: programs, handovers on one device, arguments."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron_het.arguments.megatron_args import apply_after_validation

@@ -1,7 +1,5 @@
 """Who does not answer is named on every rank."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a rank says of an operation that does not end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

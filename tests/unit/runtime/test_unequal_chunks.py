@@ -1,7 +1,5 @@
 """Stages with different numbers of chunks: where the ends of the model are, and what Megatron is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

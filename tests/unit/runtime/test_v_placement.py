@@ -1,7 +1,5 @@
 """Chunks in a V: where the ends of the model are, what Megatron is shown, handovers, tied weights on one rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

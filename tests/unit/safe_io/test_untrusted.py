@@ -1,7 +1,5 @@
 """Files that may be anything: read within limits, shown within limits, written to regular files only."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Deliberately broken schedules are rejected, each for the right reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Where sequences are cut: lengths that add up, multiples of a unit, and equal work."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

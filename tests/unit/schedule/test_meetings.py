@@ -1,7 +1,5 @@
 """The parts of a split vocabulary: devices meet there, and nothing that NCCL would hold up crosses a meeting."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compute orders against Megatron's rule and against PyTorch's schedules."""
 
-from __future__ import annotations
-
 import math
 import random
 import subprocess

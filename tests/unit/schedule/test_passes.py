@@ -1,7 +1,5 @@
 """Passes keep the compute order and put their operations where they say."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

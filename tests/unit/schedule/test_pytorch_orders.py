@@ -6,8 +6,6 @@ zero bubble with several chunks per stage and its DualPipeV have no counterpart 
 there.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streams, links, memory and the causes of idle time, by hand-computed cases."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

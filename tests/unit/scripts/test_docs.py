@@ -1,7 +1,5 @@
 """The documentation points at what exists: files, headings, flags, commands and benchmarks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

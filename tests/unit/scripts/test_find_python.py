@@ -1,7 +1,5 @@
 """The search for a Python, among names that exist and interpreters that do not run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Everything that the environment of ``make venv`` is asked for has one pinned version; guides name the extras."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What ``make test-upstream`` makes of outcomes, and what it says without a checkout."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

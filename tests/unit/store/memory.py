@@ -1,7 +1,5 @@
 """Documents without a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_het.store import Documents

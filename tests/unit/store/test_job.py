@@ -1,7 +1,5 @@
 """The store of a job without a controller: who finds it, who does not, and when it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """The store that asks for the token: what members get, and what others do not."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The simulated device: order of launches, slots, contents, what a stall says."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What drifted is named, whatever else is noisy: devices, single operations, links, figures of a whole kind."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """What ranks tell reaches log, files and TensorBoard, without anybody waiting; a watch that fails ends no training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

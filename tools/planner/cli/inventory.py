@@ -1,7 +1,5 @@
 """The commands ``init``, a cluster file from what the machine says, and ``quickstart``, from there to a job."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ with Megatron's own layout string when the plan needs no extension.  In place of
 ``skypilot.yaml``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ a node that goes down takes no other step with it.  The script knows the kind of
 job that the node is in, and tells the agent.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

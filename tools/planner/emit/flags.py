@@ -1,7 +1,5 @@
 """A plan as Megatron's own command-line flags, and as a stock layout when it needs no extension."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

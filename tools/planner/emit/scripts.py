@@ -4,8 +4,6 @@ All of them set ranks explicitly, turn the flight recorder on, write logs under 
 resume from the newest checkpoint.  A Slurm job saves and stops before its time is over, and goes on later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """The catalog of GPUs: datasheet figures for planning without a profile.  Sources are in ``data/gpus.json``."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping

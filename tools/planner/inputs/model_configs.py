@@ -3,8 +3,6 @@
 ``RULES`` and ``FAMILIES`` know all fields; ``python -m benchmarks.configs`` makes tables in ``docs/models.md`` of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

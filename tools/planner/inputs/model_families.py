@@ -1,7 +1,5 @@
 """Families of Hugging Face's models: what all of a ``model_type`` have, what Megatron lacks, and how a file is read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """TP groups into nodes, and which node runs which ranks: for planner, ``check`` and launch files."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

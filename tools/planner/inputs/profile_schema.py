@@ -5,8 +5,6 @@ uses pydantic: unknown keys, missing keys, wrong types and negative numbers are 
 the file, the key and the value.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import asdict, dataclass, field

@@ -4,8 +4,6 @@ All ranks go through the same list of points.  After every point the results are
 rank 0 rewrites the profile file, so an interrupted run loses at most one point.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

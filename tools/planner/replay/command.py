@@ -1,7 +1,5 @@
 """The command ``replay``: plans for pools of nodes, what a job gets done with them, tables and pictures."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A job does one iteration after the other.  A pause begins at an event, and no it
 lost is done again, at the speed of the plan that follows.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from bisect import bisect_right

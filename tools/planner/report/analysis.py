@@ -1,7 +1,5 @@
 """Compares a plan with other plans, and says what binds it, for ``explain``, ``compare`` and the page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Contents of a page: plain values, as they are embedded in the page as JSON."""
 
-from __future__ import annotations
-
 from typing import Any, NotRequired, TypedDict
 
 

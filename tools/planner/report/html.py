@@ -1,7 +1,5 @@
 """The page: one HTML document that holds its styles, scripts and data, and fetches nothing."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """The sections of the page, each from its part of the data."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

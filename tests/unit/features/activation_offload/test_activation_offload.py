@@ -1,7 +1,5 @@
 """Saved tensors that go to the host and come back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Balancing losses of a microbatch that runs in slices equal Megatron's own of the whole one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

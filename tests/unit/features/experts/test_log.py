@@ -1,7 +1,5 @@
 """The log of balancing losses has one length on all ranks, whose sum would never end otherwise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

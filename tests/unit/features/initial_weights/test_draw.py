@@ -1,7 +1,5 @@
 """Random values by name: parts of a tensor are those of the whole, however it is split."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

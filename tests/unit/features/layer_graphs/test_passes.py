@@ -1,7 +1,5 @@
 """Layers are captured in the order of the program of every schedule; what is sent leaves their memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import cast
 

@@ -1,7 +1,5 @@
 """What layers for multi-token prediction read and predict, against Megatron's own function on whole sequences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

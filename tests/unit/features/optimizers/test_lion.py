@@ -1,7 +1,5 @@
 """Lion beside Adam in one optimizer: every parameter is updated as its own optimizer alone would do it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

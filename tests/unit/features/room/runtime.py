@@ -1,7 +1,5 @@
 """Notes on a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_het.lowering.ranks import RankOp

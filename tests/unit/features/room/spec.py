@@ -1,7 +1,5 @@
 """A note after each forward, of how many sequences it had: a parameter with its check, a kind, a pass, a price."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any

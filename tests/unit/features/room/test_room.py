@@ -3,8 +3,6 @@
 From a flag to an operation that a rank executes, nothing of the product names it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

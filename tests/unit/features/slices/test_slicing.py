@@ -1,7 +1,5 @@
 """Cutting batches, and counting the key-value chunks that a program holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

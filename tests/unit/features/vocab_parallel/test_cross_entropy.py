@@ -1,7 +1,5 @@
 """Cross entropy from split logits equals PyTorch's from whole ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who talks to whom about the vocabulary, and with which rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

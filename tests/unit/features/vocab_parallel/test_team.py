@@ -1,7 +1,5 @@
 """The split output layer on its owner and a helper, in one process."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any

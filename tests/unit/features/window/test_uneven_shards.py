@@ -1,7 +1,5 @@
 """The distributed optimizer over unequal parts, on stand-ins for buffers and the inner optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

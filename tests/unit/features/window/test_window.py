@@ -1,7 +1,5 @@
 """The parameter window: options, programs, and one chunk's memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

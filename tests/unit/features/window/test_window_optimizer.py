@@ -1,7 +1,5 @@
 """Stepping one optimizer ministage by ministage equals stepping it once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

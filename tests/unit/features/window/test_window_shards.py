@@ -1,7 +1,5 @@
 """Divisions of a bucket: which collective gets which parts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizer state of a ministage: on the host between updates, and updates that are taken back."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A linear layer's backward in two halves: each does its own matrix product, and together they are the whole."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any
