@@ -35,6 +35,7 @@ from testing.feature_cases import (
     with_experts,
     with_hybrid,
     with_recurrent,
+    with_sharing,
     zero_bubble_cases,
     zero_cases,
 )
@@ -55,6 +56,7 @@ MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
     "attention": with_attention,
     "hybrid": with_hybrid,
     "recurrent": with_recurrent,
+    "shared": with_sharing,
 }
 """What the cases of a schedule train: from those of a dense model and a seed."""
 
@@ -256,7 +258,8 @@ def _options() -> argparse.Namespace:
         default="dense",
         help="dense (default); in fp32 alone: moe (layers of experts), packed (documents that do not see each other), "
         "attention (sliding windows and softmax offsets), hybrid (a kind of layer for every symbol of a pattern), "
-        "recurrent (Mamba and gated delta net)",
+        "recurrent (Mamba and gated delta net), shared (any of these with context parallelism, whole "
+        "documents, and experts over replicas)",
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import program_of
-from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.schema import WITH_ATTENTION, later_layers
+from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.joint import unequal_orders
 from testing.cases import (
     LAYERS,
@@ -37,7 +39,7 @@ from testing.families import (
     hybrid_pattern,
 )
 from testing.runner import words
-from testing.slimpipe_cases import slimpipe_cases
+from testing.slimpipe_cases import slimpipe_cases, with_context_parallel_sizes
 from testing.zorse_cases import divided, with_shares
 
 # Mixture of experts under every schedule: the plans of the dense cases with layers of experts.
@@ -321,6 +323,82 @@ def _attends(plan: Plan) -> bool:
     sizes = (plan.stages[stage].layers[chunk] for stage, chunk in plan.path)
     ends = itertools.accumulate(sizes, initial=0)
     return all(set(plan.model.pattern[first:end]) & set(WITH_ATTENTION) for first, end in itertools.pairwise(ends))
+
+
+# Sequences that ranks share, experts over replicas and whole documents, under every schedule and with any model.
+
+
+_MOST_RANKS, _TRIES = 8, 100
+
+
+def with_sharing(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The cases with context parallelism, a kind of model and, most of them, packed documents; in fp32 alone.
+
+    Args:
+        cases: Of a dense model; left out are those that share sequences already, and those that need too many ranks.
+        seed: Of the choice.
+    """
+    rng, found = random.Random(f"sharing {seed}"), []
+    for case in cases:
+        given = {name for name in ("cp", "multi_head", "exchange") if case.chosen.get(name, 1) not in (1, False)}
+        if case.plan.training.precision == "fp32" and not given:
+            kinds = rng.sample(_SHARING, len(_SHARING))  # the next one where the case can have none of the first
+            drawn = (_shared(case, kind, rng) for kind in kinds for _ in range(_TRIES))
+            found += next(([one] for one in drawn if one is not None), [])
+    return found
+
+
+def _with_later_tokens(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The cases with layers that predict later tokens."""
+    del seed
+    return [
+        replace(c, family="later-tokens", plan=replace(c.plan, model=replace(c.plan.model, mtp_num_layers=2)))
+        for c in cases
+    ]
+
+
+def _with_experts_over_replicas(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The cases with experts divided over the ranks of every stage, whatever their replicas."""
+    rng, found = random.Random(f"over replicas {seed}"), []
+    for case in with_experts(cases, seed):
+        sizes = [[rng.choice((1, 2, 2, 4))] * len(stage.replicas) for stage in case.plan.stages]
+        plan = with_expert_parallel(case.plan, sizes)
+        if any(not replica.cut.divides_alike for stage in plan.stages for replica in stage.replicas):
+            found.append(replace(case, plan=plan, chosen={**case.chosen, "ep": sizes}))
+    return found
+
+
+_SHARING = (
+    *(with_documents, with_attention, with_hybrid, with_recurrent, _with_later_tokens),
+    *(with_experts, *4 * (_with_experts_over_replicas,)),
+)
+
+
+def _shared(case: Case, kind: Callable[[list[Case], int], list[Case]], rng: random.Random) -> Case | None:
+    """The case with one draw of everything but the kind of model; None where plans cannot have it."""
+    plan = case.plan
+    sizes = [[rng.choice((1, 1, 2, 2, 3)) for _ in stage.replicas] for stage in plan.stages]
+    shares = rng.choice(((), (), (3, 1), (1, 2), (2, 1, 1)))
+    plan = replace(plan, stages=with_context_parallel_sizes(plan.stages, sizes, shares))
+    at = rng.randrange(1 << 30)
+    if plan.world_size > _MOST_RANKS or not (drawn := kind([replace(case, plan=plan)], at)):
+        return None
+    (found,) = drawn
+    if kind not in (with_documents, with_attention):
+        # What layers of other kinds do at documents as the dataset knows them, stock Megatron in one process does not.
+        found = packed(found, rng.choice(("by token", "by token, with positions")), found.family)
+    plan = found.plan
+    if max(map(max, sizes)) > 1 and DOCUMENTS["by token"][0][0] in found.extra and rng.random() < 0.8:
+        schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, "cp_documents": "whole"})
+        plan = replace(plan, schedule=schedule)
+    try:
+        check_plan(plan)
+        check_plan_alone(plan)
+        program_of(plan)
+    except (PlanError, ValueError):
+        return None
+    chosen = {**found.chosen, "cp": sizes, "shares": shares, "kind": kind.__name__}
+    return replace(found, plan=plan, chosen=chosen)
 
 
 # Plans that train with Lion and Muon, and with LayerNorm-1p: drawn beside the others, whose seeds are on record.

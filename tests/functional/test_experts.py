@@ -17,7 +17,7 @@ from testing.compare import compare
 from testing.families import EXPERT_FAMILIES
 from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
-from testing.runner import Finished
+from testing.runner import Finished, words
 from testing.slimpipe_cases import with_context_parallel_sizes
 from tests.functional.selected import compared, tiers
 
@@ -186,25 +186,14 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
-FULL = {
-    "dense-first-with-biases",
-    "norms-of-heads-in-mixed-tp",
-    "global-balance",
-    "in-a-v",
-    "interleaved",
-    "ep-in-mixed-tp",
-    "over-replicas-with-tp",
-    "copies-within-tp",
-    "over-pairs-of-replicas",
-    "over-parts-of-sequences",
-    "over-replicas-interleaved",
-    "over-replicas-zero-bubble",
-    "over-replicas-in-a-v",
-    "slimpipe-slices",
-    "slimpipe-over-replicas",
-    "slimpipe-sequence-balance-in-parts",
-    "balance-in-context-parallelism",
-}
+FULL = words(
+    """
+    dense-first-with-biases norms-of-heads-in-mixed-tp global-balance in-a-v interleaved ep-in-mixed-tp
+    over-replicas-with-tp copies-within-tp over-pairs-of-replicas over-parts-of-sequences
+    over-replicas-interleaved over-replicas-zero-bubble over-replicas-in-a-v slimpipe-slices
+    slimpipe-over-replicas slimpipe-sequence-balance-in-parts balance-in-context-parallelism
+    """
+)
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
@@ -231,19 +220,15 @@ def logged(text: str) -> dict[int, dict[str, float]]:
     }
 
 
-LOGGED = [
-    "mixed-tp",
-    "sequence-balance",
-    "global-balance",
-    "slimpipe-slices",
-    "slimpipe-balance",
-    "slimpipe-sequence-balance-in-parts",
-    "slimpipe-global-balance-recomputed",
-    "balance-in-context-parallelism",
-]
+LOGGED = words(
+    """
+    mixed-tp sequence-balance global-balance slimpipe-slices slimpipe-balance slimpipe-sequence-balance-in-parts
+    slimpipe-global-balance-recomputed balance-in-context-parallelism
+    """
+)
 
 
-@pytest.mark.parametrize("name", tiers(LOGGED, FULL.intersection(LOGGED)))
+@pytest.mark.parametrize("name", tiers(LOGGED, set(FULL) & set(LOGGED)))
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:

@@ -15,7 +15,7 @@ from testing.compare import compare
 from testing.families import ALL_FAMILIES
 from testing.feature_cases import packed, with_expert_parallel
 from testing.lab import Lab
-from testing.runner import Finished, Job
+from testing.runner import Finished, Job, words
 from testing.slimpipe_cases import with_context_parallel
 from testing.zorse_cases import MinistageLab
 from tests.functional.selected import tiers
@@ -130,19 +130,12 @@ BY_NAME = {
     )
 }
 BY_NAME["experts"] = replace(BY_NAME["experts"], plan=with_expert_parallel(BY_NAME["experts"].plan, [[1], [2, 1]]))
-FULL = {
-    "one-stage",
-    "in-a-v",
-    "window-tied",
-    "window-zero-3",
-    "slices-mixed-tp",
-    "context-parallel",
-    "shared-in-a-v",
-    "window-shared",
-    "repeated-in-shared-slices",
-    "documents",
-    "experts",
-}
+FULL = words(
+    """
+    one-stage in-a-v window-tied window-zero-3 slices-mixed-tp context-parallel shared-in-a-v window-shared
+    repeated-in-shared-slices documents experts
+    """
+)
 
 
 def logged(log: str) -> list[float]:

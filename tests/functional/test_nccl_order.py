@@ -19,7 +19,7 @@ from testing.combination_cases import pair_row
 from testing.compare import compare
 from testing.feature_cases import packed
 from testing.lab import Lab
-from testing.runner import Job, Runner
+from testing.runner import Job, Runner, words
 from tests.functional.selected import tiers
 
 FP32_BAR = 1e-5
@@ -38,17 +38,12 @@ CHOSEN = {
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
     "depths": ("pair-00",),
 }
-FULL = {
-    "random-03",
-    "gpipe-pair-01",
-    "zb-h1-pair-04",
-    "sizes-1-2-1-1-1-p4-n16-v2",
-    "fp32-03",
-    "fp32-48",
-    "fp32-52",
-    "exchange-p2-n2-idle-vocabulary",
-    "12-sizes-1-1-1-2-1-zero-2",
-}
+FULL = words(
+    """
+    random-03 gpipe-pair-01 zb-h1-pair-04 sizes-1-2-1-1-1-p4-n16-v2 fp32-03 fp32-48 fp32-52
+    exchange-p2-n2-idle-vocabulary 12-sizes-1-1-1-2-1-zero-2
+    """
+)
 NAMED = {name: schedule for schedule, names in CHOSEN.items() for name in names}
 
 

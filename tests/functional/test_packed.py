@@ -12,7 +12,7 @@ from testing.cases import Case, build_plan, with_schedule
 from testing.compare import compare
 from testing.feature_cases import packed
 from testing.lab import Lab
-from testing.runner import Finished
+from testing.runner import Finished, words
 from testing.slimpipe_cases import PLAIN, SlicedCase, sliced_case, with_context_parallel_sizes
 from tests.functional.selected import compared, tiers
 
@@ -135,14 +135,12 @@ _CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in _CASES}
-FULL = {
-    "windows-in-slices",
-    "windows-with-context-parallelism",
-    "whole-documents-with-tp",
-    "documents-with-context-parallelism",
-    "documents-of-equal-work-exchanged",
-    "seq1f1b-documents-of-equal-work-mixed-tp",
-}
+FULL = words(
+    """
+    windows-in-slices windows-with-context-parallelism whole-documents-with-tp documents-with-context-parallelism
+    documents-of-equal-work-exchanged seq1f1b-documents-of-equal-work-mixed-tp
+    """
+)
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))

@@ -10,7 +10,7 @@ import pytest
 from testing.cases import LAYERS, Case, build_plan, common_flags, row_of, with_schedule
 from testing.compare import compare
 from testing.lab import Lab
-from testing.runner import Job
+from testing.runner import Job, words
 from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
 
@@ -56,16 +56,12 @@ ROWS: dict[str, dict[str, Any]] = {
     ),
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
-FULL = {
-    "slices-plain",
-    "split-vocabulary",
-    "exchange",
-    "exchange-interleaved-tp",
-    "exchange-unequal-devices",
-    "exchange-slices-that-do-not-divide",
-    "exchange-equal-work",
-    "exchange-replicas-vocabulary",
-}
+FULL = words(
+    """
+    slices-plain split-vocabulary exchange exchange-interleaved-tp exchange-unequal-devices
+    exchange-slices-that-do-not-divide exchange-equal-work exchange-replicas-vocabulary
+    """
+)
 
 
 @pytest.mark.parametrize("name", tiers(CASES, FULL))

@@ -8,6 +8,7 @@ import pytest
 
 from testing.cases import LAYERS, Case, build_plan, with_schedule
 from testing.lab import Lab
+from testing.runner import words
 from testing.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.selected import tiers
 
@@ -48,16 +49,7 @@ CASES += [
     in_a_v(sliced_case({**_ROW, "cp": 2, "uneven": True}, "context-parallel", random.Random(0)), "zb-v"),
 ]
 BY_NAME = {case.name: case for case in CASES}
-FULL = {
-    "mixed-tp-tied",
-    "overlap",
-    "biases",
-    "vocabulary",
-    "offload",
-    "zb-v-plain",
-    "v-half-three-stages",
-    "zb-v-context-parallel",
-}
+FULL = words("mixed-tp-tied overlap biases vocabulary offload zb-v-plain v-half-three-stages zb-v-context-parallel")
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
