@@ -146,7 +146,7 @@ def _move(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False
 
 
 def _moves() -> None:
-    """``to``, ``type_as``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors, and ``cuda`` and ``cpu`` of modules."""
+    """``to``, ``type_as``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors."""
     original = torch.Tensor.to
 
     @functools.wraps(original)
@@ -177,9 +177,6 @@ def _moves() -> None:
     tensor.cpu = lambda self, *_, **__: _move(self, CPU)
     tensor.pin_memory = lambda self, *_: self if is_pinned(self) else pin(self.clone())
     tensor.is_pinned = lambda self, *_: is_pinned(self)
-    module: Any = torch.nn.Module
-    module.cuda = lambda self, device=None: _move_module(self, CUDA)
-    module.cpu = lambda self: _move_module(self, CPU)
 
 
 def _loaders() -> None:
@@ -196,21 +193,6 @@ def _loaders() -> None:
             yield batch
 
     loader.__iter__ = pinned
-
-
-def _move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """torch's own cannot give a parameter other fake data."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.device != device:
-                moved = torch.nn.Parameter(_move(parameter.detach(), device), parameter.requires_grad)
-                for key, value in parameter.__dict__.items():
-                    moved.__dict__.setdefault(key, value)  # its own are those of a fake tensor
-                part._parameters[name] = moved
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = _move(buffer, device)
-    return module
 
 
 class OneDevice(TorchDispatchMode):

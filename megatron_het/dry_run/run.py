@@ -227,8 +227,7 @@ def without_values() -> Iterator[None]:
 
     _without_random_state()
     torch.tensor = _of_values(torch.tensor)
-    for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float", torch.float32)):
-        setattr(torch.nn.Module, name, functools.partialmethod(_cast, dtype))
+    torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -257,17 +256,22 @@ def _numbers(data: Any) -> Any:
     return data.item() if isinstance(data, torch.Tensor) else data
 
 
-def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """``Module.bfloat16()`` and its like; torch's own cannot give a parameter other fake data."""
-    for part in module.modules():
+def _apply_to_fakes(
+    module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """What ``Module.bfloat16()``, ``cuda()`` and the like call; torch's own cannot give a parameter other fake data."""
+    for part in module.modules() if recurse else [module]:
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                cast = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                cast.__dict__.update(parameter.__dict__)
-                part._parameters[name] = cast
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(dtype)
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                data = fn(parameter)
+            if (data.dtype, data.device) != (parameter.dtype, parameter.device):
+                made = torch.nn.Parameter(data, parameter.requires_grad)
+                for key, value in parameter.__dict__.items():
+                    made.__dict__.setdefault(key, value)  # its own are those of a fake tensor
+                part._parameters[name] = made
+        part._buffers |= {name: fn(buffer) for name, buffer in part._buffers.items() if buffer is not None}
     return module
 
 

@@ -133,7 +133,8 @@ def test_every_file_of_a_checkpoint_has_a_checksum(whole: Path):
     noted: dict[str, dict[str, int]] = {}
     for path in folder.glob("het-checksums-*.json"):
         noted |= json.loads(path.read_text())["files"]
-    files = {path.name for path in folder.iterdir() if not path.name.startswith("het-checksums")}
+    # Megatron 0.20 copies the tokenizer into a folder of its own, which no training reads.
+    files = {path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("het-checksums")}
     assert set(noted) == files and len(files) > 3
     assert all(noted[name]["bytes"] == (folder / name).stat().st_size for name in files)
 
