@@ -31,7 +31,6 @@ class LatentCoreAttention(DotProductAttention):
     """Megatron's attention with a width of values.
 
     Args:
-        config: Of the model.
         k_channels: Width of a head's queries and keys; the caller gives the scale that goes with it.
         v_channels: Width of a head's values.  Without both it is the base class.
         **options: As of the base class.

@@ -225,7 +225,6 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
 
     Args:
         config: With a plan.
-        device: What this process computes on.
         session: Of the same configuration; not open.
         args: What Megatron's ``parse_args`` returned.
     """

@@ -84,8 +84,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
 
     Args:
         plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).
-        args: Megatron's arguments.
-        world_size: Number of processes.
 
     Raises:
         PlanError: The first thing that does not fit.
@@ -139,8 +137,6 @@ def check_device_kind(plan: Plan, rank: int, name: str) -> None:
     ``V100-16``), and not that of the rank's own.
 
     Args:
-        plan: The plan.
-        rank: This process.
         name: What the driver calls its device.
 
     Raises:

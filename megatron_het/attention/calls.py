@@ -68,7 +68,6 @@ class Reach:
         """Yields what some queries reach of some keys, for sequences ``[batch]`` that have the same blocks.
 
         Args:
-            rows: The queries.
             keys: Tokens whose keys are there; each lies before the queries, after them, or is the queries' own.
             batch: Sequences in the microbatch.
         """
@@ -83,7 +82,6 @@ class Reach:
         """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them.
 
         Args:
-            rows: The queries.
             batch: Sequences in the microbatch.
         """
         window = rows[1] if self.window_tokens is None else self.window_tokens
@@ -116,7 +114,6 @@ def blocks_of(
     Where the queries' own keys are among them, every query is in one causal block, which comes before the others.
 
     Args:
-        rows: The queries.
         keys: Spans of tokens; each lies before the queries, after them, or is the queries' own.
         starts: Where the documents of the sequence begin.
         window_tokens: How many earlier tokens a query sees at most; None for all.
@@ -231,7 +228,6 @@ class Attended:
     """Queries ``[s, b, heads, d]`` and their attention so far.
 
     Attributes:
-        query: The queries.
         has_blanks: Whether there may be queries that see nothing: zero, and minus infinity.
     """
 
@@ -292,11 +288,7 @@ class Attended:
 
 
 class Sum:
-    """Gradients of one tensor, added up; in a wide type as soon as there are two.
-
-    Args:
-        like: The tensor.
-    """
+    """Gradients of one tensor, added up; in a wide type as soon as there are two."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
@@ -344,7 +336,6 @@ def differentiate(
         calls: Those of the forward.
         mine: Gradient of the output, query, whole output and whole log-sum-exp.
         sums: What gradients of the query, of own keys and of own values are added to.
-        kernel: Does the work.
         scale: Factor of the scores.
         cached: Is given the gradients of cached keys and values, and the sequences that they are of.
     """

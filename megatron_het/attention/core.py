@@ -46,8 +46,6 @@ class SliceParams(PackedSeqParams):
     """The slice that a forward pass runs.
 
     Attributes:
-        microbatch: Global index of the microbatch.
-        index: Index of the slice.
         blocks: The tokens of the sequence that it is, for this context-parallel rank.
         span: Tokens of the sequence that all context-parallel ranks together have of it.
         starts: Where the documents of each sequence begin; None if documents do not matter.
@@ -159,7 +157,6 @@ class SliceCoreAttention(torch.nn.Module):
             value: ``[s, b, groups, d]``, or nothing beside latents.
             attention_mask: Ignored: slices are causal, and documents are known by where they begin.
             attn_mask_type: Ignored, likewise.
-            attention_bias: Must be None.
             packed_seq_params: A :class:`SliceParams`.
 
         Returns:

@@ -103,7 +103,6 @@ class Kernel(abc.ABC):
             q: ``[s, b, heads, d]``.
             k: ``[keys, b, groups, d]``; ``groups`` divides ``heads``.
             v: The same of the values.
-            call: Which scores there are.
         """
 
     @abc.abstractmethod

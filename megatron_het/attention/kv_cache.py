@@ -120,7 +120,6 @@ class KVCache:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
         Args:
-            microbatch: Global index of the microbatch.
             index: Index of the slice; the one after the last cached one, or a cached one.
             key: ``[tokens, b, groups, d]``.
             value: The same of the values.  Both are copied: they are views of larger tensors.
@@ -202,9 +201,7 @@ class KVCache:
         """The gradients of what is appended, of those of what is attended to.
 
         Args:
-            key: As it is appended.
             grad_keys: Of the keys that were ``shown``.
-            grad_values: Of the values.
         """
         return grad_keys, grad_values
 
@@ -246,8 +243,6 @@ class KVCache:
         """Returns what was appended of a slice: what is not held, and what is.
 
         Args:
-            microbatch: Global index of the microbatch.
-            index: Index of the slice.
             unread: Keys ``[unread, b, groups, d]`` and values; nothing if all are held.
         """
         place = self._sequences[microbatch].chunks[index].place
@@ -263,8 +258,6 @@ class KVCache:
         """The chunks of the slices before one, as few contiguous runs as they form.
 
         Args:
-            microbatch: Global index of the microbatch.
-            index: Index of the slice.
             skipped_tokens: Tokens at the start of the sequence to leave out.
         """
         chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
@@ -311,7 +304,6 @@ class KVCache:
         """Copy the keys and values of tokens ``[start, stop)`` of a sequence, as far as they are held.
 
         Args:
-            microbatch: Global index of the microbatch.
             start: First token.
             stop: End of the tokens; all of them are of cached slices.
             out: ``[2, stop - start, b, groups, d]``: keys, then values.  Rows of tokens that are not held stay as they
@@ -369,7 +361,6 @@ class KVCache:
         is kept as it is.
 
         Args:
-            microbatch: Global index of the microbatch.
             run: The chunks, as ``runs`` gave them.
             grad_keys: Gradient of the run's keys.
             grad_values: The same of the values.
@@ -413,8 +404,6 @@ class KVCache:
         """Give the last slice's chunk back.
 
         Args:
-            microbatch: Global index of the microbatch.
-            index: Index of the slice.
             grad_keys: What the slice itself adds to the gradient of what was appended as keys; may be changed.
             grad_values: The same of the values.
 

@@ -50,7 +50,6 @@ class Expansion:
     """Keys and values out of latents, by the weight of the up projection.
 
     Args:
-        widths: Of this rank's heads.
         weight: ``[heads * (plain + value), rank]``; asked for at every use.
     """
 
@@ -77,8 +76,6 @@ class Expansion:
 
         Args:
             latents: As for :meth:`expand`.
-            grad_keys: Of the keys.
-            grad_values: Of the values.
 
         Returns:
             ``[tokens, b, 1, rank + rotary]``, in at least fp32.
@@ -141,7 +138,6 @@ class LatentCache(KVCache):
     Args:
         slots: See :class:`KVCache`.
         batch: See :class:`KVCache`.
-        expansion: Of the layer.
     """
 
     expands = True
@@ -242,7 +238,6 @@ def _queries_and_latents(
 
     Args:
         attention: The layer's attention.
-        widths: Of its heads.
         hidden_states: ``[s, b, hidden]``, a part of s under sequence parallelism.
         key_value_states: Ignored: self-attention.
         position_ids: Ignored, as Megatron does.

@@ -314,9 +314,7 @@ class SliceContext:
 
     Attributes:
         cache: Holds the slices before this one; gets this one.
-        kernel: Does the work.
         microbatch: Key in the cache.
-        index: Index of the slice.
         scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
         parallel: The ranks that share the slice, None for this one alone.
@@ -359,7 +357,6 @@ class Place(Protocol):
         """The calls for some of the keys.
 
         Args:
-            keys: Which ones.
             own: The slice's own keys and values.
             batch: Sequences of the microbatch.
             others: Whether the rows are those of the other ranks.
@@ -371,8 +368,6 @@ class WholePlace:
     """A slice whose queries see everything before them.
 
     Attributes:
-        context: Of the slice.
-        tokens: Own ones.
         given_tokens: Those at the start of the sequence that other devices attend to.
     """
 

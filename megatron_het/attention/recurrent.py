@@ -214,7 +214,6 @@ class SlicePass:
     Context-parallel ranks have parts of the tokens before and after it, and some of the heads of all tokens in it.
 
     Args:
-        cache: Of the layer.
         params: That the layer was called with.
         history: How many earlier inputs the convolution sees.
         shared: How many there are that heads of the layer share.
@@ -269,7 +268,6 @@ class SlicePass:
 
         Args:
             out: ``[b, s, heads, size]``.
-            tokens: This rank's.
         """
         out = out.transpose(0, 1)
         if self._sharing is None:

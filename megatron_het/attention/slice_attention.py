@@ -61,7 +61,6 @@ class LimitedPlace:
     """A slice, the keys that are there for it, and what its queries reach.
 
     Attributes:
-        context: Of the slice.
         spans: Tokens of the sequence, this rank's first, then the others' in the order of their rows.
         held: Tokens whose keys this rank has, each with the first token as the cache counts.
         first: First own token of the slice, as the cache counts.
@@ -199,7 +198,6 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: 
     Args:
         begins: First own token of every slice up to this one, as the cache counts.
         tokens: Own ones of this slice.
-        sharing: Who shares it.
         placed: Who has which tokens of each slice, where documents say it.
 
     Returns:
@@ -239,10 +237,8 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
     tokens does not.
 
     Args:
-        reach: Of the layer.
         begins: First own token of every slice up to this one, as the cache counts.
         tokens: Own ones of this slice.
-        sharing: Who shares it.
     """
     held: list[list[Span]] = [[] for _ in range(sharing.size)]
     queries: list[list[Span]] = []

@@ -22,7 +22,6 @@ def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping
     """Seconds of the collectives of one pass, none of which compute is taken to hide (Poplar, section 3.2).
 
     Args:
-        zero: ZeRO stage.
         seconds: What ``measure.measure_links`` found.
         amounts: ``parameter_bytes`` and ``gradient_bytes`` of the model, in ``buckets`` collectives.
     """
@@ -52,7 +51,6 @@ class Curve:
 
     Attributes:
         sizes: Measured sizes, ascending; the last one is the largest pass that fits the device's memory.
-        seconds: Of each.
     """
 
     sizes: tuple[int, ...]
@@ -331,10 +329,6 @@ _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
     """The plan of Megatron's flags with one sequence per pass, and the words for Megatron.
 
-    Args:
-        words: Megatron's part of the command line.
-        world_size: Number of ranks.
-
     Raises:
         PlanError: A flag is missing, or says what is measured.
     """
@@ -384,7 +378,6 @@ def with_zero(base: Plan, zero: int, passes: Sequence[Sequence[int]], devices: S
 
     Args:
         base: Model and numerics.
-        zero: ZeRO stage.
         passes: Sizes by rank, in order.
         devices: Name of each rank's device.
     """

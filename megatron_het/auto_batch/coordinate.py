@@ -146,7 +146,6 @@ class MemoryLimit:
     """A rank's device.
 
     Attributes:
-        name: Of the device.
         limit_bytes: What tensors may take.
         is_artificial: Whether somebody has asked for this limit.
     """
@@ -223,7 +222,6 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
 
     Args:
         folder: The run folder.
-        words: Megatron's part of the command line.
         least_zero: The ZeRO stage to begin with; a distributed optimizer among the flags asks for 1.
 
     Returns:
@@ -259,8 +257,6 @@ class _Maker:
         base: Model and numerics.
         words: Megatron's flags.
         folder: For files.
-        rank, world_size: Of this process.
-        exchange: With the others.
         least_zero: The first ZeRO stage to try.
     """
 

@@ -72,9 +72,6 @@ def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Ex
 
     Args:
         plan: At least one replica has context parallelism.
-        platform: Of this machine.
-        rank: Of this process.
-        exchange: With the others.
 
     Returns:
         The plan with new ``cp_shares`` in all replicas of context parallelism.
@@ -248,7 +245,6 @@ class MeasuringSession(HetSession):
 
     Args:
         config, platform, rank: As for :class:`HetSession`.
-        commands: What to measure.
         memory: Open while memory is measured; closed before times are.
     """
 

@@ -111,7 +111,6 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Returns what is wrong with a checkpoint, as far as its files tell; empty when nothing is.
 
     Args:
-        folder: Of one iteration.
         part: Which share of the checksums to compare; missing and short files are found in any.
         parts: Over how many ranks these are shared.
     """
@@ -178,11 +177,7 @@ def _changed(path: Path, expected: Mapping[str, int]) -> str:
 
 
 class ChecksumWriter:
-    """Notes the checksums of what this rank saves, once a save is complete.
-
-    Args:
-        rank: This rank.
-    """
+    """Notes the checksums of what this rank saves, once a save is complete."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -194,7 +189,6 @@ class ChecksumWriter:
 
         Args:
             folders: Where checkpoints of this run are saved, for all kinds of them.
-            iteration: Of the checkpoint.
         """
         self.finish()
         for folder in folders:
@@ -266,8 +260,6 @@ class Candidate:
     """A checkpoint that might be loaded.
 
     Attributes:
-        iteration: Its iteration.
-        folder: Its folder.
         persistent: Whether it is an ordinary one, as opposed to a non-persistent one.
     """
 
@@ -306,9 +298,7 @@ def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list
     """Checkpoints of a folder, the newest first.
 
     Args:
-        folder: Of all iterations.
         limit: The newest iteration to consider; None for any.
-        persistent: Passed on.
     """
     found = []
     for path in folder.glob("iter_*"):
@@ -337,7 +327,6 @@ def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
     """The newest checkpoint that can be loaded.
 
     Args:
-        args: Megatron's arguments.
         agree: Problems of a checkpoint, the same on all ranks.
 
     Returns:
@@ -418,10 +407,6 @@ def common_state(folder: Path) -> dict[str, Any]:
 
 def check_optimizer_state(args: Any, folder: Path) -> None:
     """Refuse a checkpoint whose optimizer state has another form than this run's.
-
-    Args:
-        args: Megatron's arguments.
-        folder: Of one iteration.
 
     Raises:
         CheckpointError: One was saved with the distributed optimizer and the other without, with another optimizer,

@@ -55,7 +55,6 @@ class Translation:
         rest: The same for each that has an MLP or experts.
         norms: The end of the model in this run, and in the checkpoint.
         stacked: How many layers the checkpoint has in one tensor; 0 where each has its own.
-        layers: Of the checkpoint.
         saved: All names in it.
     """
 
@@ -138,10 +137,6 @@ def _spellings(name: str) -> Iterator[str]:
 def translation_for(args: Any, folder: Path) -> Translation | None:
     """Returns the translation that a checkpoint needs to be loaded; None where it is of this run's family.
 
-    Args:
-        args: Megatron's arguments.
-        folder: Of one iteration.
-
     Raises:
         CheckpointError: It is of the other family, and not of the equal model.
     """
@@ -189,7 +184,6 @@ def _paired(pattern: str, folder: Path, new: Sequence[str]) -> tuple[dict[int, i
     """The GPTModel's layer of every layer of attention in a pattern, and of every layer of the rest.
 
     Args:
-        pattern: Of the hybrid model.
         folder: Of the checkpoint, for messages.
         new: Layers that may have none.
     """
@@ -257,7 +251,6 @@ class LoadHook:
     a plan differs from rank to rank: all ranks get to see the TP size of the first replica.
 
     Args:
-        plan: The plan.
         restore: Called first with model, optimizer and scheduler; where it returns something, that is it.
         prepare: Called with model and optimizer before a checkpoint is loaded into them.
     """
@@ -324,9 +317,6 @@ class LoadHook:
 def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[str, Any]]:
     """Returns what Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
 
-    Args:
-        args: Megatron's arguments.
-
     Returns:
         Its folder, None where the choice is Megatron's; how it is read where it is of the other family of models;
         attributes to set while it loads.
@@ -367,10 +357,6 @@ def loaded_path(args: Any, iteration: int) -> str:
     """The folder of the checkpoint that Megatron has just loaded.
 
     It prefers the non-persistent one, unless a persistent one is newer.
-
-    Args:
-        args: Megatron's arguments.
-        iteration: Of the loaded checkpoint.
     """
     from megatron.training import checkpointing
 

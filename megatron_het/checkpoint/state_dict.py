@@ -87,7 +87,6 @@ class StateDictHook:
     """Builds the replacement of ``megatron.training.checkpointing.generate_state_dict``.
 
     Args:
-        groups: This rank's groups.
         tied_embeddings: Whether input and output embeddings share their weights.
         copies: Copies in host memory of those of given parameters that are not whole; None where all are.
     """
@@ -260,9 +259,6 @@ def start_moments(optimizer: Any) -> None:
 
     In fp16 iterations are skipped until the loss scale fits.  Megatron cannot load, or not even save, an optimizer
     without state.
-
-    Args:
-        optimizer: Megatron's.
     """
     for part in _parts(optimizer):
         inner, init_state = part.optimizer, getattr(part, "init_state_fn", None)

@@ -288,7 +288,6 @@ def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
     """An allocation beyond a limit fails with :class:`torch.OutOfMemoryError` inside.
 
     Args:
-        platform: Of this process.
         limit_bytes: Of all tensors that are made inside; on CUDA of all that torch holds.  0 for none.
     """
     if platform.is_cuda:
@@ -378,9 +377,6 @@ def memory_meter(platform: Platform) -> MemoryMeter:
 
 class HostPool:
     """Equal blocks of host memory, by size.
-
-    Args:
-        platform: What this process computes on.
 
     Attributes:
         used_bytes: In use now.

@@ -26,7 +26,6 @@ class GradientFinalizer:
     """Replaces ``config.finalize_model_grads_func``; ends in upstream's own function.
 
     Args:
-        groups: This rank's groups.
         tied_embeddings: Whether input and output embeddings share their weights.
         divisor: What losses were divided by (``Plan.loss_divisor``).
     """
@@ -60,8 +59,6 @@ class GradientFinalizer:
         Args:
             model: DDP-wrapped chunks of this rank.
             num_tokens: Tokens in the losses of this rank's microbatches (stage of the last chunk).
-            pg_collection: Passed on.
-            force_all_reduce: Passed on.
         """
         from megatron.core.distributed import finalize_model_grads
 

@@ -58,7 +58,6 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
     Args:
         role: What the group is for; a rank is in at most one group of a role and backend with the same ranks.
         ranks: World ranks of the members, ascending, this rank among them.
-        backend: Of the group.
         timeout_s: Bound on the creation and on every operation of the group, in seconds.
 
     Raises:
@@ -167,7 +166,6 @@ class PairGroups:
     order on both ranks.
 
     Args:
-        rank: This rank.
         timeout_s: Bound on the creation and on every operation, in seconds.
     """
 
@@ -340,7 +338,6 @@ def build_groups(
     Every group is created by its members only; nobody waits for ranks that it shares no group with.
 
     Args:
-        placement: The plan's lookup tables.
         tied_embeddings: Whether input and output embeddings share their weights.
         timeout_s: Bound on the creation of a group and on every operation on it, in seconds.
         use_gloo_groups: Also create a gloo twin of the data-parallel group when the default

@@ -55,7 +55,6 @@ class ShardedParameter:
         partial: Every TP rank holds one summand of the gradient (norms under sequence
             parallelism, norms of queries and keys); only the sum over the TP group means something.
         expert: The number in its layer of the expert that it belongs to; None for all other parameters.
-        experts: Of that layer.
     """
 
     name: str
@@ -91,7 +90,6 @@ def sharded_parameters(
     Args:
         named: Names and parameters, in the model's order (equal on all classes).
         select: The tensor to exchange, e.g. the main gradient.
-        cut: Of this rank's replica.
         sequence_parallel: Whether norms hold partial gradients on this rank.
         qk_layernorm: Whether queries and keys are normalised: one weight for all heads, whose gradient each TP rank
             has of its own heads.
@@ -124,8 +122,6 @@ def with_all_experts(found: list[ShardedParameter], cut: Cut, tp_rank: int) -> l
 
     Args:
         found: Of this rank, in the model's order.
-        cut: Of this rank's replica.
-        tp_rank: Of this rank.
 
     Returns:
         The same, with the parameters of every layer's experts by their numbers in the layer; a parameter of an expert
@@ -235,9 +231,7 @@ class ShardExchange:
     Args:
         classes: All classes in the order in which contributions are added.
         mine: Index of this rank's class.
-        tp_rank: This rank's TP rank.
         class_group: Data-parallel group inside the class (this rank's).
-        tp_group: This rank's TP group.
         leaders_group: Group of all leaders; None on other ranks.
     """
 

@@ -223,7 +223,6 @@ def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) ->
     """Set the module's globals for this rank.
 
     Args:
-        groups: This rank's groups.
         module: ``megatron.core.parallel_state`` (a stand-in in tests).
     """
     module = module or _parallel_state()

@@ -62,7 +62,6 @@ class Finding:
         status: ``FAULT`` and ``not run`` make the verdict bad.
         where: Ranks, with their hosts.
         what: What was found, with figures.
-        hint: What to do.
     """
 
     check: str
@@ -83,7 +82,6 @@ class Seat:
     Attributes:
         rank, local_rank: This rank, in the job and on its host.
         hosts: Host name of every rank.
-        plan: What is going to run.
         flags: The training's flags, with ``--het-*``; None when they were not given.
         expectations: What cluster file and profile promise.
         store: Part of the job's, for this check alone.
@@ -122,7 +120,6 @@ def meet(seat: Seat, place: str, value: Any, bound_s: float) -> Any:
     """Wait for all ranks of the check; the value of the one that comes last, None where not all come in time.
 
     Args:
-        seat: Of this rank.
         place: Where they meet, once.
         value: JSON.
         bound_s: On the wait.

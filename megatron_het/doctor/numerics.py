@@ -43,7 +43,6 @@ def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
 
     Args:
         device: A torch device.
-        dtype: Of the matrix products.
     """
     import torch
 

@@ -108,10 +108,8 @@ class Participant:
     """One rank.
 
     Args:
-        store: Of the meeting.
         seat: Makes what a check is given, by the check's number.
         checks: All checks, the same on every rank.
-        rank: This rank.
         leave: Ends a process whose main thread hangs; ``os._exit`` but for tests.
     """
 
@@ -279,9 +277,6 @@ class Coordinator:
     """The order of events.
 
     Args:
-        store: Of the meeting.
-        checks: All checks.
-        world_size: Number of ranks.
         limit_s: Bound on everything; checks that would exceed it are not run.
         is_ending: Whether the launcher wants this process to end, as it does when a rank has died.
     """

@@ -43,11 +43,7 @@ _EXECUTED = executed_by("compute") | executed_by("transfer")
 
 @dataclass
 class Stress(Check):
-    """Iterations of the transfers of the training's program.
-
-    Attributes:
-        seconds: How long.
-    """
+    """Iterations of the transfers of the training's program."""
 
     seconds: float = 5.0
     name: str = field(default="stress", init=False)
@@ -139,14 +135,7 @@ class _Copying(Executor):
 
 
 class Traffic:
-    """This rank's transfers of one iteration, as the training makes them.
-
-    Args:
-        plan: What is going to run.
-        rank: This rank.
-        transport: Of the transfers.
-        platform: Of this machine.
-    """
+    """This rank's transfers of one iteration, as the training makes them."""
 
     def __init__(self, plan: Plan, rank: int, transport: str, platform: Platform) -> None:
         self._plan, self._device = plan, platform.device

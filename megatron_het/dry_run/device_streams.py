@@ -325,7 +325,6 @@ class _Work(dist.Work):
     """An operation on a communicator's stream.
 
     Args:
-        order: Of all streams.
         clock: What has happened when the operation has ended.
     """
 
@@ -344,11 +343,7 @@ class _Work(dist.Work):
 
 
 class Communicators(TorchDispatchMode):
-    """Runs operations of ``torch.distributed`` on streams of their communicators.
-
-    Args:
-        order: Of all streams.
-    """
+    """Runs operations of ``torch.distributed`` on streams of their communicators."""
 
     def __init__(self, order: StreamOrder) -> None:
         super().__init__()

@@ -237,7 +237,6 @@ def selected(arguments: tuple[Any, ...], top_k: int) -> torch.Tensor:
 
     Args:
         arguments: Of the operator: source and mask.
-        top_k: Experts per token.
     """
     source, mask = arguments
     return torch.empty(mask.shape[-1] * top_k, dtype=source.dtype, device=source.device)
@@ -318,7 +317,6 @@ class Result:
     Attributes:
         outputs: Its tensors.
         kind: ``tuple`` or ``list`` of them, ``None`` for a single one.
-        flops: Of the call.
     """
 
     outputs: tuple[_Output, ...]
@@ -330,7 +328,6 @@ class Remembered:
     """Use inside of a ``FakeTensorMode``.
 
     Args:
-        mode: Whose tensors these are.
         show_new: Told of every tensor that is made here and has a storage of its own.
     """
 
@@ -373,7 +370,6 @@ class Remembered:
         Args:
             key, tensors: From :meth:`key`.
             result: What the operator returned.
-            flops: Of the call.
         """
         kind = type(result) if isinstance(result, tuple | list) else None
         found: list[torch.Tensor] = list(result) if isinstance(result, tuple | list) else [result]

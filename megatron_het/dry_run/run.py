@@ -44,7 +44,6 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences of zeros.
 
     Args:
-        seq_length: Tokens of a sequence.
         count: Number of them.
         has_mask: Whether they bring an attention mask, for which TP ranks wait.
     """
@@ -123,7 +122,6 @@ def join_alone(rank: int, world_size: int, backend: str) -> None:
     """Start ``torch.distributed`` with groups whose other members do not exist.
 
     Args:
-        rank: This rank.
         world_size: Ranks of the plan.
         backend: What ``get_backend`` says: the backend of the run that this one stands for.
     """
@@ -167,7 +165,6 @@ class _Held:
 
     Args:
         work: What ``torch.distributed`` returned.
-        tensors: Of the call.
         until_wait: Whether they are let go of by ``wait``, as NCCL's are; gloo's live as long as the work.
     """
 
@@ -299,7 +296,6 @@ class WatchedSession(HetSession):
 
     Args:
         config, platform, rank: As for :class:`HetSession`.
-        tracker: Of this process.
         measured: Whether values are real, and what is under way ends when the machine comes to it.
     """
 
@@ -381,7 +377,6 @@ class Setting:
     """How a rank is run.
 
     Attributes:
-        rank: Of the plan.
         measured: Whether it takes part in a real run.
         gpu: Whether it stands for a GPU: fused kernels, and groups of NCCL.
         fused: Whether attention of whole sequences is fused there; else its matrices are kept.

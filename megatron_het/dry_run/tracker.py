@@ -213,7 +213,6 @@ class Count:
     """Operations of one sort.
 
     Attributes:
-        calls: How many.
         payload_bytes: Of a transfer, the tensor; of a collective, the larger of what goes in and what comes out.
     """
 
@@ -321,7 +320,6 @@ class Tracker(StorageWatch):
 
     Args:
         is_fake: Whether tensors have no values and no other ranks answer.
-        device_type: Of the tensors that count.
         remembers: Whether results of operators on fake tensors are remembered, which makes no difference but in time.
 
     Attributes:

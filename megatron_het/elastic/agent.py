@@ -44,7 +44,6 @@ class Node:
         setting: Of every worker, but for its process number and folder.
         workers: How many to start.
         folder: For logs.
-        flags: Of the training.
         restarts: How often a device gets another worker after one was ended by a signal.
     """
 
@@ -66,9 +65,6 @@ class Log:
 
     Once the file is full it becomes ``NAME.1``, and the one before it is dropped.  A worker writes into the pipe, so
     that no full disk makes its own writes fail.
-
-    Args:
-        file: The log.
     """
 
     def __init__(self, file: Path) -> None:
@@ -112,8 +108,6 @@ class _Worker:
     Attributes:
         number: Its process number.
         slot: Its device.
-        process: The process.
-        log: What it says.
         identity: Random number of the process.
         is_refused: Whether the controller does not take it; another one would not be taken either.
         comes_again: Whether its number was another one's, so that a worker with a new number takes its place.
@@ -135,7 +129,6 @@ class Agent:
 
     Args:
         node: What to start.
-        say: Writes one line of progress.
         helper: The controller's process, where this agent has started it.
     """
 

@@ -59,7 +59,6 @@ class Controller:
         state: File with what was decided.
         nodes: Nodes to wait for before the first generation.
         bounds: How long to wait.
-        say: Writes one line of progress.
         is_replaced: Whether another controller has taken the job over.
         fallback: Folder for checkpoints that cannot be written into ``--save``; empty for none.
     """

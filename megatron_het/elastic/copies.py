@@ -39,9 +39,7 @@ class Cost:
     Attributes:
         held_s: The training stood still for it, the wait for the copy before it apart.
         sent_s: By the clock, from then to its arrival; the training went on meanwhile.
-        processor_s: Of the thread that sent it.
         held_bytes: That were packed into host memory.
-        sent_bytes: That were sent.
     """
 
     held_s: float
@@ -184,9 +182,7 @@ class Copies:
         """At a boundary: copy the state, if it is time.  All ranks call it at the same boundaries.
 
         Args:
-            session: The open session.
             trainee: What is trained.
-            iteration: Iterations that are done.
             check: Called once the state is in host memory; raises where it may be wrong.
         """
         if self._links is None:

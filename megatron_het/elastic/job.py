@@ -36,7 +36,6 @@ class Generation:
 
     Attributes:
         number: Ascending from 0.
-        plan: The plan.
         ranks: Process of each rank of the plan.
         holders: Processes that may hold state of an earlier generation.
         nodes: Name of the node of each rank.
@@ -115,8 +114,6 @@ class Board(Store):
     """Access to the board, for all threads of a process.
 
     Args:
-        host: Of the controller.
-        port: Of its store.
         token: Shared by everybody in the job.
         patience_s: How long a request is tried again before :class:`StoreError`.
         address_file: Where the controller writes its address; read again before every connection.
@@ -141,9 +138,6 @@ class ServedBoard(StoreServer):
     """The board in the process that keeps it.
 
     Args:
-        host: To listen on.
-        port: To listen on.
-        token: Of the job.
         certificate, key: Files, where connections are encrypted.
 
     Raises:
@@ -190,11 +184,7 @@ def _loaded(load: Callable[[], Any], option: str) -> Any:
 
 
 def signature_of(flags: Sequence[str]) -> str:
-    """Returns what a node says of itself.
-
-    Args:
-        flags: Of the training.
-    """
+    """Returns what a node says of itself."""
     release = str(getattr(megatron_het, "__version__", ""))
     return json.dumps({"megatron_het": release, "megatron-core": version("megatron-core"), "flags": list(flags)})
 
@@ -216,7 +206,6 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
     """Begin to check what the start of the training would refuse under a plan, in a process forked from this one.
 
     Args:
-        plan: The plan.
         flags: Of the training, without a plan.
         folder: For the plan's file.
 
@@ -266,7 +255,6 @@ class Checks:
         """Returns the problems with a plan; None until a worker has said, none where it does not in time.
 
         Args:
-            plan: The plan.
             ask: Called once with what a worker has to know.
         """
         key = plan_hash(plan)

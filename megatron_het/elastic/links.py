@@ -76,10 +76,6 @@ class Severing:
 
     Left alone are: connections that are older than the session, those to the controller, and sockets of Python's own,
     such as those of a data source or of a logger.  Without ``/proc`` nothing is cut, and waits end at their timeout.
-
-    Args:
-        host: Of the controller.
-        port: Of the controller.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -194,7 +190,6 @@ class Links:
     Args:
         store: Where they meet; nobody else uses its keys.
         rank: This process's number among them.
-        size: How many there are.
         timeout_s: Bound on every wait, in seconds.
     """
 

@@ -29,12 +29,7 @@ _LOCK_BYTES = 512
 
 
 class StateFile:
-    """A file that is written whole or not at all, with space kept free for it.
-
-    Args:
-        path: The file.
-        say: Writes one line of progress.
-    """
+    """A file that is written whole or not at all, with space kept free for it."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -90,9 +85,6 @@ class FolderLock:
 
     The owner renews the lease every second.  Another machine takes the folder over once nothing has been renewed for
     five seconds by its own clock; who finds the lease to be another one's has lost the folder.
-
-    Args:
-        folder: Of the job.
 
     Raises:
         FileError: Another controller has it; the message says which.
@@ -219,10 +211,6 @@ def recalled(state: Path, say: Callable[[str], None]) -> Recalled | None:
 
     A file that a disk has spoilt gives way to the one before it: workers know of what has happened since.
 
-    Args:
-        state: The file.
-        say: Writes one line of progress.
-
     Raises:
         FileError: It cannot be read, or no controller has written it.
     """
@@ -292,7 +280,6 @@ class Arrivals:
 
     Args:
         nodes: How many to wait for.
-        start_s: How long.
     """
 
     def __init__(self, nodes: int, start_s: float) -> None:
@@ -357,7 +344,6 @@ class Failures:
         """A generation has failed.
 
         Args:
-            reached: Iterations that are done.
             dead: How many of its ranks were lost.
             errors: What the others say.
 
@@ -396,7 +382,6 @@ class Saves:
 
         Args:
             generation: In which it failed.
-            iteration: Of the checkpoint.
             last: Of the training; None where that is not known.
         """
         generations = self._failed.setdefault(iteration, set())
@@ -462,7 +447,6 @@ class Progress:
         """Whether the bound is over; never after the last iteration, when a run saves and evaluates.
 
         Args:
-            reached: Iterations that are done.
             last: Of the training, None where that is not known yet.
         """
         now_s = time.monotonic()
@@ -499,7 +483,6 @@ class Member:
     """A worker as the controller knows it.
 
     Attributes:
-        process: The worker.
         iteration: Iterations that are done, as it says.
         beats: Newest sign of life.
         seen_s: When that came (monotonic).
@@ -532,7 +515,6 @@ class Lessons:
 
     Args:
         planner: Searches.
-        say: Writes one line of progress.
 
     Attributes:
         corrected: What the planner was taught, as JSON values; None before that.
@@ -555,9 +537,7 @@ class Lessons:
 
         Args:
             message: Of the rank that compares: what was measured, and the last iteration of the training.
-            generation: What runs.
             pool: The processes that there are.
-            history: Of changes.
             rates: At which state moves.
         """
         self._generation, self._last = generation.number, int(message["last"])
@@ -568,7 +548,6 @@ class Lessons:
         """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.
 
         Args:
-            generation: What runs.
             members: All workers.
         """
         learned = self._planner.learned()

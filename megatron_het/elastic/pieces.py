@@ -35,7 +35,6 @@ class Piece:
         key: Global name of the parameter.
         kind: ``parameter``, ``main`` (fp32 main parameter), or the optimizer's name of the state, such as ``exp_avg``.
         dtype: Name of the data type, such as ``float32``.
-        shape: Of the whole tensor.
         offset: Of the block's first element, per dimension.
         block: Shape of the block, with as many dimensions as the whole.
         start: First element of the block that is in the piece, in row-major order.
@@ -183,8 +182,6 @@ def collect(
 
     Args:
         models: The model chunks as Megatron trains them.
-        optimizer: Megatron's.
-        args: Megatron's arguments.
         blocks: What :func:`blocks_of` returned for these models, if it is known.
         is_updated: Whether an update may have been made whose parameters travel with the next forward
             (``--overlap-param-gather``): until then a rank has new values of its own part only.
@@ -228,7 +225,6 @@ def prepare(
     Args:
         models: The model chunks as Megatron trains them.
         optimizer: Megatron's.  Its state is nothing but room after this.
-        args: Megatron's arguments.
         kinds: Names of the optimizer's states with their data types, by parameter name, as those who hold them say.
         blocks: What :func:`blocks_of` returned for these models.
     """

@@ -18,7 +18,6 @@ class Learned:
     """A plan that is better for what was measured.
 
     Attributes:
-        plan: The better plan.
         kinds: Kind of device of every rank of the plan that ran: a slow one has become a kind of its own.
         cluster: The cluster file's document with these kinds and the measured links.
         profile: The profile with them; None where there is none.
@@ -43,7 +42,6 @@ def write_run(folder: Path, plan: Plan, cluster: str, measured: Mapping[str, Any
 
     Args:
         folder: For the files.
-        plan: What runs.
         cluster: Text of the cluster file that the plan was made from.
         measured: What the watch of the run has summed up.
     """
@@ -147,7 +145,6 @@ class Planner:
 
         Args:
             pool: The processes that there are.
-            plan: What runs.
             measured: What its watch has summed up.
             change_s: Seconds that a change of the plan takes.
         """
@@ -266,7 +263,6 @@ def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
     """The process of each rank: of the replica's kind of device, and a tensor-parallel group inside of a node.
 
     Args:
-        plan: The plan.
         pool: Processes to choose from.  Kinds count where every process and every replica has one.
 
     Returns:

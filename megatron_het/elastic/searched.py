@@ -86,7 +86,6 @@ class Search:
 
         Args:
             document: Text of the cluster file that the run's plan fits.
-            plan: What runs.
             measured: What its watch has summed up.
             change_s: Seconds that a change takes.
 
@@ -127,7 +126,6 @@ class SearchedPlans(Planner):
     Args:
         cluster: Cluster file, from which the nodes that are there are taken.  It is read now and on :meth:`renew`.
         search: Searches a plan for a cluster file's text; raises :class:`NoPlanError`.
-        say: Writes one line of progress.
 
     Raises:
         ValueError: The cluster file, or another one that the planner is given, is wrong.

@@ -89,8 +89,6 @@ class ElasticBoundary(Boundary):
     """The boundary of one generation in one process.
 
     Args:
-        generation: The generation.
-        process: This process's number.
         store: Where everybody meets; its keys are those of the job.
         timeout_s: Bound on every wait of the change, in seconds.
         copies: What this process holds of earlier generations and is to hold of this one.
@@ -311,7 +309,6 @@ def run_session(
     """Train under the plan of a generation until it ends, leaves or fails.
 
     Args:
-        boundary: Of the generation.
         flags: Command line of the training, without a plan.
         folder: Where this process may write the plan.
         entry: Runs the training, with the flags in ``sys.argv``.
@@ -387,7 +384,6 @@ def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
 
     Args:
         flags: Command line of the training.
-        name: Of the folder.
     """
     found = list(flags)
     for i, word in enumerate(found):
@@ -454,13 +450,9 @@ class TurnBoundary(ElasticBoundary):
 
     Args:
         turn: Counted from 0.
-        plan: Of this turn.
-        plans: Of all turns.
-        rank: This rank.
         store: Where all ranks meet, in all turns.
         copies: Holds this rank's state at the end of the turn before.
         padded_vocab_size: Of the first turn; None in it.
-        datasets: Of earlier turns.
     """
 
     outlives_sessions = False
@@ -511,7 +503,6 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     Args:
         argv: The command line, with the program's name first.
         plans: One for each global batch size.
-        files: Where they are.
         enter: Runs the training under one of them.
 
     Raises:

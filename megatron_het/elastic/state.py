@@ -139,7 +139,6 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
         links: Between the members.
         held: What this member holds.
         needed: What it needs, with the tensors to fill.
-        holdings: Of all members.
         needs: Pieces that each member needs.
 
     Returns:
@@ -281,9 +280,7 @@ class Trainee:
         plan: The plan of the session.
         rank: This process's rank in it.
         models: Chunks as Megatron trains them.
-        optimizer: Megatron's.
         scheduler: Of learning rate and weight decay.
-        args: Megatron's arguments.
     """
 
     plan: Plan
@@ -299,7 +296,6 @@ class Restored:
     """Holds what a rank has to know to go on.
 
     Attributes:
-        iteration: Iterations that are done.
         flops: Floating-point operations so far, as Megatron counts them.
         sent_bytes: What this member gave to others.
     """
@@ -314,7 +310,6 @@ def take(trainee: Trainee, iteration: int) -> Snapshot:
 
     Args:
         trainee: What is trained; whole parameters are shown.
-        iteration: Iterations that are done.
     """
     state = collect(trainee.models, trainee.optimizer, trainee.args, is_updated=True)
     return described(trainee, iteration, state, [(p, t.detach().to("cpu", copy=True)) for p, t in state.pieces])

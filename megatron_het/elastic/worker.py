@@ -113,16 +113,12 @@ class Setting:
     """Holds what an agent tells a worker that it starts.
 
     Attributes:
-        host, port: Of the controller.
-        token: Of the job.
-        process: This process's number.
         node: Name of the node.
         device: Kind of the device.
         folder: For files of its own.
         copy_every: See :class:`Copies`.
         timeout_s: Bound on every wait of a change.
         signature: What all workers of a job must have in common.
-        workers: Of the node.
         identity: Random, of this process: where the controller's file is older than the job, a number may be given
             twice.
         address_file: Where the controller writes its address; empty for none.
@@ -175,7 +171,6 @@ class Worker:
     """Goes through generations.
 
     Args:
-        setting: From the agent.
         flags: Of the training, without a plan.
         entry: Runs the training.
     """
@@ -369,8 +364,6 @@ class News:
 
     Args:
         board: The job's.
-        generation: What runs.
-        process: This process.
         lost: Called, again and again, with the generation's key once one of its processes is lost.
     """
 

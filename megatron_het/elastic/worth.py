@@ -98,7 +98,6 @@ def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | 
 
     Args:
         entry: The generation's, of the history.
-        reached: Iterations that are done.
         now_s: Wall clock, in seconds.
 
     Returns:
@@ -277,7 +276,6 @@ def change_s(
     change was seen, an assumption and the measured rates say it.
 
     Args:
-        history: Of the controller.
         plan: Of the change; None for changes as they were.
         kind: Of the change; empty for any.
         rates: At which state moves; None for assumed ones.
@@ -314,10 +312,7 @@ def against(
     """Why a change to a better plan with newcomers does not pay any more.
 
     Args:
-        plan: The better plan.
         present: The plan that runs.
-        history: Of the controller.
-        reached: Iterations that are done.
         now_s: Wall clock, in seconds.
         rates: At which state moves; None for assumed ones.
 

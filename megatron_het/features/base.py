@@ -31,7 +31,6 @@ def check_reductions_meet(program: Callable[[], Program], args: Any, cause: str)
 
     Args:
         program: Makes the program of training.
-        args: Megatron's arguments.
         cause: What may put the ends of gradients in different orders.
 
     Raises:
@@ -142,7 +141,6 @@ class Refusal:
     """A value of Megatron's arguments that cannot go with something else.
 
     Attributes:
-        attribute: Of Megatron's arguments.
         reason: Why it cannot.
         when: Whether a value is refused; by default everything that counts as given.
     """
@@ -224,7 +222,6 @@ class Feature:
         switch: The parameter that switches the feature on; None if its options alone do.
         implied: Whether flags of its options switch it on too.
         view_flags: The flags with which ``python -m megatron_het.schedule`` shows it, with any schedule.
-        schedules: The schedules that can have it; None for all.
         runs: Schedules whose operations it executes: without it they can only be simulated.
         refused: What it cannot go with among Megatron's arguments.
         refused_by_plans: What no plan can go with, with the feature or without.
@@ -408,8 +405,6 @@ class Feature:
 
         Args:
             program: Makes the program, of all devices.  Large ones take seconds: ask only where it matters.
-            options: Of the feature.
-            args: Megatron's parsed arguments.
 
         Raises:
             PlanError: The first thing that does not fit.
@@ -490,7 +485,6 @@ class Feature:
 
         Args:
             program: With the operations of the features before this one.
-            options: Of the feature.
             speeds: Relative speed of each device; None for equal ones.
 
         Raises:
@@ -514,7 +508,6 @@ class Feature:
 
         Args:
             costs: Without them: the whole vocabulary on the first and the last chunk, all activations on the device.
-            options: Of the feature.
             program: With the feature's operations.
             figures: What the operations take on each device.
         """

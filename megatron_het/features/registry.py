@@ -79,7 +79,6 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
     """Where the plan cuts sequences; nowhere without a feature that does.
 
     Args:
-        plan: Checked.
         args: Megatron's arguments, for slices of equal work and for windows; None for nominal lengths alone.
     """
     found = (feature.cutting(plan, args) for feature in FEATURES)

@@ -54,7 +54,6 @@ def planned_costs(costs: Costs, program: Program) -> PlannedCosts:
     """Costs as a plan file carries them.
 
     Args:
-        costs: Of all devices of the program.
         program: Its transfers say which links matter.
     """
     rows: dict[tuple[Any, ...], list[int]] = {}
@@ -234,8 +233,6 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
     """One of the plan's programs, with all passes; not validated, and perhaps not executable.
 
     Args:
-        plan: Checked.
-        forward_only: The evaluation program.
         parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
 
     Raises:
@@ -347,9 +344,7 @@ def assemble(
         schedule: Name of a generator.
         features: What the program has besides; the passes run in this order.
         speeds: Relative speed of each device; None for equal ones.
-        forward_only: The evaluation program.
         transfers: Where receives go (``add_transfers``), or "none" for a program without transfers.
-        **parameters: Of the generator.
 
     Raises:
         ValueError: An unknown schedule, or one that cannot run the shape with these features.

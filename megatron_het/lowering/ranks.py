@@ -28,11 +28,8 @@ class Piece:
     """Elements that go from world rank ``src`` to world rank ``dst``.
 
     Attributes:
-        src: Who has them.
-        dst: Who gets them.
         sent: First of them in the sender's tensor.
         received: First of them in the receiver's tensor.
-        length: How many.
     """
 
     src: int
@@ -181,7 +178,6 @@ def segments(full_size: int, tp: int, tp_rank: int, stride: Stride = 1) -> list[
 
     Args:
         full_size: Size of the full parameter along the partition dimension.
-        tp: Tensor-parallel size.
         tp_rank: Rank within it.
         stride: The blocks that are each split over the ranks (2 for gated weights).
     """
@@ -255,8 +251,6 @@ def held_experts(experts: int, cut: Cut, expert_rank: int) -> range:
     """Numbers in the layer of the experts that a rank holds.
 
     Args:
-        experts: Of a layer.
-        cut: Of the replica.
         expert_rank: Position of the rank in its expert group.
     """
     each = experts // cut.ep
@@ -271,11 +265,9 @@ def expert_segments(
 
     Args:
         full_size: Size of the full parameter along the partition dimension.
-        cut: Of the replica.
         expert_rank: Position of the rank in its expert group.
         stride: As of :func:`segments`.
         expert: Number in the layer.
-        experts: Of the layer.
     """
     if expert not in held_experts(experts, cut, expert_rank):
         return []
@@ -340,7 +332,6 @@ class BoundaryMap:
     """The pieces of every transfer between two devices of a plan.
 
     Args:
-        placement: The plan's lookup tables.
         tokens: Length of the sequence, or the slice, that travels.
         sequence_parallel: Whether replicas with TP > 1 split the sequence.
     """
@@ -397,8 +388,6 @@ def side_of(plan: Plan, replica: Replica, divided: bool) -> Side:
     """How a replica divides sequences.
 
     Args:
-        plan: The plan.
-        replica: One of its replicas.
         divided: Whether TP ranks divide what their context-parallel rank holds.
     """
     groups = tuple(replica.tp_group(part) for part in range(replica.cp))
@@ -509,7 +498,6 @@ def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[in
 
     Args:
         programs: Training and evaluation.
-        boundaries: Of the plan.
     """
     found: set[tuple[int, int]] = set()
     for program in programs:

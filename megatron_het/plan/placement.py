@@ -252,7 +252,6 @@ def _moved(placed: Sequence[Blocks], places: Sequence[Blocks], own: Blocks) -> B
     Args:
         placed: Tokens of each rank.
         places: Of each rank, as many.
-        own: Of any ranks.
     """
     steps: list[tuple[int, int, int]] = []  # place, token and how many
     for tokens, where in zip(placed, places, strict=True):
@@ -358,7 +357,6 @@ class Placement:
     Megatron's own data parallelism and distributed optimizer run inside a class.
 
     Attributes:
-        plan: The plan.
         path: (stage, chunk) in the order in which a microbatch visits them.
         first: (stage, chunk) of the embedding.
         last: (stage, chunk) of the output layer and the loss.

@@ -72,7 +72,6 @@ def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
     """An error that has to do with one of several plans says with which.
 
     Args:
-        name: Of the plan.
         plans: All of them; an error of an only plan stays as it is.
 
     Raises:
@@ -122,7 +121,6 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
 
     Args:
         plans: All of them.
-        args: Megatron's parsed arguments.
 
     Raises:
         PlanError: The first thing that does not fit.
@@ -210,8 +208,6 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
     """The even plan for a command line.
 
     Args:
-        words: Megatron's part of the command line.
-        world_size: Number of ranks.
         schedule: The schedule to run.
 
     Returns:

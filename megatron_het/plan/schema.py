@@ -290,7 +290,6 @@ class Cut(NamedTuple):
     """Over how many ranks a replica cuts its weights.
 
     Attributes:
-        tp: Tensor-parallel size.
         ep: Expert-parallel size; the experts of a layer are divided over so many parts of an expert group.
         etp: Expert-tensor-parallel size; 0 where the expert group is the tensor-parallel group, or has one rank per
             part.

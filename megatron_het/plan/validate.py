@@ -99,7 +99,6 @@ def most_chunks(microbatches: int, slices: int) -> int:
 
     Args:
         microbatches: Of the iteration, over all replicas.
-        slices: Of each microbatch.
     """
     return MAX_PASSES // (2 * microbatches * slices)
 
@@ -143,7 +142,6 @@ def _check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
     """Refuse costs that do not fit a plan.
 
     Args:
-        costs: Of the plan's prediction.
         chunks: Chunks of every device.
 
     Raises:

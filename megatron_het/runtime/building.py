@@ -273,8 +273,6 @@ class ChunkedBuilder:
         """The chunks of this rank, each one built when it is asked for.
 
         Args:
-            pg_collection: This rank's groups.
-            chunks: Of the rank that has most.
             model_type: As upstream.
         """
         transformer = self._model_config.transformer

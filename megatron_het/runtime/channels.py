@@ -65,7 +65,6 @@ class Channels:
         links: The links of this rank's edges (``distributed/groups.py``).
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
-        rank: This rank.
         pending_per_edge: Sends to one peer that may be under way on gloo, None for any number.
             With many small transfers, as of slices, those that have left would otherwise fill the
             memory until the end of the iteration.  Not for programs with collectives of replicas
@@ -126,7 +125,6 @@ class Channels:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen.
 
         Args:
-            tensor: What to send.
             dst: Rank that gets it.
             label: For messages.
             after: The send begins when the compute stream has come so far; None for all that it was given.

@@ -72,9 +72,6 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
 
     Args:
         reports: Of the whole stage; empty where this rank has no loss.
-        placement: The plan's lookup tables.
-        groups: This rank's groups.
-        device: Of the message.
 
     Raises:
         RuntimeError: The script reports more losses than the message holds.

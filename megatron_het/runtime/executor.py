@@ -339,7 +339,6 @@ class StallWatch:
         executor: Knows the operation.
         channels: Transfers of all purposes.
         limit_s: An operation that takes longer has stalled.
-        rank: This rank.
     """
 
     def __init__(self, executor: Executor, channels: Sequence[Channels], limit_s: float, rank: int) -> None:

@@ -117,7 +117,6 @@ class ForwardPass:
     """One FORWARD operation; features change it when they are entered around it.
 
     Attributes:
-        op: The operation.
         source: Its input ``[s, b, h]``; None on the first stage.
         forward_step_func: The training script's forward step.
         data_iterator: What the script reads from.
@@ -140,7 +139,6 @@ class BackwardPass:
     """One backward operation of a chunk.
 
     Attributes:
-        op: The operation.
         gradient: Gradient of the chunk's output, from a feature; None to take what was received.
         result: Gradient of its input; None before it is known, and where there is none.
     """
@@ -248,9 +246,6 @@ class OpenContext:
 
     Attributes:
         config: The ``--het-*`` configuration.
-        placement: The plan's lookup tables.
-        rank: This rank.
-        args: Megatron's arguments.
         groups: This rank's process groups.
         transport: Of the transfers between stages.
         timeout_s: Bound on every wait, in seconds.
@@ -258,7 +253,6 @@ class OpenContext:
         programs: The plan's programs, by whether they only run forwards.
         lowered: This rank's part of them.
         boundaries: What travels between stages.
-        platform: What this process computes on.
         timeline: Is told about waiting.
         batches: What forwards read; a feature may put another reader here.
         options: Of the feature that is being opened.

@@ -82,7 +82,6 @@ class HetSession:
 
     Args:
         config: The ``--het-*`` configuration; must be active.
-        platform: What this process computes on.
         rank: This process's rank, to build no more of the programs than it needs; None if not known yet.
     """
 

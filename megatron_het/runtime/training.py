@@ -43,8 +43,6 @@ class RollCall:
 
     Args:
         store: Of ``torch.distributed``; cloned, because one connection serves one wait at a time.
-        rank: This rank.
-        world_size: Number of ranks.
         answer_s: How long the caller waits for answers.
     """
 
@@ -194,22 +192,13 @@ class Boundary:
         return None
 
     def failed(self, session: Any) -> None:
-        """The session ends with an error, and is still open.
-
-        Args:
-            session: The session.
-        """
+        """The session ends with an error, and is still open."""
 
     def saves(self) -> None:
         """A checkpoint is about to be written, at the end of an iteration."""
 
     def reached(self, session: Any, iteration: int) -> None:
-        """An iteration of training is about to begin, and nothing of it has been done.
-
-        Args:
-            session: The open session.
-            iteration: Iterations that are done.
-        """
+        """An iteration of training is about to begin, and nothing of it has been done."""
 
 
 def complete_model_config(model_config: Any, args: Any) -> None:
@@ -217,7 +206,6 @@ def complete_model_config(model_config: Any, args: Any) -> None:
 
     Args:
         model_config: ``GPTModelConfig``.
-        args: Megatron's arguments.
     """
     # gpt_config_from_args leaves it at 8, whatever the flag says.
     model_config.rope_scaling_factor = args.rope_scaling_factor

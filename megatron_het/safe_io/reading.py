@@ -26,7 +26,6 @@ class FileError(ValueError):
     """A file that cannot be read or written.
 
     Attributes:
-        path: The file.
         where: Place inside the file, e.g. ``line 3``; empty when the file as a whole is meant.
         problem: What is wrong.
         hint: What to do about it.
@@ -221,8 +220,6 @@ def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bo
     """The value of a JSON text.
 
     Args:
-        text: The whole text.
-        path: What errors name.
         constants_as_text: Whether ``NaN`` and ``Infinity``, which Python writes, are read as these words.
 
     Raises:
@@ -396,7 +393,6 @@ def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) 
     """The value in a YAML file, or in a JSON file (``.json``).
 
     Args:
-        path: Of the file.
         constants_as_text: See :func:`parse_json`.
 
     Raises:
@@ -410,10 +406,6 @@ def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) 
 
 def parse_yaml(text: str, path: str | os.PathLike[str]) -> Any:
     """The value of a YAML text with one document.
-
-    Args:
-        text: The whole text.
-        path: What errors name.
 
     Raises:
         FileError: Not YAML, several documents, a key twice in one mapping, a key that is no text, a tag,

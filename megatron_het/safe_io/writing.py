@@ -99,7 +99,6 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool =
     """Write through a temporary file beside the target and a rename.  Missing folders are made.
 
     Args:
-        path: The file.
         data: All of its contents.
         executable: Whether it may be executed.
         durable: Whether the disk has it at the end, so that it survives a loss of power.  A busy disk takes half a

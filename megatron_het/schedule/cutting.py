@@ -45,7 +45,6 @@ class Cutting:
     """How every sequence is cut.
 
     Attributes:
-        length: Tokens of a sequence.
         slices: Slices of a sequence.
         unit: Every slice has a multiple of so many tokens, so that the ranks that share it get equal parts; divides
             ``length``.

@@ -35,7 +35,6 @@ class Unfit(NamedTuple):
     """Something that does not fit what a device holds.
 
     Attributes:
-        device: the device.
         node: number of the operation in the graph, -1 for the end of the list.
         reason: in words.
     """
@@ -46,13 +45,7 @@ class Unfit(NamedTuple):
 
 
 class State:
-    """Holds what the operations of a feature have on one device; their effects step over it.
-
-    Args:
-        held: of the device.
-        program: the program.
-        kinds: all kinds in the program.
-    """
+    """Holds what the operations of a feature have on one device; their effects step over it."""
 
     of_parameters = False
     """Whether it has to do with parameters or their gradients, which parts of shared layers have too."""
@@ -79,14 +72,8 @@ class State:
 class Lifetimes:
     """Walks one device's list: says what each operation waits for, and what does not fit.
 
-    Args:
-        program: the program.
-        device: the device.
-        kinds: all kinds in the program.
-
     Attributes:
         problems: what did not fit up to now.
-        layers: of each chunk.
         kept: passes whose activations are held, and whether they are elsewhere.
         compute: the last operation that computed, -1 before the first.
     """
@@ -242,8 +229,6 @@ class Dependencies:
 
     Attributes:
         rules: :meth:`requires` by kind, for who asks for many operations.
-        shape: as given.
-        units: as given.
     """
 
     __slots__ = (

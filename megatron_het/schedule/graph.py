@@ -54,10 +54,8 @@ class Graph:
     """Flattened operations and what each waits for, apart from the order of its own device.
 
     Attributes:
-        program: the program.
         ops: all operations, device after device.
         first: ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end.
-        kinds: the kinds that there are.
         device: ``device[i]`` is the device of operation ``i``.
         waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
         other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
@@ -85,7 +83,6 @@ class Graph:
         """Builds the graph.
 
         Args:
-            program: any program.
             open_sends: the program is one whose receives are still to be added: sends have no other end,
                 and values pass between devices without one.
 
@@ -282,7 +279,6 @@ def replay(graph: Graph, duration: Sequence[float]) -> tuple[list[float], list[f
     The third list holds all operations in an order in which they can run (not sorted by time).
 
     Args:
-        graph: the program.
         duration: seconds (or any unit) of every operation.
 
     Raises:

@@ -149,7 +149,6 @@ def event_places(
     """The place of every operation's event in one order of all events; -1 where it can never happen.
 
     Args:
-        graph: The program.
         together: Operations of several devices that are one event each, besides those of the module's text.
         spans: Operations that may be anywhere after some and before others of their device.
         key: Of what can happen, that whose operation has the lowest key comes first.
@@ -200,7 +199,6 @@ def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterat
     """Nodes of events that can never happen, at most one per device; see the module's text.
 
     Args:
-        graph: The program.
         together: See :func:`event_places`.
     """
     places = event_places(graph, together)
@@ -259,9 +257,6 @@ def counting_places(program: Program) -> list[int] | None:
 
     That is one event of an order of all, after the last loss and before the first update: a device that waits for the
     sum, or whose host waits for the device, then needs nothing of another one that has not come to it.
-
-    Args:
-        program: With transfers.
 
     Returns:
         None without updates inside the iteration.  Each device's own place where receives are posted early.

@@ -230,7 +230,6 @@ class Columns:
         making: how often that value may be made.
         fed_by: the kind of receive that brings what it needs from another device; None: nothing comes that way.
         sent_by: the kind of send that takes what it makes to another device.
-        other_end: of a transfer.
         effect: on what the device holds.
         price: which of the costs it takes.
         plain_s: duration in a replay with plain durations, in forwards of the chunk.
@@ -448,7 +447,6 @@ def chunk_of(kind: Kind, chunk: int, chunks: int) -> int:
     first chunk, those of the output layer are in its last one; tied ones have a device with one chunk only.
 
     Args:
-        kind: of the operation.
         chunk: what the operation says.
         chunks: how many the device has.
     """

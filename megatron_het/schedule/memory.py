@@ -28,7 +28,6 @@ class Timeline:
 
     Attributes:
         graph: of the program; operation numbers below refer to it.
-        program: the program.
         costs: the cost model.
         start_s, end_s: per operation.  Both ends of a transfer have the same times.
         cause: per operation, the operation that it waited for last, -1 for none.
@@ -176,12 +175,7 @@ def _at_start(timeline: Timeline, device: int, kinds: Set[Kind]) -> list[float]:
 
 
 class BytesOf:
-    """Bytes that a feature's operations bring and take on one device; its effects change ``held.found``.
-
-    Args:
-        held: of the device.
-        kinds: all kinds in the program.
-    """
+    """Bytes that a feature's operations bring and take on one device; its effects change ``held.found``."""
 
     def __init__(self, held: "Holdings", kinds: Set[Kind]) -> None:
         self.held = held

@@ -197,7 +197,6 @@ class Moment(NamedTuple):
 
     Attributes:
         time: in the replay.
-        backward: a moment of the backward.
         node: the compute operation whose microbatch and slice it has.
     """
 
@@ -210,7 +209,6 @@ class Place(NamedTuple):
     """Where an operation is inserted.
 
     Attributes:
-        kind: of the operation.
         ahead: before what runs on a device at the moment; else before what starts at or after it.
         own: on the device of the moment's node: positions after the node; None: as on the others.
     """

@@ -60,7 +60,6 @@ class Store(Documents):
 
     Args:
         addresses: Says where the store may be now, the likeliest place first; asked before every connection.
-        token: Of the job.
         patience_s: How long a request is tried again before :class:`StoreError`.
         tls: With the authority of the server's certificate, where connections are encrypted.
         others_nearby: Whether stores of other jobs may be at these addresses, so that a refusal there says little.
@@ -220,8 +219,6 @@ def job_store(rank: int, timeout_s: float, patience_s: float = 20.0) -> Document
     """Returns the job's store; rank 0 starts it.
 
     Args:
-        rank: Of this process.
-        timeout_s: How long to wait for rank 0.
         patience_s: How long later requests are tried again.
 
     Raises:
@@ -238,7 +235,6 @@ def peer_store(timeout_s: float, patience_s: float = 20.0) -> Store:
     """Returns the job's store as rank 0 has started it.
 
     Args:
-        timeout_s: How long to wait for rank 0.
         patience_s: How long later requests are tried again.
 
     Raises:
@@ -275,7 +271,6 @@ class Exchange:
     """Values of all ranks by name, of what they measure before ``torch.distributed`` is up; every wait is bounded.
 
     Args:
-        rank, world_size: Of this process.
         timeout_s: Bound on every wait.
 
     Raises:
@@ -394,7 +389,6 @@ def token_of_file(file: Path, *, create: bool) -> str:
     """Returns the token in a file that only its owner can read.
 
     Args:
-        file: The file.
         create: Whether one is written where there is none.
 
     Raises:

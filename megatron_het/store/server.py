@@ -166,7 +166,6 @@ class Handshake:
     """The digests of one connection.
 
     Args:
-        token: Of the job.
         server, client: The numbers of both ends.
     """
 
@@ -268,7 +267,6 @@ class Strangers:
     """Connections that came without the token.
 
     Attributes:
-        refused: How many there were.
         last: Address of the last one.
     """
 
@@ -286,7 +284,6 @@ class StoreServer(Documents):
     Args:
         host: Address to listen on, and no other interface; empty for all of them.
         port: To listen on; 0 for a free one.
-        token: Of the job.
         tls: With the server's certificate, where connections are encrypted.
 
     Raises:

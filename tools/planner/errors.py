@@ -61,7 +61,6 @@ def validated(model: type[Any], document: Any, file: str, place: tuple[str | int
     Args:
         model: A pydantic model, or a dataclass.
         document: Parsed YAML or JSON.
-        file: What errors name.
         place: Where in the file the document is.
 
     Raises:

@@ -74,7 +74,6 @@ class ActivationOffload(RuntimeFeature):
 
     Args:
         ratio: Share of the bytes of each offloaded FORWARD that leave, above 0 and at most 1.
-        platform: What this process computes on.
     """
 
     def __init__(self, ratio: float, platform: Platform) -> None:

@@ -131,13 +131,11 @@ class ContextExchange:
     Args:
         programs: This rank's programs, by whether they only run forwards.
         units: Which tokens of each rank exchange units are: context-parallel ranks hold parts of slices.
-        rank: This rank.
         layers: Layers of every chunk that exchange attention, from its first with any.
         keys_channels: Carry keys and values.
         channels: Carry queries and results; not used by anything else, because inside a pass their order
             is by layer and not by the program.
         timeline: Learns what was waiting.
-        device: Where the models are.
         keep: Whether helpers add up the gradients of the keys and values that they keep.
     """
 

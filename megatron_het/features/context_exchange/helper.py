@@ -36,12 +36,10 @@ class AttentionShape:
 
     Attributes:
         slice_tokens: Tokens per slice.
-        batch: Sequences per microbatch.
         heads: Query heads of this TP rank.
         groups: Key-value groups of this TP rank.
         channels: Channels per head.
         dtype: Of queries, keys and values.
-        device: Where they are.
     """
 
     slice_tokens: int
@@ -127,7 +125,6 @@ def attend_backward(
     Args:
         mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
         keys: (keys, values) of the pieces.
-        kernel: Does the work.
         scale: Factor of the scores.
     """
     total, grads = Sum(mine[1]), []
@@ -193,7 +190,6 @@ def attend_reached_backward(
         mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
         parts: (keys, values) that the queries attend to here.
         reached: Whose attention it is.
-        kernel: Does the work.
         scale: Factor of the scores.
     """
     query, (keys, values) = mine[1], _joined(parts)
@@ -215,7 +211,6 @@ class Limits:
     """Holds what the slices of one iteration see.
 
     Args:
-        placement: The plan's lookup tables.
         side: How the replica of a world rank divides a slice.
         units: Which tokens slices and their exchange units are.
         windows: By layer of the model with attention, how many earlier tokens a query sees; None for all.
@@ -239,7 +234,6 @@ class Limits:
 
         Args:
             op: For the pass of the rank ``op.peer``.
-            layer: Of the owner's chunk.
             ranges: Units of the owner, in the order of their keys and values.
         """
         where = self._placement.locate(op.peer)

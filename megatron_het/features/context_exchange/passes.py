@@ -55,7 +55,6 @@ class PassCosts:
         """From flat lists.
 
         Args:
-            shape: Of the program.
             attention: One figure per device.
             rest: One figure per chunk of every device, those of a device side by side.
 
@@ -82,7 +81,6 @@ class PassCosts:
         """Returns by device what it takes without attention that can be given away, and one unit of that.
 
         Args:
-            shape: Of the program.
             passes: The pass of each device that has one in the slot; the others are idle.
             exchanged: Layers of a chunk in which attention is exchanged.
             units: Exchange units per slice.
@@ -194,7 +192,6 @@ class ExchangeSlot:
         backward: which of the two.
         passes: the pass that each device runs, by device; idle devices are absent.
         loads: units of attention per device before the exchange; parts of units where slices do not see all of them.
-        moves: the exchange.
         after: units per device after it.
     """
 
@@ -271,7 +268,6 @@ def targets(loads: Mapping[int, int], floors: Mapping[int, int]) -> dict[int, in
     """Loads as equal as the floors allow, differing by at most one unit where no floor binds.
 
     Args:
-        loads: units per device.
         floors: what a device cannot give away.
     """
     fixed: dict[int, int] = {}
@@ -391,7 +387,6 @@ class _Offers:
     """Holds what the devices of a slot have, and what they agree on.
 
     Attributes:
-        loads: units per device.
         agreed: (giver, taker, units).
         first: the first unit that a device gives away, if not the first of all.
         work: how much of a whole unit each unit of a device is, from its first on, if not 1.

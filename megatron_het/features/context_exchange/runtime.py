@@ -40,10 +40,7 @@ class ContextExchangeFeature(RuntimeFeature):
     """Gives attention away and computes it for others.
 
     Args:
-        exchange: Does the work.
         sequences: Sequences of a microbatch.
-        args: Megatron's arguments.
-        device: Where the models are.
         limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
             unequal length; None where all slices of all iterations are alike.
     """

@@ -25,7 +25,6 @@ class Units:
     (``features/slices/spec.py: _token_unit``), so that nothing here is rounded.
 
     Args:
-        units: Of a slice.
         parts: What each world rank holds of a slice of nominal length, in tokens.
         nominal: That length.
         bounds: Where the slices of a microbatch begin, and its end.
@@ -50,7 +49,6 @@ class Units:
 
         Args:
             rank: Who has the keys and values.
-            microbatch: Of which sequence.
             unit: From the start of the sequence.
         """
         index, within = divmod(unit, self.units)

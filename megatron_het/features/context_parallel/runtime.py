@@ -75,7 +75,6 @@ class CommutedContextParallel:
         """Start to collect rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.
 
         Args:
-            *tensors: This rank's.
             travels: The rows that are sent; None for all.
 
         Returns:
@@ -129,7 +128,6 @@ class CommutedContextParallel:
         """Start to send each of the others its rows of tensors ``[S, ...]``.
 
         Args:
-            *tensors: Of all others.
             travels: Whose rows they are; None for all.
 
         Returns:

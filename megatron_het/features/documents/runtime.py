@@ -87,7 +87,6 @@ class DocumentStarts:
         Args:
             microbatches: Of the iteration; each has been noted on some rank.
             sequences: How many sequences a microbatch has.
-            seq_length: Tokens of a sequence.
             device: What collectives of all ranks run on.
         """
         most = max(map(sequences, range(microbatches)))

@@ -89,7 +89,6 @@ class Sums:
     Attributes:
         chosen: ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``.
         scores: Likewise, the sum of their scores on this rank.
-        slices: Which slices are in the sums.
         whole: ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted.
     """
 
@@ -262,7 +261,6 @@ def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes
 
     Args:
         models: GPTModels, not wrapped.
-        passes: Told which pass runs.
 
     Returns:
         The routers.

@@ -118,7 +118,6 @@ def check_expert_parallel(plan: Plan, experts: int) -> None:
     """Refuse EP sizes that do not divide the experts of a layer.
 
     Args:
-        plan: A checked plan.
         experts: Of a layer of the model; 0 without layers of experts.
 
     Raises:

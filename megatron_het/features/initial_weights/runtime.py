@@ -54,7 +54,6 @@ def fill(
         target: The rank's part, ``[rows, ...]``.
         draw: Fills a block or, without blocks, the whole tensor.
         name: Of the tensor in the whole model.
-        seed: Of the run.
         full_size: Size of the whole tensor along ``dim``.
         dim: The dimension that is split, 0 or 1; 0 for tensors that are not.
         segments: Which part of ``dim`` this rank has.
@@ -166,9 +165,7 @@ class InitialWeightsByName(RuntimeFeature):
     """Draws weights when a chunk's names are known.
 
     Args:
-        seed: Of the run.
         cut: How this rank's replica cuts weights.
-        tp_rank: This rank's TP rank.
         expert_rank: This rank's position in its expert group.
         experts: Of a layer; 0 without layers of experts.
         in_blocks: Whether the values do not depend on the size of the tensor that they are drawn in.

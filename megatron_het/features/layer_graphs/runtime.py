@@ -60,7 +60,6 @@ class LayerGraphs(RuntimeFeature):
     Args:
         kind: ``--cuda-graph-impl``.
         passes: What is captured by Transformer Engine, and in which order.
-        args: Megatron's arguments.
     """
 
     def __init__(self, kind: str, passes: Passes, args: Any) -> None:

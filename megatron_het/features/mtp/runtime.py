@@ -90,8 +90,6 @@ def told(
     Args:
         own: On the first rank.
         shape: ``[layers, b, s]``.
-        group: The TP group.
-        device: What this rank computes on.
     """
     if group.size() == 1:
         assert own is not None
@@ -177,7 +175,6 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
     Args:
         model: The chunk.
         hidden: ``[(1 + layers) s, b, h]``.
-        later: Of the pass.
         weight: Of the output layer where it has none of its own.
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -220,8 +217,6 @@ class MultiTokenPrediction(RuntimeFeature):
 
     Args:
         layers: Tokens after the next one that are predicted.
-        placement: The plan's lookup tables.
-        groups: This rank's groups.
     """
 
     roles: tuple[str, ...] = ("stage", "loss")
@@ -269,8 +264,6 @@ class LaterTokensOfParts(MultiTokenPrediction):
 
     Args:
         layers: Tokens after the next one that are predicted.
-        placement: The plan's lookup tables.
-        groups: This rank's groups.
         sequences: Reads batches and cuts them.
         are_packed: Whether Megatron predicts nothing beyond the end of a document.
     """

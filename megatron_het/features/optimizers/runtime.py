@@ -15,11 +15,7 @@ from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFe
 
 
 class LionBesideAdam(RuntimeFeature):
-    """Has Lion make its part of the updates, from the first iteration of training on.
-
-    Args:
-        betas: Of Lion.
-    """
+    """Has Lion make its part of the updates, from the first iteration of training on."""
 
     def __init__(self, betas: tuple[float, float]) -> None:
         self._betas = betas
@@ -59,7 +55,6 @@ class LionSteps:
     Args:
         adam: That of torch, Apex or Transformer Engine.
         chosen: The parameters that Lion updates.
-        betas: Of Lion.
     """
 
     def __init__(self, adam: Any, chosen: set[torch.Tensor], betas: tuple[float, float]) -> None:

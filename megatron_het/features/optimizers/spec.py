@@ -101,7 +101,6 @@ def check_optimizer(plan: Plan, args: Any) -> None:
     """Refuse an optimizer that would not train as in one process, or not at all.
 
     Args:
-        plan: The plan.
         args: Megatron's arguments, parsed and not yet validated.
 
     Raises:

@@ -43,7 +43,6 @@ class SlicedSequences(Batches, RuntimeFeature):
             scripts allocate what they receive from other TP ranks by it.
         cutting: Where sequences are cut into slices.
         programs: This rank's programs; they decide how many key-value chunks live at once.
-        device: What this rank computes on.
         part: Which part of every slice this rank holds.
         shares: How the ranks of the context-parallel group divide a slice.
         grain: What the tokens of each are a multiple of.
@@ -319,7 +318,6 @@ def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None
     """The most tokens whose keys and values are held at the same time.
 
     Args:
-        passes: Of a chunk.
         tokens: How many each slice of a microbatch holds; None to count slices.
     """
     trains = any(not is_forward for _, _, is_forward in passes)

@@ -175,7 +175,6 @@ def _cutting_of(plan: Plan, args: Any = None) -> Cutting:
     """Where the plan cuts sequences.
 
     Args:
-        plan: Checked.
         args: Megatron's arguments, for slices of equal work and for windows; None for nominal lengths alone.
     """
     options = Slices().options_of(plan) or SliceOptions()
@@ -198,9 +197,6 @@ def keys_per_token(args: Any) -> float:
     """How many keys a query attends to with as many multiplications as the rest of its layer needs.
 
     In a hybrid model, the layers between one with attention and the next count as the rest of it.
-
-    Args:
-        args: Megatron's arguments.
     """
     hidden, width = args.hidden_size, args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -50,8 +50,6 @@ class Team:
     the sequence whoever has made it.  What all TP ranks of a replica hold is sent to a rank by one of them.
 
     Args:
-        placement: The plan's lookup tables.
-        rank: This rank.
         tokens: Tokens of a slice of nominal length.
         batches: They know how long a slice is.
     """
@@ -134,7 +132,6 @@ def edges(placement: Placement, stage: int, tokens: int, *, divided: bool) -> li
     """Directed pairs over which a stage talks to all others, in an order that is the same on every rank.
 
     Args:
-        placement: The plan's lookup tables.
         stage: It has the embeddings, or the loss.
         tokens: Tokens of a slice.
         divided: Whether some of the tensors are divided over TP ranks by the sequence.
@@ -182,7 +179,6 @@ class VocabularyShard:
         """The shard of a rank.
 
         Args:
-            placement: The plan's lookup tables.
             rank: A world rank.
             vocab_size: Padded, so that it divides over the stages (``plan.rows``).
 
@@ -239,10 +235,7 @@ class SplitOutputLayer(ColumnParallelLinear):
     """Projects hidden states to this rank's part of the vocabulary.
 
     Args:
-        shard: This rank's rows.
-        config: Megatron's transformer configuration.
         init_method: For the weight.
-        tp_group: This rank's TP group.
         has_weight: Without one (tied embeddings) the weight is given to ``logits``.
     """
 
@@ -289,11 +282,8 @@ class SplitEmbedding(VocabParallelEmbedding):
     On the first stage it takes the place of the model's own, and adds the other stages' parts.
 
     Args:
-        shard: This rank's rows.
-        config: Megatron's transformer configuration.
         reduce_scatter: Whether TP ranks end with a part of the sequence each, ``[s / tp, b, h]``; else
             with all of it, ``[b, s, h]``.
-        tp_group: This rank's TP group.
     """
 
     def __init__(self, shard: VocabularyShard, config: Any, reduce_scatter: bool, tp_group: dist.ProcessGroup) -> None:

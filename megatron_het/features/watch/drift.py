@@ -85,7 +85,6 @@ class Subject:
     """A device or a link.
 
     Attributes:
-        name: Of a finding about it.
         what: ``device`` or ``link``.
         group: Subjects with equal ones are alike.
         predicted_s: By operation: seconds per iteration of a device, per transfer of a link.
@@ -163,7 +162,6 @@ class DriftWatch:
         """One iteration.
 
         Args:
-            iteration: Its number.
             iteration_s: Its time.
             devices: By name and operation, seconds.
             links: By name: seconds of a transfer, and how many transfers were waited for.

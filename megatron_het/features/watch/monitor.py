@@ -96,7 +96,6 @@ def _times(ends: _Ends, ahead_s: float) -> list[float]:
     """Seconds of the transfers whose end is known.
 
     Args:
-        ends: Of one edge.
         ahead_s: How far the receiver's clock is ahead of the sender's.
     """
     return [
@@ -136,7 +135,6 @@ class Monitor:
 
     Args:
         plan: With the costs of its prediction.
-        hellos: Of all ranks.
         settings: How to decide.
         slices: How many slices a sequence is sent in.
     """
@@ -309,7 +307,6 @@ def overlay(
         costs: What the plan was made from.
         measured: By device: ``origin_s`` (clock at the start of its iteration), ``clock`` and ``events`` as of
             ``samples.events_of``.
-        names: Of all devices.
     """
     events: list[dict[str, Any]] = []
     shown = [d for d, ops in enumerate(program.ops) if ops and d in measured]
@@ -375,9 +372,7 @@ class Reader:
         plan: With costs.
         program: Of this rank's part of the plan, for the trace.
         board: Where samples are.
-        settings: Of the watch.
         folder: For ``watch.json`` and ``watch-trace.json``; None to write neither.
-        args: Megatron's arguments.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ class RankWatch(RuntimeFeature):
     """Tells of this rank, and on the last rank reads what all tell.
 
     Args:
-        context: Of the session.
         board: Where samples are left.
         hello: What this rank says once.
         reader: On the rank that compares.

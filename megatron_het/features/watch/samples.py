@@ -30,10 +30,6 @@ class Board:
     """Places in the job's store.
 
     An answer comes soon, or a sample is dropped and nothing is asked for a while: training waits for no watch.
-
-    Args:
-        store: Of the job.
-        prefix: Of all keys.
     """
 
     def __init__(self, store: Documents, prefix: str = "het/watch") -> None:
@@ -115,7 +111,6 @@ class Sample:
     """Holds what a rank measured in one iteration.
 
     Attributes:
-        iteration: Its number.
         elapsed_s: From its start to the start of the next one.
         measured_s: Seconds by kind of operation, without waiting for transfers.
         sent: By peer, when sends were posted.
@@ -167,7 +162,6 @@ def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: Set[Any]) -> 
 
     Args:
         past: Its records and transfers.
-        iteration: Its number.
         elapsed_s: From its start to the start of the next one.
         kinds: The kinds of operations that are compared.
     """

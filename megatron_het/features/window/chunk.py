@@ -87,7 +87,6 @@ class HostCopy:
 
     Args:
         tensor: The tensor; its storage is freed by ``store`` and allocated again by ``fetch``.
-        streams: Of the window.
     """
 
     def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
@@ -159,7 +158,6 @@ class SideStream:
 
     Args:
         device: Where the tensors are.
-        streams: Of the window.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:

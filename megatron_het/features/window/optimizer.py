@@ -47,7 +47,6 @@ class ChunkedOptimizer:
 
     Args:
         optimizer: What ``get_megatron_optimizer`` returned.
-        chunks: The windows, by chunk.
         options: When updates are made, and where the state lives.
         owners: Ranks that hold parts of this rank's ministages: the ranks of its stage.
     """

@@ -351,7 +351,6 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
     Where that does not help, transfers are placed anew, with what is gathered and reduced in mind.
 
     Args:
-        program: With transfers.
         speeds: See :func:`~megatron_het.schedule.transfers.add_transfers`.
     """
     if not program.has_transfers:

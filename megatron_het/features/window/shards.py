@@ -70,7 +70,6 @@ def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedD
     Args:
         chunk: The model chunk, not wrapped yet.
         shards: Size of the data-parallel group.
-        ddp_config: Of the wrapper to come.
     """
     count = num_layers_of(chunk)
     layer = {p: layer_of(name, count) for name, p in chunk.named_parameters() if p.requires_grad}

@@ -140,7 +140,6 @@ class OffloadedState:
 
     Args:
         entries: The ministage's main parameters.  Those that are views of the shards travel with them.
-        inner: The optimizer whose state it is.
         use: Where bytes are counted, under ``optimizer``.
     """
 
@@ -196,7 +195,6 @@ class Backup:
     Args:
         entries: The ministage's main parameters.
         inner: The optimizer that will update them.
-        streams: Of the window.
     """
 
     def __init__(self, entries: Sequence[Entry], inner: torch.optim.Optimizer, streams: Streams) -> None:

@@ -143,7 +143,6 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
 
     Args:
         shape: one chunk per stage, no slices.
-        forward_only: forwards only.
         speeds: relative speed of each device; all equal by default.
 
     Raises:
@@ -175,7 +174,6 @@ def zb_v(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | 
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
-        forward_only: forwards only.
         speeds: relative speed of each device; all equal by default.
 
     Raises:
@@ -189,7 +187,6 @@ def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] 
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
-        forward_only: forwards only.
         speeds: relative speed of each device; all equal by default.
 
     Raises:
@@ -206,7 +203,6 @@ def chunks_held(name: str, stages: int) -> list[int]:
 
     Args:
         name: ``zb-v`` or ``v-half``.
-        stages: of the pipeline.
     """
     return [_held_at_most(offsets) for offsets in block_offsets(stages, _LIFESPANS[name])]
 

@@ -54,7 +54,6 @@ class _Product:
     """A weight gradient that has not been computed.
 
     Attributes:
-        weight: The parameter.
         source: The layer's input ``[s, b, k]``; with sequence parallelism this rank's part of the sequence.
         gradient: Of the layer's output ``[s, b, n]``.
         group: Ranks to gather the input from, None where it is whole.
@@ -92,7 +91,6 @@ class LayerStore:
     """In place of a Transformer Engine layer's store of weight gradients (``WeightGradStore``).
 
     Args:
-        layer: The layer.
         gradients: Takes what is put off.
     """
 
@@ -196,7 +194,6 @@ class WeightGradients:
         """Run one BACKWARD_WEIGHT; everything is let go of as soon as it has been used.
 
         Args:
-            key: Of the BACKWARD_INPUT.
             ready: Is told of every weight whose gradient has been added.
         """
         halves = self._waiting.pop(key)
@@ -262,7 +259,6 @@ class _Layer:
         weight: ``[n, k]``.
         reduces: Whether the input's gradient is summed over the TP group.
         gathers: Whether the input is a part of the sequence (sequence parallelism).
-        group: The TP group.
         gradients: Takes the second product.
     """
 

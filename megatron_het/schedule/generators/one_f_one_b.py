@@ -220,7 +220,6 @@ def one_f_one_b(
 
     Args:
         shape: one chunk per stage, no slices.
-        forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas; all equal by default.
         slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
         order: how that simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
@@ -315,7 +314,6 @@ def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
 
     Args:
         shape: one stage; any chunks and replicas, no slices.
-        forward_only: forwards only.
 
     Raises:
         ValueError: several stages, slices, or the V placement.
@@ -351,7 +349,6 @@ def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
 
     Args:
         shape: any with ``placement`` loop and without slices.
-        forward_only: forwards only.
 
     Raises:
         ValueError: slices, or the V placement.
@@ -396,7 +393,6 @@ def interleaved(
 
     Args:
         shape: no slices.
-        forward_only: forwards only.
         group: microbatches of a pipeline per group, at least the number of stages (the default).
         speeds: relative speed of each device, used with several replicas.
         order: how the simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.

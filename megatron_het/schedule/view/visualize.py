@@ -33,7 +33,6 @@ class Setting:
     """Holds what is compared.
 
     Attributes:
-        stages, microbatches: of the pipeline.
         slices, chunks: for the schedules that have them.
         attention_share: share of causal attention in the forward time of the transformer layers.
         output_share: share of the output layer in the forward time of the whole model.
@@ -351,7 +350,6 @@ def draw(result: Result, path: str | Path, *, title: str | None = None, width_in
         result: a simulation.
         path: ends in .svg, .png or .pdf.
         title: above the picture; by default the schedule and its bubble.
-        width_in: width in inches.
 
     Raises:
         ValueError: another file name ending.
@@ -385,7 +383,6 @@ def draw_timelines(results: Mapping[str, Result], path: str | Path, *, width_in:
     Args:
         results: simulations by the title that stands above each.
         path: ends in .svg, .png or .pdf.
-        width_in: width in inches.
 
     Raises:
         ValueError: another file name ending.

@@ -172,7 +172,6 @@ def run_ranks(
     """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
 
     Args:
-        ranks: Of the plan.
         flags: Megatron's, of the plan.
         limit_s: Seconds for each rank.
         kernels: ``gpu``, ``local`` or ``cpu``.
@@ -327,11 +326,9 @@ class RankCheck:
     Attributes:
         rank: The one that ran.
         stands_for: So many ranks are of its kind.
-        stage: Of the rank.
         gpu: Its kind of GPU.
         needed_bytes: The peak of the dry run, and what allocator and libraries take; 0 where the dry run failed.
         predicted_bytes: The same by the planner's formulas.
-        capacity_bytes: Of the GPU.
         error: Why there are no figures.
     """
 
@@ -356,7 +353,6 @@ class Verified:
 
     Attributes:
         found: The finalist that was taken.
-        plan: Its plan.
         ranks: One of each kind.
         left: Why finalists before it were left, in order; for people.
         searches: How often a plan was searched.
@@ -425,7 +421,6 @@ class Verifier:
     """Dry runs of finalists, within a bound of time.
 
     Args:
-        model: Of the plans.
         limit_s: Seconds that all dry runs together may take.
 
     Raises:
@@ -453,7 +448,6 @@ class Verifier:
         """The first finalist of which no dry run needs more than a GPU has.
 
         Args:
-            estimator: Of the search.
             outcome: Of the search; with a plan.
             search: Called for another search with a smaller margin.
 

@@ -219,7 +219,6 @@ class Nodes:
     Attributes:
         gpus: Those of each node, in the order in which they were listed.
         hosts: Their names, when known.
-        count: How many nodes.
         memory_bytes: Main memory of a node.
         network: Bytes per second of a node, and how that is known.
         slurm: Partition, constraint and cores, as far as known.

@@ -244,7 +244,6 @@ def _stage(
     """One stage of the plan, and what is expected of its ranks.
 
     Args:
-        s: Which stage.
         routes: Microbatches of each of its replicas.
         fastest: Layers per second of the fastest replica of all.
         rank: The stage's first rank.

@@ -44,7 +44,6 @@ class Candidate(NamedTuple):
 
     Attributes:
         stages: In pipeline order.
-        micro_batch_size: Sequences per microbatch.
         recompute: none, selective or full.
         schedule: One of ``schedules.SCHEDULES``, or another one that a plan asks for.
         chunks: Model chunks (ministages) per stage; the most of a stage where they differ.
@@ -295,7 +294,6 @@ class Unit:
 
         Args:
             name: The figure.
-            layers: Of each chunk.
         """
         if not self.kinds:
             return [n * getattr(self, name) for n in layers]
@@ -306,7 +304,6 @@ class Unit:
         """Forward of one microbatch through a stage (or its layers, on average).
 
         Args:
-            layers: Of the stage.
             first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
             chunks: Passes in which it goes through them.
         """
@@ -336,7 +333,6 @@ class Unit:
         """One pass of one microbatch through each chunk of a stage.
 
         Args:
-            layers: Of each chunk.
             first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
             back: The backward.
             fixed_s: Host time of every operation.
@@ -459,7 +455,6 @@ class StageTimes:
     """One stage of a candidate at its operating point.  Candidates with the same stage share it.
 
     Attributes:
-        units, replica_f, replica_b, microbatches: Of each kind of replica.
         busy_s: Compute of the slowest replica over the iteration.
         forward_s, backward_s: Means over the microbatches.
         sync_s, update_s: Gradient reduction and update after the last backward.

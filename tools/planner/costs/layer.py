@@ -276,7 +276,6 @@ class Uncertainty(NamedTuple):
     """Relative error that four of five predictions of a kind stay within.
 
     Attributes:
-        error: The error.
         runs: How many measured runs it was found on, each predicted with constants that its family has no part in.
         of: What those runs were.
     """
@@ -325,7 +324,6 @@ class Spread(NamedTuple):
         ep: Expert-parallel size: parts over which the experts of a layer are divided.
         expert_tp: Ranks that cut one expert; 0 for the rest of the TP group (TP size over ``ep``).
         domain: GPUs of a node (or NVLink domain).
-        network_bytes_per_s: Of one GPU to the network.
         intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
         slices: Passes that a sequence is cut into; costs are of all of them.
         kinds: Of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model.

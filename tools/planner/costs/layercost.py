@@ -47,7 +47,6 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
     Args:
         xs: Two or more, ascending.
-        ys: As many.
         x: Between the first and the last of them.
     """
     steps = [b - a for a, b in zip(xs, xs[1:])]
@@ -168,9 +167,7 @@ class SlicePrices:
     """Prices of slices by one profile.
 
     Args:
-        points: Of whole sequences.
         slices: Of each kind, by tokens of each sequence in a pass.
-        length: Tokens of a sequence.
         overhead: See ``Runtime.profile_overhead_s``.
     """
 
@@ -362,7 +359,6 @@ class MeasuredCosts:
         reads, and kernels that the host cannot start sooner.
 
         Args:
-            found: Of whole sequences.
             attention: Seconds to all keys before, in whichever documents, forward and backward.
             share: What was measured over what the catalog says.
         """

@@ -176,7 +176,6 @@ class _Steps(NamedTuple):
 
     Attributes:
         at: The first operation of every device, and the number of all.
-        messages, pairs: How many there are.
         waits, sends: By operation, the message that it waits for and the one that it makes, -1 for none.
         link: By operation, the link that its message takes, -1 where it stays on the device.
         seconds, wire_s, latency_s: By operation, its time, how long its message occupies the link, and what the message
@@ -371,11 +370,7 @@ def _passes_s(shape: Shape, devices: Sequence[int], costs: Costs) -> Doubles:
 
 
 class Pipelines:
-    """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight.
-
-    Args:
-        speeds: Of the generator.
-    """
+    """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight."""
 
     def __init__(self, compiled: ctypes.CDLL, shape: Shape, speeds: Sequence[float], costs: Costs) -> None:
         self._parts = [
@@ -385,9 +380,6 @@ class Pipelines:
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
         """Returns the seconds of the iteration.
-
-        Args:
-            parameters: Of the generator.
 
         Raises:
             PlannerError: The schedule cannot run this shape.
@@ -399,11 +391,7 @@ class Pipelines:
 
 
 def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs) -> Pipelines | None:
-    """The pipelines; None for other schedules, for costs that are not so simple, and without a compiler.
-
-    Args:
-        speeds: Of the generator.
-    """
+    """The pipelines; None for other schedules, for costs that are not so simple, and without a compiler."""
     plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
     compiled = loops() if plain and can_price(shape, costs) else None
     return None if compiled is None else Pipelines(compiled, shape, speeds, costs)
@@ -413,9 +401,6 @@ def pipelines_s(
     schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
 ) -> float | None:
     """Seconds of the iteration; None where :func:`pipelines_of` says so.
-
-    Args:
-        speeds, parameters: Of the generator.
 
     Raises:
         PlannerError: The schedule cannot run this shape.

@@ -45,7 +45,6 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     Args:
         estimator: Prices links and layers.
         whole: Decides over whom parameters are gathered and gradients reduced.
-        devices: Of the program.
     """
     model, batch = estimator.model, whole.micro_batch_size
     element = float(model.element_bytes)
@@ -228,7 +227,6 @@ def simulate_beside(program: Program, costs: Costs, shares: Sequence[float]) -> 
     """Simulate operations that take less time while other devices wait.
 
     Args:
-        program: What runs.
         costs: As measured with all devices busy.
         shares: By device, time of an operation while all others wait over its time while all are busy.
     """
@@ -316,7 +314,6 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
     Plain ZeRO-2 and 3, which are compared with and have no operations, are priced in the passes.
 
     Args:
-        plan: Checked.
         parts: What slices see, by microbatch and slice; empty where each sees all before it.
 
     Raises:

@@ -180,7 +180,6 @@ def moved_bytes(
     slices at most, in all layers of a chunk.
 
     Args:
-        unit: The rank's figures.
         s: Its stage.
         held: Microbatches whose activations it holds.
     """

@@ -140,7 +140,6 @@ class Emitted:
     """Holds what was written.
 
     Attributes:
-        files: Paths, by what they are for.
         nodes: The launch, node by node.
         notes: What the reader should know, e.g. why there is no plain job.
     """
@@ -165,7 +164,6 @@ def emit(
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
     Args:
-        plan: A checked plan.
         out: A folder, made when it is missing.
         kinds: Node kinds by name (the plan's device names, unless ``gpu`` says otherwise).
         groups: Megatron flags besides those of the plan, by purpose.
@@ -174,7 +172,6 @@ def emit(
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
         elastic: Of an elastic job, which is written besides.
         turns: Of a training whose batch size changes.
-        pods: Of a launch without Slurm.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.

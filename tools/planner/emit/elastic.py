@@ -81,9 +81,6 @@ def checked_sbatch(
     Args:
         plan: The first plan.
         nodes: Its launch.
-        kinds: Node kinds by name.
-        launch: Settings of the scripts.
-        elastic: Of an elastic job.
 
     Raises:
         PlannerError: What cannot be.

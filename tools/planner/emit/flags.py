@@ -296,7 +296,6 @@ def args_sh(
     """A file to ``source``: one bash array per group and ``MEGATRON_ARGS`` with all of them.
 
     Args:
-        plan: The plan.
         plan_file: Path of plan.json as ranks see it.
         groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
         header: Comment lines.

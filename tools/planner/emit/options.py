@@ -94,7 +94,6 @@ def check_start(words: Sequence[str], world_size: int) -> list[str]:
     """Send a training's flags through Megatron's own parser and the checks of a start, in a process of its own.
 
     Args:
-        words: The command line.
         world_size: Processes of the job.
 
     Returns:

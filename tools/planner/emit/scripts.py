@@ -54,7 +54,6 @@ class LaunchOptions:
 
     Attributes:
         run_dir: Folder of the run as the nodes see it: args.sh, logs and checkpoints live there.
-        job_name: Name of the job.
         time_limit: Slurm's time limit.
         python: The interpreter.
         module: The training module.
@@ -254,8 +253,6 @@ def resources(
 
     Args:
         part: A component of the job.
-        kinds: Node kinds by name.
-        options: Settings of the scripts.
         tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
     """
     kind, tasks = whole_kind(part.nodes[0], kinds), tasks_per_node or part.per_node

@@ -99,7 +99,6 @@ class NodeGroup(BaseModel):
     Attributes:
         gpu: Kind of GPU, from the catalog or from ``gpus:`` of the file.
         count: Nodes of this kind (the quota).
-        gpus_per_node: GPUs in each.
         zone, region: Where they are; region defaults to the zone without its last ``-part``.
         network_bytes_per_s: Network bandwidth of a whole node, one direction.
         host_memory_bytes: Main memory of a node that training may use for what it offloads; None = no limit known.

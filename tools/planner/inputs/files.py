@@ -207,7 +207,6 @@ def check_outputs(command: str, options: Any) -> None:
     """Before anything is read: no file that a command writes replaces one that it reads, or one of another kind.
 
     Args:
-        command: Its name.
         options: Its parsed options.
 
     Raises:

@@ -235,11 +235,7 @@ class Model(BaseModel):
         return period if period > 1 and abs(1 - 1 / period - self.windowed_layers) < 1e-6 else None
 
     def check_dry_run(self, hint: str) -> None:
-        """Raise a PlannerError when a dry run cannot train the model.
-
-        Args:
-            hint: What to do.
-        """
+        """Raise a PlannerError when a dry run cannot train the model."""
         if self.not_run:
             name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
             self._check_lost("model")
@@ -283,7 +279,6 @@ class Model(BaseModel):
         """Parameters of one transformer layer on one rank: the mean over layers with and without experts.
 
         Args:
-            tp: Tensor-parallel size.
             ep: Parts over which the experts are divided.
             expert_tp: Ranks that cut one expert, 0 for the rest of the TP group.
         """
@@ -419,8 +414,6 @@ class Model(BaseModel):
         """Returns what context-parallel ranks have to do with each other, averaged over layers.
 
         Args:
-            cp: Ranks.
-            slices: Of a sequence.
             cut: Whether documents are cut by places, also where they had better be whole.
         """
         if self.document_lengths is None and self.attention_window is None:

@@ -52,8 +52,6 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     """Our model document from a Hugging Face ``config.json``; batch and sequence length are not in it.
 
     Args:
-        config: The parsed file.
-        file: What errors name.
         seq_length: Of the training: some fields change nothing below a length.
 
     Raises:

@@ -358,9 +358,7 @@ class Reading:
     """A config.json that is being read.
 
     Attributes:
-        config: The file.
         kind: Its ``model_type``.
-        file: What errors name.
         seq_length: Of the training, where it is known.
         document: Fields of a model file found so far.
         flags: Megatron's flags found so far.

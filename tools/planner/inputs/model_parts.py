@@ -95,8 +95,6 @@ def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_l
     """Pairs of a query and a key that it sees, in the mean of sequences and layers, over those of whole sequences.
 
     Args:
-        lengths: Of the documents.
-        seq_length: Tokens of a sequence.
         window: Keys that a query sees in layers with a sliding window, its own with them; None without.
         windowed_layers: Share of such layers.
     """
@@ -108,8 +106,6 @@ def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_
     """Computes the share that is left for every sequence that is drawn.
 
     Args:
-        lengths: Of the documents.
-        seq_length: Tokens of a sequence.
         window: Keys that a query sees in layers with a sliding window, its own with them; None without.
         windowed_layers: Share of such layers.
     """
@@ -146,8 +142,6 @@ def shared(
 
     Args:
         lengths: Of the documents; None if a sequence is one.
-        seq_length: Tokens of a sequence.
-        cp: Ranks.
         slices: Of a sequence, equally long.
         window: Keys that a query sees, its own with them; None for all of its document.
         keys_per_token: Of whole documents (:func:`placed_documents`); None where places in a slice say who has what.
@@ -299,7 +293,6 @@ class Experts(BaseModel):
 
     Attributes:
         count: Experts of a layer.
-        top_k: Experts per token.
         ffn_hidden_size: Width of one expert.
         shared_ffn_hidden_size: Width of the expert that every token passes, 0 without one.
         dense_layers: Layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead.

@@ -127,9 +127,6 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
 
     Rooms are matched by the name of the GPU, and by the zone where the plan says one, in their order.
 
-    Args:
-        file: What errors name.
-
     Raises:
         PlannerError: A GPU that is not there, a TP group larger than every node with such GPUs, more GPUs
             than there are, or TP groups that leave gaps in the nodes.
@@ -281,7 +278,6 @@ class Component:
     Attributes:
         kind: Name of the node kind.
         per_node: Ranks of each node.
-        nodes: The nodes.
         is_whole: Whether the ranks use all devices of every node.
     """
 

@@ -69,8 +69,6 @@ class ProfiledModel:
 
     Attributes:
         head_size: Width of a head, 0 for ``hidden_size / num_attention_heads``.
-        experts: Of its layers of experts.
-        latent: Of its attention.
         window: Keys that a query sees in layers with a sliding window, 0 without such layers.
         windowed: Whether all layers have the window.
         sequence_parallel: TP groups were measured with divided sequences.
@@ -169,7 +167,6 @@ class DeviceProfile:
 
     Attributes:
         kind: Name of the device kind, as in the cluster file's ``gpu``.
-        memory_bytes: Memory of one device.
         gpus_per_node: Devices in the node that was measured.
         reserved_bytes: Device memory used before any model exists (context, communicator buffers).
         host_to_device_bytes_per_s, device_to_host_bytes_per_s: Offload bandwidth; None where

@@ -325,7 +325,6 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
 
     Args:
         settings: Windows and model.
-        point: What to measure.
         barrier: Waits for all ranks; called before each window.
     """
     part = Part(settings, point)

@@ -75,7 +75,6 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
     """Measure one link; every rank of the run calls it, only ``link.ranks`` work.
 
     Args:
-        link: What to measure.
         sizes: Payload sizes in bytes, as the caller of the operation sees them.
         device: Device of the buffers.
         repeats: The median over this many is kept; after one that warms up.

@@ -456,8 +456,6 @@ def run_profile(
     """Start ``processes`` ranks on this machine and wait for the finished profile.
 
     Args:
-        settings: What to measure.
-        processes: Number of ranks.
         environment: Variables besides this process's own.
         module: Module and leading arguments after ``torchrun -m``.
         on_line: Called with every progress line.

@@ -32,9 +32,6 @@ def draw(trace: Trace, courses: Sequence[Course], names: Sequence[str], file: st
     """Write the picture.
 
     Args:
-        trace: The trace.
-        courses: By policy.
-        names: Of the groups of nodes.
         file: SVG or PNG by its extension.
     """
     from matplotlib.figure import Figure
@@ -126,8 +123,6 @@ def search_pools(
     """A plan for every pool; one that is found for a part of a pool is one for the pool.
 
     Args:
-        estimator: Of the whole cluster.
-        goal: What is searched.
         method: See ``plan --search``.
         pools: Nodes of every group of the cluster file.
         limit_s: CPU seconds of all searches together.
@@ -328,9 +323,6 @@ def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s:
     """Returns what is printed, as JSON values.
 
     Args:
-        trace: The trace.
-        courses: By policy.
-        plans: By pool.
         ideal_s: Iteration time with all nodes.
     """
     return {
@@ -357,9 +349,7 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     """The page of a replay.
 
     Args:
-        estimator: Of the whole cluster.
         body: See :func:`body_of`.
-        courses: By policy.
         notes: Where the figures come from.
     """
     cluster, model = estimator.cluster, estimator.model

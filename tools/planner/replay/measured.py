@@ -173,7 +173,6 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
     """The files in a run's folder, or those given instead.
 
     Args:
-        folder: Of the run.
         given: Paths from the command line by name (plan, cluster, model, profile, watch), None where not given.
 
     Raises:

@@ -49,7 +49,6 @@ class Change:
 
     Attributes:
         time_s: Since the start.
-        pool: The nodes.
         notice: Whether nodes that have gone were announced.
     """
 
@@ -64,7 +63,6 @@ class Trace:
 
     Attributes:
         changes: In the order of time; the first one is at 0.
-        end_s: When it ends.
     """
 
     changes: tuple[Change, ...]
@@ -233,7 +231,6 @@ class Course:
     """How a job went.
 
     Attributes:
-        policy: Its name.
         iterations: That count at the end.
         repeated: Iterations whose result was lost, parts of iterations included.
         training_s, paused_s, idle_s: Time in iterations (lost ones included), in changes, and without a plan.
@@ -390,7 +387,6 @@ def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
     """The nodes that are ready: those that come are so after their start, if they are still there then.
 
     Args:
-        trace: The nodes that there are.
         start_s: What the start of a node takes.
     """
     starts = [change.time_s for change in trace.changes]

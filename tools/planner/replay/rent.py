@@ -73,7 +73,6 @@ class Ladder:
 
     Args:
         estimator: Of all nodes that can be rented.
-        goal: Of the searches.
         costs: Of interruptions (``costs_from``).
         options: With ``--search`` and ``--limit-s``.
 

@@ -312,7 +312,6 @@ class Replanned:
         plan: The better plan; None where the run's own plan is the best that was found.
         measured_s: Iteration time of the run now.
         before_s, after_s: Predicted from the measured figures: of the run's own plan, and of the better one.
-        outcome: Of the search.
         restart_s: What a change was taken to cost.
     """
 
@@ -360,7 +359,6 @@ def replan(
     """Search a better plan from what a run measured.  A controller of elastic runs calls this.
 
     Args:
-        plan: What runs.
         cluster, model, profile: What it was planned from.
         watched: What was measured.
         goal: Objective, constraints and schedules to consider.

@@ -258,7 +258,6 @@ def timeline_of(
     Args:
         result: The simulation.
         title: Above the timeline.
-        names: Of every device.
         parameter_bytes: Of one rank of every device; sizes of gathers and reductions follow from them.
         max_events, max_lanes: Bounds of what is drawn.
     """
@@ -410,7 +409,6 @@ def collect(
         estimator: Of the plan's cluster and model.
         candidate, estimate, seated: The plan as it is priced (``commands.priced``).
         plan: Its stages, routes and schedule.
-        title: Of the page.
         notes: Sentences at its end.
 
     Returns:

@@ -37,7 +37,6 @@ def tag(name: str, /, *children: str, **attributes: str | float | bool | None) -
     """An element.
 
     Args:
-        name: Of the element.
         children: Elements, or texts, which are escaped.
         attributes: ``class_`` stands for ``class``, ``_`` for ``-``; None and False leave an attribute out.
     """
@@ -263,7 +262,6 @@ def replay_section(courses: Sequence[Course], end_s: float) -> Html:
     """Curves of iterations that count, and a table.
 
     Args:
-        courses: By policy.
         end_s: When the trace ends.
     """
     most = max((n for course in courses for _, n in course["curve"]), default=0.0) or 1.0

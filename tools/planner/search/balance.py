@@ -19,7 +19,6 @@ class Load:
     """Time of one stage as a function of its layers (microbatches split in proportion to speed).
 
     Attributes:
-        units: Of each group.
         rates: Replicas of each group, seconds of a microbatch per layer and at the ends of the model.
         layer_s: Seconds per microbatch and layer of the whole stage.
     """
@@ -45,7 +44,6 @@ class _Room(NamedTuple):
 
     Attributes:
         place: Of one replica; what comes later is filled in when it is known.
-        replicas: How many.
         free: Bytes for layers and activations, the state of embedding and head taken off.
         undivided_free: The same without that state.
         held_end: Bytes of the embedding's activations per microbatch in flight.
@@ -159,7 +157,6 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     """A candidate with these stages and the numbers of layers that balance them.
 
     Args:
-        groups: Replicas of each stage.
         like: Everything else is taken from here.
 
     Returns:
@@ -254,7 +251,6 @@ def layer_rooms(
 
     Args:
         like: Everything but the stages.
-        total: Microbatches.
         first, last: The parts of the embedding and of the head that the stage has.
         slack: In place of that of ``like``.
 

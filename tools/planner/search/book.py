@@ -45,8 +45,6 @@ class _Stage(NamedTuple):
         ends: Embedding and head, as so many layers.
         pass_s: Forward and backward of one microbatch through a layer, on average.
         ends_size: Parameters of embedding and head, as so many layers.
-        width: Replicas.
-        usd_per_s: Of its GPUs.
         figures: The first four as the compiled loops want them.
     """
 
@@ -68,7 +66,6 @@ class _Known:
         tail_s: Gradient reduction and update of a layer.
         figures: Those of the stage and ``tail_s`` as the compiled loops want them.
         rate: Layers per second.
-        width: Replicas.
         rooms: What fits into memory.
         caps: Most layers that fit, by the replicas of later stages, or by the numbers of stages.
     """
@@ -95,9 +92,7 @@ class _Point:
 
     Attributes:
         like: Without stages and slack.
-        mismatch: Of its schedule.
         most_stages: Stages of a plan that has no more passes than a plan may have.
-        total: Microbatches.
         computes: All that computing depends on.
         known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
         values: Guesses that were made, by the groups of all stages.
@@ -349,7 +344,6 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
     """Layers of each stage so that the slowest ends as early as possible: the integer optimum, by rising levels.
 
     Args:
-        seconds: Of one layer.
         ends: What comes on top, in layers.
         caps: Most layers of each stage.
         wanted: Layers in all, at most the sum of ``caps``.
@@ -418,7 +412,6 @@ class Book:
     with equal numbers of replicas.
 
     Args:
-        limits: GPUs that may be used of each pool; None: all.
         known: Another book of the same estimator and goal, whose sketches and layers are used too.
         bound: Value of a plan that is known already: what looks much worse is of no use.
         simulated: The same of a plan that has been simulated: what computes longer is of no use.

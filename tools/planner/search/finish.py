@@ -251,7 +251,6 @@ def _finalists(
     simulation to closed form that its class has shown.
 
     Args:
-        queues: By class.
         bound: See :func:`finish`.
         known: The same, or the value of a finalist of another schedule.
     """

@@ -42,11 +42,7 @@ _BATCHES = 3
 
 
 def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
-    """The best by the closed form that fit, one of each number of stages.
-
-    Args:
-        count: So many.
-    """
+    """The best by the closed form that fit, one of each number of stages."""
     best: dict[int, tuple[float, Candidate, Estimate]] = {}
     sliced = [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
     for stages, cp in _shapes(estimator) if sliced else ():
@@ -63,9 +59,6 @@ def regular_with_experts(estimator: Estimator, goal: Goal, count: int) -> list[t
 
     Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
     too, and activations wait in main memory, as few as fits.
-
-    Args:
-        count: So many.
     """
     best: dict[int, tuple[float, Candidate, Estimate]] = {}
     ways = [(s, 2 if s.name == "interleaved" else 1) for s in goal.allowed if s.name in ("1f1b", "interleaved")]

@@ -335,11 +335,7 @@ def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
 
 
 def searching_s(options: argparse.Namespace, gpus: int) -> float:
-    """Returns the seconds for ``plan``'s search: a third of it at least, less what putting the plan together takes.
-
-    Args:
-        gpus: Of the cluster.
-    """
+    """Returns the seconds for ``plan``'s search: a third of it at least, less what putting the plan together takes."""
     left = left_s(options)
     return max(left / 3, min(left, AT_LEAST_S), left - WRITING_S * gpus)
 

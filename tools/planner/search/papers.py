@@ -29,11 +29,7 @@ FEW_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
 
 def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None) -> Part:
-    """All nodes, each in ``parts`` equal parts: the vertices of the bandwidth graph.
-
-    Args:
-        limits: GPUs that may be used of each pool; None: all.
-    """
+    """All nodes, each in ``parts`` equal parts: the vertices of the bandwidth graph."""
     out: Part = {}
     for p, (node, most) in enumerate(zip(estimator.cluster.nodes, limits or all_gpus(estimator), strict=True)):
         nodes = min(node.count, -(-most // node.gpus_per_node))
@@ -101,7 +97,6 @@ def split(estimator: Estimator, parts: int, most: int, limits: Limits | None = N
     Args:
         parts: Equal parts of a node.
         most: So many groups.
-        limits: GPUs that may be used of each pool; None: all.
 
     Yields:
         The partitions into 1, 2, ..., ``most`` groups; each is within ``2 - 2/k`` of the minimum k-cut.

@@ -331,7 +331,6 @@ def has_long_head(estimator: Estimator, group: Group, like: Candidate, layers: i
     """Whether the output layer takes so long that the vocabulary should be split over the stages.
 
     Args:
-        group: Of the last stage.
         layers: Of every stage; 0 where they may differ.
     """
     unit = estimator.unit_of(like, group)

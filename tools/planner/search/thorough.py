@@ -187,7 +187,6 @@ class Ground:
     """Holds what searches of the parts of one cluster have in common.
 
     Attributes:
-        estimator: Of the real cluster.
         merged: Its zones as one per region.
         asked: How hard to search; None: as suits each part.
         first: The book of the first search, whose sketches the others share.

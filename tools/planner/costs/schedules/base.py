@@ -27,14 +27,11 @@ class Place:
 
     Args:
         share: Its part of the microbatches.
-        total: Microbatches.
 
     Attributes:
         share: As given.
-        microbatches: Of the replica.
         later: Replicas of later stages.
         after: Later stages.
-        stages: In all.
     """
 
     __slots__ = ("after", "later", "microbatches", "share", "stages")
@@ -199,8 +196,6 @@ class Schedule:
         Args:
             like: With a split vocabulary.
             unit: A replica of the stage.
-            stages: In all.
-            layers: Of the stage.
         """
         del like, unit, stages, layers
         return 0.0
@@ -210,7 +205,6 @@ class Schedule:
 
         Args:
             coefficients: As :meth:`mismatch` gives them.
-            counts: Replicas of each stage.
             mixed: Whether a stage has replicas of different kinds.
         """
         base, per_stage, per_doubling, of_mixed = coefficients
@@ -269,7 +263,6 @@ class Schedule:
         """Parameters, gradients and optimizer state of a rank.
 
         Args:
-            unit: The rank's figures.
             count: Its parameters.
             shards: Replicas of its stage with its TP size.
         """
@@ -328,7 +321,6 @@ class Schedule:
         Args:
             seconds: Per stage and replica, of one microbatch.
             counts: Per stage and replica, how many microbatches it gets.
-            total: Microbatches.
         """
         del seconds
         return [_evenly(tuple(row), total) for row in counts]

@@ -77,11 +77,7 @@ class Interleaved(Schedule):
 
 
 class VShaped(Schedule):
-    """The first stage has the embedding and the output layer, and all stages hold about as much.
-
-    Args:
-        name: Of the schedule.
-    """
+    """The first stage has the embedding and the output layer, and all stages hold about as much."""
 
     has_order = False
 
