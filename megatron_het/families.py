@@ -169,7 +169,6 @@ class GPTFamily(ModelFamily):
         return LATENT_SPEC if getattr(args, "multi_latent_attention", False) and is_ours else None
 
     def model_config(self, args: Any) -> Any:
-        """See :class:`ModelFamily`."""
         from megatron.training.argument_utils import gpt_config_from_args
 
         return gpt_config_from_args(args)
@@ -312,7 +311,6 @@ class HybridFamily(ModelFamily):
         return LOCAL_SPEC if args.transformer_impl == "local" else None
 
     def model_config(self, args: Any) -> Any:
-        """See :class:`ModelFamily`."""
         from megatron.training.argument_utils import hybrid_config_from_args
 
         return hybrid_config_from_args(args)

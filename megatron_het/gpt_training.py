@@ -130,15 +130,12 @@ def packed_sequence_params(batch: dict[str, Any]) -> Any:
 def token_loss(
     loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses of a microbatch.
+    """Sum of a microbatch's token losses, how many tokens count, and the pair of both for logging.
 
     Args:
         loss_mask: 1 for tokens that count, ``[b, s]``.
         output: Token losses, ``[b, s]``.
         model: The model, for losses that look inside.
-
-    Returns:
-        The sum, the number of tokens that count, and the pair of both for logging.
     """
     from megatron.training import get_args
 
@@ -196,11 +193,7 @@ def _watch_loss(args: Any, loss: torch.Tensor) -> None:
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
-    """One forward pass of one microbatch, in the form that Megatron's schedules call.
-
-    Returns:
-        The model's output (or schedule plan) and the function that turns it into the loss.
-    """
+    """One forward of a microbatch, as Megatron's schedules call it: its output, and what makes the loss of that."""
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_args, get_timers
 

@@ -33,8 +33,7 @@ from megatron_het.schedule.kinds import Direction, where
 # events on the stream that computes.
 
 
-Mark = Any
-"""Seconds of ``time.perf_counter``, or a CUDA event."""
+Mark = Any  # seconds of ``time.perf_counter``, or a CUDA event
 
 
 @dataclass(slots=True)
@@ -90,8 +89,7 @@ class TransferLog:
 
 _FORWARD = where(lambda kind: kind.works and kind.direction is Direction.FORWARD)
 _BACKWARD = where(lambda kind: kind.works and kind.direction is Direction.BACKWARD)
-TIMED = where(lambda kind: kind.works)
-"""Kinds of operations that compute, whose times mean something on every device."""
+TIMED = where(lambda kind: kind.works)  # kinds of operations that compute, whose times mean something on every device
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -143,11 +141,7 @@ class Past:
     origin: torch.cuda.Event | None = None
 
     def resolve(self) -> bool:
-        """Take the device's times, if the device is done; never waits for it.
-
-        Returns:
-            Whether all times are there.
-        """
+        """Take the device's times, if the device is done, without waiting; whether all are there."""
         if self.origin is None:
             return True
         marks: list[Mark] = [end for one in self.timed for end in one.around]
@@ -192,8 +186,7 @@ class Timeline:
     keeps_last: bool = False
     transfers: TransferLog | None = None
     records: list[Record] = field(default_factory=list)
-    last: Past | None = None
-    """The iteration before the current one."""
+    last: Past | None = None  # the iteration before the current one
     _origin: float = 0.0
     _waited: float = 0.0
     _waits: list[_Pair] = field(default_factory=list)
@@ -290,8 +283,7 @@ def write_trace(path: Path, records: Iterable[Record], head: Mapping[str, Any]) 
 
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
-MOST_KEPT = 10_000
-"""Iterations, losses and validation losses that a report has: the newest ones."""
+MOST_KEPT = 10_000  # Iterations, losses and validation losses that a report has: the newest ones
 _WRITTEN_EVERY_S, _MOST_WRITING = 30.0, 0.01  # and never more than this share of the time
 
 

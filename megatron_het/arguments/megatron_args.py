@@ -84,9 +84,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
 
     Args:
         plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).
-
-    Raises:
-        PlanError: The first thing that does not fit.
     """
     if world_size != plan.world_size:
         raise PlanError(

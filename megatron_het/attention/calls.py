@@ -28,10 +28,8 @@ class Form(enum.Enum):
     """Which keys of a block a query of it sees."""
 
     FULL = enum.auto()
-    CAUSAL = enum.auto()
-    """Queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i."""
-    REVERSED = enum.auto()
-    """A square: the i-th query sees the keys i to the last."""
+    CAUSAL = enum.auto()  # queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i
+    REVERSED = enum.auto()  # a square: the i-th query sees the keys i to the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +316,7 @@ class Sum:
         (self._total if is_whole else self._total[rows, sequences]).add_(part)
 
 
-Sums = tuple[Sum, Sum, Sum]
-"""Of queries, keys and values."""
+Sums = tuple[Sum, Sum, Sum]  # of queries, keys and values
 
 
 def differentiate(

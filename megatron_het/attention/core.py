@@ -234,7 +234,7 @@ def replace_core_attention(
     batch: int | None = None,
     runs: int = 1,
 ) -> list[SliceCoreAttention]:
-    """Put slice attention into every self-attention of a model chunk, of local or TE specs.
+    """Put slice attention into every self-attention of a chunk, of local or TE specs; the new modules in layer order.
 
     Args:
         model: A chunk, not wrapped.
@@ -243,9 +243,6 @@ def replace_core_attention(
         kernels: Names of the attention kernels to choose from; nothing for all.
         batch: Sequences of the largest microbatch; None where all are alike.
         runs: How often a layer for multi-token prediction runs in a pass.
-
-    Returns:
-        The new modules, in layer order.
 
     Raises:
         ValueError: A kind of attention that slices cannot replace, or no kernel for this device and type.

@@ -23,8 +23,7 @@ import torch
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Output = tuple[torch.Tensor, torch.Tensor]
-"""Output and log-sum-exp."""
+Output = tuple[torch.Tensor, torch.Tensor]  # output and log-sum-exp
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values of a call, merged output and merged log-sum-exp."""
 _HALF = (torch.bfloat16, torch.float16)
@@ -327,8 +326,7 @@ class TransformerEngineFused(Kernel):
     is_extension = True
     module: ClassVar[str] = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     """Has ``fused_attn_fwd`` and ``fused_attn_bwd``."""
-    granule_tokens: ClassVar[int] = 64
-    """cuDNN's masks that are aligned bottom-right want multiples of it."""
+    granule_tokens: ClassVar[int] = 64  # cuDNN's masks that are aligned bottom-right want multiples of it
 
     @override
     def refuses(self, setting: Setting) -> str | None:

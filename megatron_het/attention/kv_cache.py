@@ -50,10 +50,8 @@ class _Chunk:
     first: int
     end: int
     place: Place | None
-    before: Sequence[Run] | None = None
-    """The runs of all chunks before it, once they have been asked for."""
-    line: Run | None = None
-    """All chunks up to it as one view, once it has been asked for."""
+    before: Sequence[Run] | None = None  # the runs of all chunks before it, once they have been asked for
+    line: Run | None = None  # all chunks up to it as one view, once it has been asked for
 
 
 def _span(chunk: _Chunk) -> tuple[int, int]:
@@ -87,8 +85,7 @@ class KVCache:
         in_line: Whether the last chunk comes after those before it in memory, where that is possible.
     """
 
-    expands = False
-    """Whether what is attended to is made of what is held, at every use."""
+    expands = False  # whether what is attended to is made of what is held, at every use
 
     def __init__(self, slots: int, batch: int | None = None, *, in_line: bool = False) -> None:
         self.slots = slots

@@ -19,10 +19,8 @@ import torch
 # many chunks there are.
 
 
-Part = tuple[int, int, int]
-"""Slice, first and end row of its chunk."""
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Of keys and of values, ``[rows, b, ...]``."""
+Part = tuple[int, int, int]  # Slice, first and end row of its chunk
+Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, ``[rows, b, ...]``
 
 
 Addition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]

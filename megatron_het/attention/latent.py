@@ -147,13 +147,11 @@ class LatentCache(KVCache):
         self._expansion = expansion
 
     def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`KVCache`."""
         return self._expansion.expand(key)
 
     def of_appended(
         self, key: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`KVCache`."""
         gradient = self._expansion.project(key, grad_keys, grad_values)
         return gradient, gradient[..., :0]
 
@@ -169,7 +167,6 @@ class LatentCache(KVCache):
         grad_values: torch.Tensor,
         sequences: slice | None = None,
     ) -> None:
-        """See :class:`KVCache`."""
         packed = self._packed(run)
         gradients = self.of_appended(packed.keys[:, sequences or slice(None)], grad_keys, grad_values)
         super().add_gradient(microbatch, packed, *gradients, sequences)
@@ -195,13 +192,10 @@ def widths_of(attention: Any) -> Widths:
 
 
 def attend_by_latents(attention: Any) -> Expansion:
-    """Have a layer's attention give its core the latents of keys and values; for good.
+    """Have an attention give its core latents in place of keys and values, for good; what makes these of them.
 
     Args:
         attention: A ``MultiLatentAttention`` of Megatron.
-
-    Returns:
-        What makes keys and values of them.
     """
     widths, linear = widths_of(attention), attention.linear_kv_up_proj
     expansion = Expansion(widths, lambda: linear.weight)

@@ -165,8 +165,7 @@ def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.d
     return found
 
 
-Given = tuple[int, int]
-"""Tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them."""
+Given = tuple[int, int]  # tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them
 NOTHING: Given = 0, 0
 TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
 """First token, end of tokens, gradients of their keys and values."""
@@ -234,22 +233,18 @@ NO_EXCHANGE = NoExchange()
 
 
 UNLIMITED = Reach()
-Own = tuple[torch.Tensor, torch.Tensor]
-"""A slice's own keys and values."""
+Own = tuple[torch.Tensor, torch.Tensor]  # a slice's own keys and values
 
 
 class Keys(enum.Enum):
     """Which keys calls are made for."""
 
     OWN = enum.auto()
-    EARLIER = enum.auto()
-    """Those of earlier slices."""
-    ALL = enum.auto()
-    """Both, in as few calls as the kernel can."""
+    EARLIER = enum.auto()  # those of earlier slices
+    ALL = enum.auto()  # Both, in as few calls as the kernel can
 
 
-Rows = tuple[tuple[slice, ...], ...]
-"""Some rows of each of the other ranks, in the order of their rows."""
+Rows = tuple[tuple[slice, ...], ...]  # some rows of each of the other ranks, in the order of their rows
 
 
 @dataclass(frozen=True, slots=True)

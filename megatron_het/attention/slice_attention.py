@@ -272,15 +272,12 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the sinks among the keys.
+    """Output, in a wide type, and log-sum-exp of attention with the sinks among the keys.
 
     Args:
         out: ``[s, b, heads, d]``, of all other keys.
         lse: ``[b, heads, s]``, likewise.
         sink: ``heads`` scores.
-
-    Returns:
-        Output, in a wide type, and log-sum-exp.
     """
     score = sink.detach().to(lse.dtype).view(1, -1, 1)
     weight = torch.sigmoid(lse - score).permute(2, 0, 1).unsqueeze(-1)

@@ -14,8 +14,7 @@ from megatron_het.plan.validate import check_plan
 
 # What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
 
-SIZES_BYTES = (1 << 16, 1 << 23)
-"""Sizes at which a gather and a reduction are measured."""
+SIZES_BYTES = (1 << 16, 1 << 23)  # sizes at which a gather and a reduction are measured
 
 
 def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping[str, int]) -> float:
@@ -133,8 +132,7 @@ class Curve:
         return sum(map(self.at, self.passes(count)))
 
 
-MOST_PASSES = 4096
-"""Passes per iteration that are tried where all devices run equally many."""
+MOST_PASSES = 4096  # passes per iteration that are tried where all devices run equally many
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +175,11 @@ def allocate(curves: Sequence[Curve], global_batch: int, zero: int, communicatio
 
 
 def accumulated(curves: Sequence[Curve], global_batch: int) -> list[list[int]]:
-    """Algorithm 2 for ZeRO-0 and 1, where devices meet once per iteration.
+    """Passes of every device by Algorithm 2 for ZeRO-0 and 1, where devices meet once per iteration.
 
     Every device gets its share by its peak speed; what is left over goes, sequence by sequence, to the device that
     would end first.  Then sequences move from the last to the first as long as the last one ends earlier by it:
     the last, smaller pass of a device is slower per sequence than its peak.
-
-    Returns:
-        Sizes of the passes of every device.
     """
     speeds = [c.best / c.at(c.best) for c in curves]
     together = sum(speeds)
@@ -264,13 +259,10 @@ class _Ends:
 
 
 def synchronised(curves: Sequence[Curve], global_batch: int, communication_s: float) -> list[list[int]]:
-    """Algorithm 2 for ZeRO-2 and 3, where devices meet in every pass.
+    """``sizes[pass][device]`` by Algorithm 2 for ZeRO-2 and 3, where devices meet in every pass.
 
     Poplar tries every time of a pass and takes the largest sizes that end within it.  Here every number of passes
     is tried, with the sizes that end first: the same search, without a last pass that is nearly empty.
-
-    Returns:
-        ``sizes[pass][device]``.
     """
     fewest = -(-global_batch // sum(c.largest for c in curves))
     best: tuple[float, list[list[int]]] | None = None

@@ -45,8 +45,7 @@ from megatron_het.store.torch_store import TorchStore
 # an average slice, all at the same time, because devices of one node may share what makes them fast.
 
 
-WHOLE = 100
-"""Shares of a replica add up to about this: measured speeds are not better than a part in a hundred."""
+WHOLE = 100  # shares of a replica add up to about this: measured speeds are not better than a part in a hundred
 _EQUAL = 0.05  # of the mean; ranks closer than this are alike
 _TIMEOUT_S = 300.0  # for another rank
 _REPETITIONS, _SECONDS = 5, 1.0

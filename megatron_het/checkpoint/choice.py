@@ -324,13 +324,10 @@ def save_folders(args: Any) -> list[Path]:
 
 
 def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
-    """The newest checkpoint that can be loaded.
+    """The newest checkpoint that can be loaded, and what is wrong with newer ones.
 
     Args:
         agree: Problems of a checkpoint, the same on all ranks.
-
-    Returns:
-        It, and what is wrong with newer ones.
 
     Raises:
         CheckpointError: There are checkpoints, or one was asked for, and none can be loaded.
@@ -467,9 +464,6 @@ def check_tracked_form(args: Any) -> None:
     """Calls :func:`check_optimizer_state` for what the tracker names, before process groups exist.
 
     A checkpoint that cannot be read passes: which one is loaded instead is found out later, by all ranks.
-
-    Raises:
-        CheckpointError: See there.
     """
     if not args.load:
         return

@@ -41,8 +41,7 @@ _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-_UPSTREAM = "_maybe_setup_gpt_to_hybrid_load"
-"""Megatron's own translation, of some of them (0.19.2 and later)."""
+_UPSTREAM = "_maybe_setup_gpt_to_hybrid_load"  # Megatron's own translation, of some of them (0.19.2 and later)
 _NORMS = {"hybrid": "decoder.final_norm.", "gpt": "decoder.final_layernorm."}
 
 
@@ -240,8 +239,7 @@ _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What Megatron tells groups of parameters apart by, though another learning rate may be asked for on resuming."""
 _KIND = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
 """What else it tells them apart by."""
-NOTHING_TO_LOAD = ""
-"""Megatron's ``--load`` where its loading is called and there is no checkpoint to load."""
+NOTHING_TO_LOAD = ""  # Megatron's ``--load`` where its loading is called and there is no checkpoint to load
 
 
 class LoadHook:

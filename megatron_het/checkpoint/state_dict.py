@@ -200,8 +200,7 @@ class StateDictHook:
 # the first optimizer.  Of the second one the file has tensors, which are told apart by their names.
 
 _EXPERTS = "experts"
-_COMMON = ("optimizer", "state")
-"""Parts of an optimizer's state that have more than tensors inside."""
+_COMMON = ("optimizer", "state")  # parts of an optimizer's state that have more than tensors inside
 
 
 def as_one_optimizer(state: Any) -> Any:

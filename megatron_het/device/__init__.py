@@ -141,13 +141,10 @@ def _cuda_is_usable() -> bool:
 
 
 def activate(*, plays_cuda: bool = False) -> Platform:
-    """Make this process ready to import ``megatron.training``; further calls do nothing.
+    """Make this process ready to import ``megatron.training``, once, and return its platform.
 
     Args:
         plays_cuda: See :class:`Platform`; for dry runs.
-
-    Returns:
-        The platform of this process.
     """
     if not _ACTIVE:
         if _cuda_is_usable():

@@ -42,7 +42,6 @@ class _Activated(multiprocessing.process.BaseProcess):
         self._make_ready = _MAKE_READY[0]
 
     def run(self) -> None:
-        """See :class:`multiprocessing.Process`."""
         self._make_ready()
         threading.Thread(target=_end_with_parent, daemon=True).start()
         super().run()

@@ -184,11 +184,7 @@ def _reduces_early(model: list[torch.nn.Module]) -> bool:
 
 
 def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Which elements of each gradient this rank has the class's sum of, where the distributed optimizer divides them.
-
-    Returns:
-        ``(start, stop)`` of the flat gradient, by where it begins; nothing where all ranks have all.
-    """
+    """Elements ``(start, stop)`` of the flat gradients that this rank has the class's sum of, by where each begins."""
     wrapped: list[Any] = list(model)
     divided = [chunk for chunk in wrapped if chunk.ddp_config.use_distributed_optimizer]
     found: dict[tuple[int, int], tuple[int, int]] = {}

@@ -119,8 +119,7 @@ def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
 # Groups of two ranks, for transfers: who shares one, and in which order they are created.
 
 
-Edge = tuple[int, int]
-"""(source, destination), world ranks."""
+Edge = tuple[int, int]  # (source, destination), world ranks
 
 
 class Link(NamedTuple):

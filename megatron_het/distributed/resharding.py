@@ -357,11 +357,7 @@ class ShardExchange:
             parameter.tensor.copy_(total)
 
     def _swap(self, bucket: Sequence[ShardedParameter], senders: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        """Send my shards to all other classes (if mine is a sender) and receive theirs.
-
-        Returns:
-            For every other sending class its contribution to each parameter, in my shape.
-        """
+        """Send my shards to all other classes, if mine is a sender; theirs of each parameter, in my shape."""
         outgoing, incoming = [], []
         for c, cls in enumerate(self._classes):
             for t, peer in enumerate(cls.leaders):

@@ -40,8 +40,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-Answers = Mapping[int, dict[str, Any]]
-"""What a check measured, by rank; ranks that failed are not among them."""
+Answers = Mapping[int, dict[str, Any]]  # what a check measured, by rank; ranks that failed are not among them
 
 
 class Status(StrEnum):

@@ -55,11 +55,7 @@ class Flags(Check):
 
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:
-    """Returns what is wrong with the flags of a training on this machine.
-
-    Returns:
-        Flags that the machine needs and that are missing, with the reason; all other problems.
-    """
+    """Flags that this machine needs and a training lacks, with the reason; all other problems of its flags."""
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.arguments.hooks import argument_problems
     from megatron_het.runtime.session import HetSession

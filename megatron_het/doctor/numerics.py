@@ -32,8 +32,7 @@ from megatron_het.store import free_port
 # whatever rank has it, also where all kinds of devices of the job are wrong in the same way.
 
 
-LOSSES = (2.988096077980702, 1.921796714504176, 1.542753363577767)
-"""In double precision."""
+LOSSES = (2.988096077980702, 1.921796714504176, 1.542753363577767)  # in double precision
 _ROWS, _COLUMNS, _STEP = 48, 32, 0.1
 _SCALE = 2.5  # of the weights: large enough that what the model computes decides the loss
 

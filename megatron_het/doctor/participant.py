@@ -100,8 +100,7 @@ class Heart:
                 self._store.put(self._key, count)
 
 
-SLACK_S = 30.0
-"""How much longer than a check's limit a rank waits for rank 0."""
+SLACK_S = 30.0  # how much longer than a check's limit a rank waits for rank 0
 
 
 class Participant:

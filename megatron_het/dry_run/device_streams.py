@@ -40,8 +40,7 @@ from megatron_het.dry_run.stream_order import StreamOrder, line_of, stream_order
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default
 """torch 2.13 cannot run it on fake tensors: its stand-in lacks the argument ``out``."""
-_PINNED: set[int] = set()
-"""Storages of pinned memory, by address."""
+_PINNED: set[int] = set()  # storages of pinned memory, by address
 
 
 class _Named(threading.local):

@@ -284,7 +284,6 @@ class _WatchedTimeline(Timeline):
 
     @contextlib.contextmanager
     def measure(self, op: RankOp) -> Iterator[None]:
-        """See :class:`Timeline`."""
         self._tracker.operation(op.kind.name.lower(), op.label)
         with super().measure(op):
             yield
@@ -308,13 +307,11 @@ class WatchedSession(HetSession):
         """What features counted in the last iteration, by title."""
 
     def open(self, args: Any) -> None:
-        """See :class:`HetSession`."""
         super().open(args)
         for feature in self._features if self._measured else ():
             feature.end_when_waited_for()
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
-        """See :class:`HetSession`."""
         # Objects in circles would be collected at some time or other, and tensors with them.
         gc.collect()
         gc.disable()
@@ -341,7 +338,6 @@ class WatchedSession(HetSession):
         return reports or [{"lm loss": torch.zeros(2, device=self._platform.device)}]
 
     def finish_report(self) -> None:
-        """See :class:`HetSession`."""
         self.mark_state()
         super().finish_report()
 
@@ -365,8 +361,7 @@ class WatchedSession(HetSession):
         )
 
 
-ITERATIONS = 2
-"""The second one has the optimizer's state from its start, as all that follow."""
+ITERATIONS = 2  # the second one has the optimizer's state from its start, as all that follow
 _LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1")
 # A fused attention gets no mask.
 _GPU = ("--distributed-backend", "nccl", "--attention-backend", "unfused", "--no-create-attention-mask-in-dataloader")

@@ -296,7 +296,6 @@ class _LedgerStorages(Storages):
         self._life: dict[int, list[int]] = {}
 
     def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
-        """See :class:`Storages`."""
         if before_bytes == 0:
             self._life.setdefault(key, []).append(self._ledger.open())
         life = self._life[key][-1]
@@ -305,7 +304,6 @@ class _LedgerStorages(Storages):
             self._ledger.close(life)
 
     def forget(self, key: int) -> None:
-        """See :class:`Storages`."""
         super().forget(key)
         self._life.pop(key, None)
 

@@ -29,8 +29,7 @@ _END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
 MAX_LOG_BYTES = 16 * 2**20
-_KEPT_LOGS = 4
-"""Ended workers of each device whose logs stay."""
+_KEPT_LOGS = 4  # ended workers of each device whose logs stay
 _PIPE_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

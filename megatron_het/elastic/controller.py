@@ -46,8 +46,7 @@ _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
 _GAP_S = 1.0
 _TRIES = 2
-_KEPT = 2
-"""Generations whose documents stay on the board."""
+_KEPT = 2  # generations whose documents stay on the board
 
 
 class Controller:

@@ -25,11 +25,9 @@ from megatron_het.elastic.state import Snapshot, Trainee, described
 # How many iterations lie between copies: one where a copy fits behind the compute, else the fewest that do.
 
 
-SHARE = 0.03
-"""Of an iteration; copies may take so much on average."""
+SHARE = 0.03  # of an iteration; copies may take so much on average
 _SEEN = 9
-_TELLS_BYTES = 2**20
-"""The least that a copy sends to tell how fast a link is."""
+_TELLS_BYTES = 2**20  # the least that a copy sends to tell how fast a link is
 
 
 @dataclass
@@ -128,8 +126,7 @@ _KEPT = 3
 _ALIGNED = 16
 _MEASURED = 4  # copies after which their pace is chosen
 
-Identity = tuple[str, str, tuple[int, ...], int]
-"""What tells a rank's own pieces apart."""
+Identity = tuple[str, str, tuple[int, ...], int]  # what tells a rank's own pieces apart
 
 
 class Copies:

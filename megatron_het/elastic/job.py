@@ -24,8 +24,7 @@ from megatron_het.safe_io import FileError, read_text, shown, write_json
 from megatron_het.store import Store, StoreError, StoreServer, client_tls, server_tls
 from megatron_het.store.job import address
 
-CHECK_S = 60.0
-"""Bound on checking the flags against a plan."""
+CHECK_S = 60.0  # bound on checking the flags against a plan
 _CALL_S = 20.0
 _LONGEST_ADDRESS = 300
 

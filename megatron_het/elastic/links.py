@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_NOT_CONNECTED = (7, 10)
-"""TCP_CLOSE and TCP_LISTEN of Linux's tcp_states.h."""
+_NOT_CONNECTED = (7, 10)  # TCP_CLOSE and TCP_LISTEN of Linux's tcp_states.h
 _ABORT_S, _BEFORE_CUT_S = 10.0, 3.0
 
 
@@ -112,11 +111,7 @@ class Severing:
                 self._key, self._aborted = None, []
 
     def cut(self, key: str) -> int:
-        """Shut down what a session has connected so far, if it is still under way; any thread may call, repeatedly.
-
-        Returns:
-            How many connections were cut.
-        """
+        """Shut down what a session has connected so far, if under way, and return how many; any thread may call."""
         number = 0
         with self._lock:  # the next session's connections are not this one's
             if self._key != key:

@@ -346,9 +346,6 @@ class Failures:
         Args:
             dead: How many of its ranks were lost.
             errors: What the others say.
-
-        Raises:
-            JobError: It was one too many.
         """
         # What fails again at the same place, without a death, does so whatever was done in between.
         self._repeated = self._repeated + 1 if not dead and reached <= self._at else 0

@@ -96,11 +96,7 @@ class Piece:
 
 
 def common(mine: Runs, theirs: Runs) -> tuple[Runs, Runs, Runs]:
-    """Returns what two pieces of one tensor share.
-
-    Returns:
-        The shared runs as they lie in mine, the same runs as they lie in theirs, and what is left of mine.
-    """
+    """The shared runs of two pieces as they lie in mine, as they lie in theirs, and what is left of mine."""
     if not len(mine) or not len(theirs):
         empty = np.empty((0, 3), dtype=np.int64)
         return empty, empty, mine
@@ -158,8 +154,7 @@ class _Block:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     block: tuple[int, ...]
-    first: int
-    """Element of the flat parameter at which the block begins."""
+    first: int  # element of the flat parameter at which the block begins
 
     @property
     def size(self) -> int:

@@ -172,7 +172,6 @@ class GivenPlans(Planner):
         self._rejected: dict[int, str] = {}
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """See :class:`Planner`."""
         for number, plan in enumerate(self._plans):
             ranks = None if number in self._rejected else assign(plan, pool)
             if ranks is not None:
@@ -190,7 +189,6 @@ class GivenPlans(Planner):
         return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
 
     def reject(self, plan: Plan, why: str) -> None:
-        """See :class:`Planner`."""
         self._rejected = {**self._rejected, self._plans.index(plan): why} if plan in self._plans else self._rejected
 
 
@@ -209,7 +207,6 @@ class GivenFirst(Planner):
         self._given, self._other = GivenPlans(given), other
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """See :class:`Planner`."""
         return self._for(pool).plan(pool)
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
@@ -217,16 +214,13 @@ class GivenFirst(Planner):
         return (self._given if plan in self._plans else self._other).is_better(plan, present)
 
     def reject(self, plan: Plan, why: str) -> None:
-        """See :class:`Planner`."""
         self._take([one for one in self._plans if one != plan])
         self._other.reject(plan, why)
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
-        """See :class:`Planner`."""
         self._other.prepare([pool for pool in pools if self._for(pool) is self._other])
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
-        """See :class:`Planner`."""
         return self._for(pool).is_ready(pool)
 
     def renew(self) -> None:
@@ -234,11 +228,9 @@ class GivenFirst(Planner):
         self._other.renew()
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        """See :class:`Planner`."""
         self._other.learn(pool, plan, measured, change_s)
 
     def learned(self) -> Learned | None:
-        """See :class:`Planner`."""
         return self._other.learned()
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
@@ -247,7 +239,6 @@ class GivenFirst(Planner):
         self._other.accept(learned, pool)
 
     def recall(self, document: dict[str, Any]) -> None:
-        """See :class:`Planner`."""
         self._take(())
         self._other.recall(document)
 
@@ -260,13 +251,10 @@ class GivenFirst(Planner):
 
 
 def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
-    """The process of each rank: of the replica's kind of device, and a tensor-parallel group inside of a node.
+    """The process of each rank, with a TP group inside of a node; None where the pool cannot run the plan.
 
     Args:
         pool: Processes to choose from.  Kinds count where every process and every replica has one.
-
-    Returns:
-        Process numbers by rank; None where the pool cannot run the plan.
     """
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
     by_kind = all(p.device for p in pool) and all(r.device for r in replicas)

@@ -149,7 +149,6 @@ class SearchedPlans(Planner):
         self._thread: threading.Thread | None = None
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """See :class:`Planner`."""
         document = self._document(pool)
         with self._changed:
             # The search that is under way may be the one; it ends in bounded time.
@@ -187,7 +186,6 @@ class SearchedPlans(Planner):
                 self._thread.start()
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
-        """See :class:`Planner`."""
         try:
             document = self._document(pool)
         except NoPlanError:
@@ -214,7 +212,6 @@ class SearchedPlans(Planner):
             self._renewed += 1
 
     def reject(self, plan: Plan, why: str) -> None:
-        """See :class:`Planner`."""
         with self._changed:
             self._rejected.append((plan, why))
             self._known = {document: self._unless_rejected(answer) for document, answer in self._known.items()}
@@ -250,20 +247,17 @@ class SearchedPlans(Planner):
                 self._learns, self._learned = False, found
 
     def learned(self) -> Learned | None:
-        """See :class:`Planner`."""
         with self._changed:
             found, self._learned = self._learned, None
         return found
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
-        """See :class:`Planner`."""
         self._change(learned.cluster, learned.profile)
         document = self._document(pool)
         with self._changed:
             self._known[document] = learned.plan
 
     def recall(self, document: dict[str, Any]) -> None:
-        """See :class:`Planner`."""
         self._change(*read_learned(document))
 
     def _change(self, cluster: dict[str, Any], profile: Path | None) -> None:

@@ -205,11 +205,7 @@ class ElasticBoundary(Boundary):
         self._copies.keep(session, self.trainee, iteration, self.check)
 
     def check(self) -> None:
-        """End the session where a process is lost: of a communicator that is aborted, wrong values come without error.
-
-        Raises:
-            RuntimeError: One is.
-        """
+        """End the session where a process is lost: an aborted communicator gives wrong values without an error."""
         if self.has_aborted():
             raise RuntimeError("a process of this generation is lost")
 
@@ -437,12 +433,10 @@ def _clear_method_caches() -> None:
 # memory and enter it again under the next plan, as an elastic job's workers do.  No process ends.
 
 
-_TIMEOUT_S = 600.0
-"""Bound on every wait of a change: ranks build models and datasets between two of them."""
+_TIMEOUT_S = 600.0  # bound on every wait of a change: ranks build models and datasets between two of them
 _FLAG = "--het-plan"
 
-Enter = Callable[[list[str], Boundary], None]
-"""Runs the training with a command line."""
+Enter = Callable[[list[str], Boundary], None]  # runs the training with a command line
 
 
 class TurnBoundary(ElasticBoundary):

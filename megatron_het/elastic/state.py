@@ -133,16 +133,13 @@ def missing_names(missing: Sequence[Piece]) -> str:
 
 @torch.no_grad()
 def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequence[Sequence[Piece]]) -> int:
-    """Fill the needed tensors.  Collective over the members.
+    """Fill the needed tensors; the bytes that this member sent to others.  Collective over the members.
 
     Args:
         links: Between the members.
         held: What this member holds.
         needed: What it needs, with the tensors to fill.
         needs: Pieces that each member needs.
-
-    Returns:
-        Bytes that this member sent to others.
 
     Raises:
         StateError: Nobody holds something that is needed.

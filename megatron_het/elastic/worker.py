@@ -54,8 +54,7 @@ MODULES = (
 """What a session imports, now or when it needs it; without starting anything."""
 
 
-_CONFIGURATION = "@dataclass"
-"""What the source of a configuration class begins with."""
+_CONFIGURATION = "@dataclass"  # what the source of a configuration class begins with
 
 
 def warm_up() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_het.plan import Plan, plan_hash
 
 _FEW = 3
-_MOST = 100
-"""Entries of a history: it is shown every second, and a job may have changes for months."""
+_MOST = 100  # entries of a history: it is shown every second, and a job may have changes for months
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class _Part:
 
 
 def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> float | None:
-    """Share of the time since the job's start in which iterations were done that count.
+    """Share of the time since the job's start, 0 to 1, in which iterations were done that count; None before the first.
 
     The rest went into the start, into changes, and into iterations that were done again.
 
@@ -38,9 +37,6 @@ def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) ->
         history: One entry per generation, as in ``FOLDER/state.json``.
         reached: Iterations that are done now.
         now_s: Wall clock, in seconds.
-
-    Returns:
-        0 to 1; None before the first iteration.
     """
     parts = _parts(history, reached, now_s)
     if not parts:
@@ -94,14 +90,11 @@ def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> 
 
 
 def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | None:
-    """Seconds of an iteration of the generation that runs.
+    """Seconds of an iteration of the generation that runs; None after few iterations.
 
     Args:
         entry: The generation's, of the history.
         now_s: Wall clock, in seconds.
-
-    Returns:
-        None after few iterations.
     """
     opened = entry.get("opened", {}).values()
     if not opened:
@@ -210,8 +203,7 @@ def _pause(entry: Mapping[str, Any]) -> str:
     return f", {max(steps) - entry['stopped']:.1f} s to the end of the first iteration" if steps else ", under way"
 
 
-CHANGE_S = 10.0
-"""What a change is taken to cost before one was seen, but for what grows with the job."""
+CHANGE_S = 10.0  # what a change is taken to cost before one was seen, but for what grows with the job
 HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
 """State between device and host memory; over a link of which nothing is known; a group that a rank joins.
 

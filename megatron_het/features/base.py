@@ -47,8 +47,7 @@ def check_reductions_meet(program: Callable[[], Program], args: Any, cause: str)
         )
 
 
-Text = str | Callable[[Plan], str]
-"""A text, or how to make it for a plan."""
+Text = str | Callable[[Plan], str]  # a text, or how to make it for a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +81,7 @@ class Option:
     on_host: Any = None
 
     def check(self, value: Any, plan: Plan) -> None:
-        """Refuse a value of the wrong type or out of range.
-
-        Raises:
-            PlanError: The value is refused.
-        """
+        """Refuse a value of the wrong type or out of range."""
         problem = self.problem(plan) if callable(self.problem) else self.problem
         if not self._has_type(value):
             raise self._error(value, problem or f"must be of type {self.kind.__name__}")
@@ -315,9 +310,6 @@ class Feature:
 
         Args:
             plan: Its parameters have the names of parameters of its schedule (``features.registry.check_plan_alone``).
-
-        Raises:
-            PlanError: The first thing that does not fit.
         """
         given = plan.schedule.parameters
         mine = [o for o in self.parameters if o.parameter in given]
@@ -348,21 +340,13 @@ class Feature:
         )
 
     def check_plan(self, plan: Plan, options: Any) -> None:
-        """Refuse a plan that has the feature; the values of its options have been checked.
-
-        Raises:
-            PlanError: The first thing that does not fit.
-        """
+        """Refuse a plan that has the feature; the values of its options have been checked."""
 
     def check_copies(self, plan: Plan, options: Any) -> None:
         """Raise a PlanError where copies of tied embeddings, of the first and the last stage, would not stay alike."""
 
     def check_off(self, plan: Plan) -> None:
-        """Refuse a plan that needs the feature but does not have it.
-
-        Raises:
-            PlanError: The first thing that does not fit.
-        """
+        """Refuse a plan that needs the feature but does not have it."""
 
     def named(self, plan: Plan) -> str:
         """Returns what refusals of Megatron's arguments call the feature."""
@@ -375,27 +359,16 @@ class Feature:
         Args:
             plans: All of the job.
             flags: Of the command line, as argparse names them.
-
-        Raises:
-            PlanError: The first thing that does not fit.
         """
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments no plan can have, or none without the feature.
-
-        Raises:
-            PlanError: The first thing that does not fit.
-        """
+        """Refuse what of Megatron's parsed arguments no plan can have, or none without the feature."""
         del plan
         for refusal in self.refused_by_plans:
             refusal.check(args, "--het-plan")
 
     def check_arguments(self, plan: Plan, options: Any, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments cannot go with the feature.
-
-        Raises:
-            PlanError: The first thing that does not fit.
-        """
+        """Refuse what of Megatron's parsed arguments cannot go with the feature."""
         del options
         for refusal in self.refused:
             refusal.check(args, self.named(plan))
@@ -405,9 +378,6 @@ class Feature:
 
         Args:
             program: Makes the program, of all devices.  Large ones take seconds: ask only where it matters.
-
-        Raises:
-            PlanError: The first thing that does not fit.
         """
 
     def apply(self, plan: Plan, options: Any, args: Any) -> None:
@@ -538,11 +508,7 @@ ATTENTION_REFUSED = (
 
 
 def check_reach(args: Any) -> None:
-    """Refuse positions, windows and recomputation that the attention of slices does not know.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
+    """Refuse positions, windows and recomputation that the attention of slices does not know."""
     if args.position_embedding_type not in POSITIONS:
         raise PlanError(
             "--position-embedding-type",

@@ -15,8 +15,7 @@ from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.ir import PLACEMENTS, Shape
 
-FEATURES: list[Feature] = []
-"""All features, in the order of their flags, checks and passes; the package fills it."""
+FEATURES: list[Feature] = []  # all features, in the order of their flags, checks and passes; the package fills it
 
 
 def features_of(plan: Plan) -> Iterator[tuple[Feature, Any]]:
@@ -46,20 +45,12 @@ def attention_units(plan: Plan) -> int:
 
 
 def options_of(plan: Plan, name: str) -> Any | None:
-    """The options of one feature of a checked plan; None where the feature is off.
-
-    Raises:
-        KeyError: There is no feature of this name.
-    """
+    """The options of one feature of a checked plan; None where the feature is off."""
     return feature(name).options_of(plan)
 
 
 def feature(name: str) -> Feature:
-    """A feature by its name.
-
-    Raises:
-        KeyError: There is no feature of this name.
-    """
+    """A feature by its name."""
     return {known.name: known for known in FEATURES}[name]
 
 
@@ -196,9 +187,6 @@ def check_plan_alone(plan: Plan) -> None:
 
     Args:
         plan: A plan that does not contradict itself (``plan.validate.check_plan``).
-
-    Raises:
-        PlanError: The first thing that does not fit.
     """
     _check_name(plan.schedule.name)
     _check_parameters(plan)

@@ -53,8 +53,7 @@ def install(
     return hooks.install(argv, make_session, boundary, choose_plan, _with_measured_shares)
 
 
-_ENTERED: list[HetConfig] = []
-"""The configuration with which the script runs, where this process has started it itself."""
+_ENTERED: list[HetConfig] = []  # the configuration with which the script runs, where this process has started it itself
 
 
 def _enter(argv: list[str], boundary: Boundary) -> None:

@@ -146,11 +146,9 @@ def posted_for(transport: str, program: Program) -> Program:
     return program if transport == "nccl" else post_receives_early(program)
 
 
-Chosen = Sequence[tuple[Feature, Any]]
-"""Features with their options, in the order of ``FEATURES``."""
+Chosen = Sequence[tuple[Feature, Any]]  # features with their options, in the order of ``FEATURES``
 
-_MODES = (False, True)
-"""``forward_only`` of the training and of the evaluation program."""
+_MODES = (False, True)  # ``forward_only`` of the training and of the evaluation program
 
 
 def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
@@ -234,9 +232,6 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
 
     Args:
         parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
-
-    Raises:
-        PlanError: The schedule cannot run the plan's shape.
     """
     try:
         return assemble(
@@ -256,9 +251,6 @@ def assemble_compute(plan: Plan, inputs: Inputs) -> Program | None:
 
     Args:
         inputs: What :func:`generator_inputs` returned for the plan.
-
-    Raises:
-        PlanError: The schedule cannot run the plan's shape.
     """
     shape, speeds, parameters = inputs
     try:
@@ -269,8 +261,7 @@ def assemble_compute(plan: Plan, inputs: Inputs) -> Program | None:
     return program if plain else None
 
 
-Inputs = tuple[Shape, list[float], dict[str, Any]]
-"""Of a generator: shape, speeds of the devices, parameters."""
+Inputs = tuple[Shape, list[float], dict[str, Any]]  # of a generator: shape, speeds of the devices, parameters
 
 
 def generator_inputs(plan: Plan) -> Inputs | None:

@@ -49,8 +49,7 @@ from megatron_het.megatron_patches.releases import RELEASES, PatchError, install
 UPSTREAM_VERSION = RELEASES[0].version
 """The release of megatron-core that the hashes of a patch belong to; ``releases.py`` has those of others."""
 
-Builder = Callable[[Any], Any]
-"""Takes the original object and returns what replaces it."""
+Builder = Callable[[Any], Any]  # takes the original object and returns what replaces it
 
 
 def _always() -> bool:
@@ -286,11 +285,7 @@ def _rebind(patch: Patch, build: Builder) -> None:
 
 
 def uninstall(*selection: str) -> tuple[str, ...]:
-    """Take installed patches out again; without arguments all of them, the latest first.
-
-    Returns:
-        Names of the patches that were taken out.
-    """
+    """Take installed patches out again, without arguments all of them, the latest first; returns their names."""
     wanted = {patch.name for patch in _selected(selection)} if selection else set(_INSTALLED)
     names = tuple(name for name in reversed(_INSTALLED) if name in wanted)
     for name in names:

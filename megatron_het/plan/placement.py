@@ -18,10 +18,8 @@ from megatron_het.schedule.ir import Place
 # A fast stage may hold more rows (``vocabulary_shares`` of the schedule), so that all stages take as long for their
 # parts of the output layer.
 
-PARAMETER = "vocabulary_shares"
-"""Of the plan's schedule: one whole number per stage."""
-_MOST_PARTS = 256
-"""Rows are given to stages in so many equal parts at most; so checkpoints have few pieces per rank."""
+PARAMETER = "vocabulary_shares"  # of the plan's schedule: one whole number per stage
+_MOST_PARTS = 256  # rows are given to stages in so many equal parts at most; so checkpoints have few pieces per rank
 
 
 def vocabulary_shares(plan: Plan) -> tuple[int, ...] | None:
@@ -79,8 +77,7 @@ def _rounded(parts: int, shares: Sequence[int]) -> list[int]:
 
 # Which tokens of a slice the context-parallel ranks of a replica hold.
 
-Blocks = Sequence[tuple[int, int]]
-"""Blocks ``[first, end)`` of tokens."""
+Blocks = Sequence[tuple[int, int]]  # blocks ``[first, end)`` of tokens
 
 
 def block_step(grain: int) -> int:
@@ -128,14 +125,11 @@ def part_tokens(blocks: Blocks) -> int:
 # Packed documents by rank: most are on one rank as a whole, and only long ones are spread over several, so that few
 # queries travel.  Every rank has as many tokens of a slice as it has without, so that no other shape changes.
 
-DOCUMENTS = "cp_documents"
-"""Of the plan's schedule."""
+DOCUMENTS = "cp_documents"  # of the plan's schedule
 CUT, WHOLE = "cut", "whole"
 """Where packed documents are: cut where the places of ranks in a slice end, or on one rank if it has room for them."""
-Piece = tuple[int, int]
-"""Tokens ``[first, end)`` of a slice that belong to one document."""
-_LATER = 0.1
-"""How much longer than the others a rank may take, before a document that it has as a whole is spread."""
+Piece = tuple[int, int]  # tokens ``[first, end)`` of a slice that belong to one document
+_LATER = 0.1  # how much longer than the others a rank may take, before a document that it has as a whole is spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,15 +300,12 @@ def shares(seconds: Sequence[float], total: int) -> list[int]:
 def route(
     seconds: Sequence[Sequence[float]], total: int, counts: Sequence[Sequence[int]] | None = None
 ) -> list[list[tuple[int, ...]]]:
-    """Microbatch ids of every replica of every stage.
+    """Microbatch ids ``[s][q]`` of every replica of every stage, ascending.
 
     Args:
         seconds: ``seconds[s][q]``: time of one microbatch on replica q of stage s.
         total: Microbatches of an iteration.
         counts: Shares per stage and replica; by default those of :func:`shares`.
-
-    Returns:
-        ``ids[s][q]``, ascending.
     """
     completed = [(0.0, m) for m in range(total)]  # all are there for the first stage
     ids: list[list[tuple[int, ...]]] = []
@@ -508,8 +499,7 @@ def _route_of_stage(replicas: tuple[Replica, ...], num_microbatches: int) -> tup
 # (``state_share`` of a replica), so that GPUs with more memory keep more.
 
 
-ALIGNMENT = 128
-"""Elements that cuts are a multiple of, so that every part starts aligned whatever its type."""
+ALIGNMENT = 128  # elements that cuts are a multiple of, so that every part starts aligned whatever its type
 
 
 def state_shares(stage: Stage) -> tuple[float, ...] | None:

@@ -40,10 +40,8 @@ class HetConfig:
     trace_iteration: int = 3
     auto_batch: Path | None = None
     least_zero: int = 0
-    measured_cp_shares: bool = False
-    """Whether the plan gets its context-parallel parts from measurements at the start."""
-    turns: tuple[Plan, ...] = ()
-    """All plans of the job, where several take turns, one for each global batch size."""
+    measured_cp_shares: bool = False  # whether the plan gets its context-parallel parts from measurements at the start
+    turns: tuple[Plan, ...] = ()  # all plans of the job, where several take turns, one for each global batch size
     turn_files: tuple[str, ...] = ()
     trust_checkpoint: bool = False
     """Whether the description of a checkpoint may name classes that are no part of its format."""
@@ -73,9 +71,6 @@ def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
 
     Args:
         plans: All of them; an error of an only plan stays as it is.
-
-    Raises:
-        PlanError: With the name before the place.
     """
     try:
         yield
@@ -86,11 +81,7 @@ def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
 
 
 def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
-    """Plans that take turns are for one training, and differ in the global batch size.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
+    """Plans that take turns are for one training, and differ in the global batch size."""
     first, sizes = plans[0], dict[int, str]()
     for plan, file in zip(plans, files, strict=True):
         for name, value, wanted in (
@@ -121,9 +112,6 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
 
     Args:
         plans: All of them.
-
-    Raises:
-        PlanError: The first thing that does not fit.
     """
     given, flag = getattr(args, "step_batch_size_schedule", None), "--step-batch-size-schedule"
     known = sorted({plan.training.global_batch_size for plan in plans})

@@ -139,10 +139,8 @@ KINDS = {
     EXPERTS: "experts",
 }
 """What the symbols stand for."""
-WITH_ATTENTION = (ATTENTION, LATENT_ATTENTION)
-"""Layers with keys and values that slices share."""
-RECURRENT = (MAMBA, GATED_DELTA_NET)
-"""Layers that pass a state along a sequence, which slices of it hand on."""
+WITH_ATTENTION = (ATTENTION, LATENT_ATTENTION)  # layers with keys and values that slices share
+RECURRENT = (MAMBA, GATED_DELTA_NET)  # layers that pass a state along a sequence, which slices of it hand on
 
 
 def layers_of(pattern: str) -> str:
@@ -342,8 +340,7 @@ class Replica:
     zone: str = field(default="", metadata={"omit_default": True})
     """The zone that its node is meant to be in, where the cluster file has this kind of device in several; never
     changes a result."""
-    cp: int = field(default=1, metadata={"omit_default": True})
-    """Context-parallel size."""
+    cp: int = field(default=1, metadata={"omit_default": True})  # Context-parallel size
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
     parameter window, relative to the other replicas of the stage that cut weights alike; 0 keeps nothing."""

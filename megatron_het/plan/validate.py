@@ -43,12 +43,9 @@ LARGEST = {
     "global_batch_size": 1 << 17,
 }
 """Largest values of a model's and a batch's sizes; the model file has the same."""
-SLOWEST, FASTEST = 1e-6, 1e6
-"""Range of relative speeds."""
-LARGEST_SHARE = 1_000_000
-"""Of a context-parallel rank, relative to the others."""
-MAX_NAME, MAX_NOTES = 200, 20_000
-"""Characters of a device's name and of the notes."""
+SLOWEST, FASTEST = 1e-6, 1e6  # range of relative speeds
+LARGEST_SHARE = 1_000_000  # of a context-parallel rank, relative to the others
+MAX_NAME, MAX_NOTES = 200, 20_000  # characters of a device's name and of the notes
 
 
 def check_sizes(shape: ModelShape | TrainingShape, section: str) -> None:
@@ -143,9 +140,6 @@ def _check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
 
     Args:
         chunks: Chunks of every device.
-
-    Raises:
-        PlanError: The first figure that does not fit.
     """
     where = "predicted.costs"
     seen: set[int] = set()
@@ -491,8 +485,7 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
 # Reading and writing plan files, within the limits of ``megatron_het.safe_io``.
 
 
-MOST_INDENTED = 10_000
-"""Ranks of a plan file that is laid out in lines."""
+MOST_INDENTED = 10_000  # ranks of a plan file that is laid out in lines
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -123,13 +123,10 @@ def _unpack(saved: torch.Tensor | _Reference) -> torch.Tensor:
 
 
 def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
-    """Let layers whose MLP Megatron would recompute recompute its first half only.
+    """Let MLPs that Megatron would recompute recompute their first half only; how many were changed.
 
     Args:
         models: GPTModels, not wrapped.
-
-    Returns:
-        How many layers were changed.
     """
     count = 0
     for model in models:

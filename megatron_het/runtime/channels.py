@@ -27,8 +27,7 @@ import torch.distributed as dist
 from megatron_het.distributed import Edge, Link, PairGroups
 from megatron_het.report import Arrival, TransferLog
 
-Moment = torch.cuda.Event
-"""How far the compute stream of a device has come."""
+Moment = torch.cuda.Event  # how far the compute stream of a device has come
 
 
 _REMEMBERED = 6

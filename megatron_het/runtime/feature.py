@@ -26,8 +26,7 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind, Program
 
-Key = tuple[int, int, int]
-"""(microbatch, slice, chunk) of a compute operation on this device."""
+Key = tuple[int, int, int]  # (microbatch, slice, chunk) of a compute operation on this device
 
 
 @dataclass(slots=True)
@@ -108,8 +107,7 @@ class Iteration:
         self.reported += [microbatch] * (len(self.reports) - len(self.reported))
 
 
-Handler = Callable[[RankOp, Call, Iteration], None]
-"""Executes one operation."""
+Handler = Callable[[RankOp, Call, Iteration], None]  # executes one operation
 
 
 @dataclass(slots=True)
@@ -151,10 +149,8 @@ class BackwardPass:
 class RuntimeFeature:
     """Defines what every feature may do on a rank.  Nothing, by default."""
 
-    name = ""
-    """As in the list of features."""
-    roles: tuple[str, ...] = ()
-    """Groups over which its operations run collectives, for messages."""
+    name = ""  # as in the list of features
+    roles: tuple[str, ...] = ()  # groups over which its operations run collectives, for messages
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """The operations that this feature executes."""

@@ -63,16 +63,11 @@ def let_go(models: Iterable[torch.nn.Module]) -> None:
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
-_STALLED_SHARE = 0.8
-"""Of the bound on every wait: an operation that takes so long says what it does before it is ended."""
+_STALLED_SHARE = 0.8  # of the bound on every wait: an operation that takes so long says what it does before it is ended
 
 
 def check_programs(plan: Plan, args: Any) -> None:
-    """Compare Megatron's parsed arguments with what the programs of a plan do.
-
-    Raises:
-        PlanError: What does not fit.
-    """
+    """Compare Megatron's parsed arguments with what the programs of a plan do."""
     for feature, options in features_of(plan):
         feature.check_program(lambda: program_of(plan), options, args)
 
@@ -123,11 +118,7 @@ class HetSession:
         return next((feature for feature in self._features if feature.name == name), None)
 
     def check(self, args: Any) -> None:
-        """Compare Megatron's parsed arguments with what the programs do.
-
-        Raises:
-            PlanError: What does not fit.
-        """
+        """Compare Megatron's parsed arguments with what the programs do."""
         check_programs(self.plan, args)
 
     # -- life --------------------------------------------------------------------------------

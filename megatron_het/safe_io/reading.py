@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 # The error of a file that cannot be used, and bounded text for error messages.
 
 
-MAX_MESSAGE = 8000
-"""Characters of one error message."""
+MAX_MESSAGE = 8000  # characters of one error message
 
 
 class FileError(ValueError):
@@ -125,11 +124,9 @@ def amount(least: float, most: float) -> Callable[[str], float]:
 
 MAX_PASSES = 500_000
 """Forward and backward passes of one iteration, over all stages: more would take minutes to lay out."""
-MAX_DEVICES = 100_000
-"""Devices of a cluster, and pipeline devices of a schedule."""
+MAX_DEVICES = 100_000  # devices of a cluster, and pipeline devices of a schedule
 
-MAX_BYTES = 32 << 20
-"""Largest file that is read.  A plan of 1,024 ranks and 4,096 microbatches has a tenth of it."""
+MAX_BYTES = 32 << 20  # largest file that is read.  A plan of 1,024 ranks and 4,096 microbatches has a tenth of it.
 _VIRTUAL = ("/proc", "/sys")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -198,21 +195,15 @@ def _read(descriptor: int, most: int) -> bytes:
 # JSON as the standard means it: no NaN, no key twice, and no deeper and no longer numbers than we need.
 
 
-MAX_DEPTH = 32
-"""Lists and objects inside each other."""
-MAX_NUMBER = 2**63 - 1
-"""Largest absolute value of a whole number."""
+MAX_DEPTH = 32  # lists and objects inside each other
+MAX_NUMBER = 2**63 - 1  # largest absolute value of a whole number
 # Everything but brackets outside of strings.  Possessive, so that no text makes it slow.
 _NOT_BRACKETS = re.compile(r'[^\[\]{}"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        FileError: see :func:`read_text` and :func:`parse_json`.
-    """
+    """The value in a JSON file."""
     return parse_json(read_text(path, limit), path)
 
 
@@ -375,8 +366,7 @@ def read_pickled(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
 
 
 MAX_YAML_BYTES = 1 << 20
-MAX_VALUES = 100_000
-"""Values of one document, each counted as often as aliases repeat it."""
+MAX_VALUES = 100_000  # values of one document, each counted as often as aliases repeat it
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -394,9 +384,6 @@ def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) 
 
     Args:
         constants_as_text: See :func:`parse_json`.
-
-    Raises:
-        FileError: see :func:`read_text`, :func:`parse_yaml` and :func:`parse_json`.
     """
     text = read_text(path, MAX_YAML_BYTES)
     if not str(path).lower().endswith(".json"):

@@ -21,14 +21,11 @@ _ORDINARY = ("/dev/shm",)
 
 
 def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> Path:
-    """Whether a file can be written there; asked before long work and again before writing.
+    """The resolved path of a file that can be written; asked before long work and again before writing.
 
     Args:
         path: The file.  A link stands for what it points at.
         endings: What the name may end in; anything when empty.
-
-    Returns:
-        The resolved path.
 
     Raises:
         FileError: A folder, device, pipe or socket, a place in /proc, /sys or /dev, a folder that

@@ -13,8 +13,7 @@ from megatron_het.schedule.cutting import SlicePart
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import COMPUTE, Op, Program, Shape
 
-PerChunk = tuple[tuple[float, ...], ...]
-"""``[device][chunk]``"""
+PerChunk = tuple[tuple[float, ...], ...]  # ``[device][chunk]``
 
 
 @dataclass(frozen=True, slots=True)

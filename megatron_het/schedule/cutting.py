@@ -11,12 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Starts = tuple[int, ...]
-"""Where the documents of a sequence begin, ascending; the first one at token 0."""
-Span = tuple[int, int]
-"""Tokens ``[first, end)`` of a sequence."""
-Bounds = tuple[int, ...]
-"""Slice i has the tokens ``[bounds[i], bounds[i + 1])``."""
+Starts = tuple[int, ...]  # where the documents of a sequence begin, ascending; the first one at token 0
+Span = tuple[int, int]  # tokens ``[first, end)`` of a sequence
+Bounds = tuple[int, ...]  # slice i has the tokens ``[bounds[i], bounds[i + 1])``
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,7 @@ class SlicePart:
     rest: float = 0.0
 
 
-Parts = Sequence[Sequence[SlicePart]]
-"""What slices are of their sequences, by microbatch and slice."""
+Parts = Sequence[Sequence[SlicePart]]  # what slices are of their sequences, by microbatch and slice
 
 
 @dataclass(frozen=True, slots=True)

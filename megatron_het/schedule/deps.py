@@ -24,8 +24,7 @@ from megatron_het.schedule.kinds import PARTS, RULES, Direction, Ends, Kind, Rol
 # Lifetimes.  Operations of side streams (``Kind.is_issued``) are issued when the compute operation before them in the
 # list is done; compute waits for what is brought for it.
 
-Pass = tuple[int, int, int]
-"""(microbatch, slice, chunk)"""
+Pass = tuple[int, int, int]  # (microbatch, slice, chunk)
 
 _STATEFUL = where(lambda kind: kind.is_issued or (kind.role is not Role.PASS and kind.effect.lifetime is not None))
 """Kinds that change what is held beyond what the order of values says already."""
@@ -187,8 +186,7 @@ def shown_ranges(numbers: set[int]) -> str:
 
 Key = tuple[int, ...]
 """(value, microbatch, slice, chunk), and the device it is for when it is made or received for another one."""
-Need = tuple[int, Key]
-"""(device, key): the value ``key`` of that device."""
+Need = tuple[int, Key]  # (device, key): the value ``key`` of that device
 
 _OUTPUT, _GRADIENT = Value.OUTPUT, Value.GRADIENT
 

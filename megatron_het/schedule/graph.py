@@ -242,11 +242,7 @@ class Graph:
         return list(teams.values())
 
     def together(self) -> list[Sequence[int]]:
-        """:attr:`waits` where who waits for a collective waits for all replicas to come to it.
-
-        Raises:
-            ScheduleError: as :meth:`teams`.
-        """
+        """:attr:`waits` where who waits for a collective waits for all replicas to come to it."""
         members = {i: team for team in self.teams() for i in team}
         if not members:
             return self.waits

@@ -27,8 +27,7 @@ SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 V_SHAPED = frozenset({"v-half", "zb-v"})
 """Schedules whose second chunks go back from the last stage to the first: placement ``v``."""
 
-Place = tuple[int, int]
-"""(stage, chunk)"""
+Place = tuple[int, int]  # (stage, chunk)
 
 
 def placement_of(schedule: str) -> str:
@@ -373,10 +372,8 @@ exchange_units: {attention_units}
 """
 TEXT_FIELDS = tuple(line.partition(":")[0] for line in _TEMPLATE.splitlines())
 """What a program's text begins with, one line each."""
-SIZES_FIELD = "sizes"
-"""The field that only a program with unequal microbatches has."""
-COMPANIONS_FIELD = "companions"
-"""The field that only a program with replicas that share experts has."""
+SIZES_FIELD = "sizes"  # the field that only a program with unequal microbatches has
+COMPANIONS_FIELD = "companions"  # the field that only a program with replicas that share experts has
 
 
 def _rows(table: tuple[tuple[int, ...], ...]) -> str:

@@ -238,15 +238,12 @@ def last_makers(ops: Iterable[Any]) -> dict[Maker, int]:
 
 
 def last_before_losses_are_known(ops: Iterable[Any]) -> int:
-    """Index of the last forward, or of the last part of the output layer, which counts tokens when it goes back.
+    """Index of the last forward or part of the output layer, which counts tokens when it goes back; -1 without.
 
     No such operation comes after an update of parameters on any device: an update waits for all microbatches.
 
     Args:
         ops: Operations of a device or rank.
-
-    Returns:
-        -1 without such operations.
     """
     found = (index for index, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS)
     return max(found, default=-1)

@@ -21,26 +21,21 @@ class Stream(StrEnum):
     """Where an operation runs on its device.  Streams run side by side, each in the order of the list."""
 
     COMPUTE = "compute"
-    SEND = "send"
-    """Transfers have one queue per directed pair of devices."""
+    SEND = "send"  # transfers have one queue per directed pair of devices
     RECEIVE = "receive"
-    COLLECTIVE = "collective"
-    """All replicas of the stage take part."""
+    COLLECTIVE = "collective"  # all replicas of the stage take part
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
 
 
-STREAM_IDS: dict[str, int] = {stream: number for number, stream in enumerate(Stream)}
-"""Rows of streams in traces."""
+STREAM_IDS: dict[str, int] = {stream: number for number, stream in enumerate(Stream)}  # rows of streams in traces
 
 
 class Role(Enum):
     """Holds what a kind of operation is among the others; passes place operations by it."""
 
-    PASS = "pass"
-    """A forward or backward of a chunk, or half of a backward: the compute order that a generator decides."""
-    TRANSFER = "transfer"
-    """Activations or gradients between two chunks."""
+    PASS = "pass"  # a forward or backward of a chunk, or half of a backward: the compute order that a generator decides
+    TRANSFER = "transfer"  # activations or gradients between two chunks
     OTHER = "other"
 
 
@@ -57,10 +52,8 @@ class Work(Flag):
 
     NONE = 0
     FORWARD = 1
-    INPUT = 2
-    """Gradient of the chunk's input."""
-    WEIGHTS = 4
-    """Gradient of the chunk's weights."""
+    INPUT = 2  # gradient of the chunk's input
+    WEIGHTS = 4  # gradient of the chunk's weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +81,7 @@ class Value(int):
     """Holds what an operation leaves on its device; a number, so that keys of values are tuples of numbers."""
 
     OUTPUT: ClassVar["Value"]
-    GRADIENT: ClassVar["Value"]
-    """Gradient of the chunk's input."""
+    GRADIENT: ClassVar["Value"]  # gradient of the chunk's input
     words: str
     for_a_peer: bool
     _made: ClassVar[list["Value"]] = []
@@ -109,8 +101,7 @@ class Value(int):
 
 Value.OUTPUT = Value("the output")
 Value.GRADIENT = Value("the gradient")
-DELIVERED = frozenset({Value.OUTPUT, Value.GRADIENT})
-"""Values that transfers of the program carry to other devices."""
+DELIVERED = frozenset({Value.OUTPUT, Value.GRADIENT})  # values that transfers of the program carry to other devices
 
 Rule = Callable[[int, Any], list[Any]]
 """From a device and one of its operations, the values that this needs (``deps.Need``)."""
@@ -131,8 +122,7 @@ class Needs:
     begun: Callable[[Any], Rule] | None = None
 
 
-NO_NEEDS = Needs(lambda deps: deps.nothing)
-"""Also of a receive, which is tied to its send."""
+NO_NEEDS = Needs(lambda deps: deps.nothing)  # also of a receive, which is tied to its send
 INPUT = Needs(lambda deps: deps.input)
 """Output of the chunk before (or embeddings), keys and values of the slice before."""
 OUTPUT_GRADIENT = Needs(lambda deps: deps.output_gradient)
@@ -145,10 +135,8 @@ class Making(Enum):
     """How often a value may be made."""
 
     ONCE = "once"
-    COMPLETED = "completed"
-    """An earlier operation of the device began the value."""
-    REPEATED = "repeated"
-    """A query for several peers, keys in several ranges."""
+    COMPLETED = "completed"  # an earlier operation of the device began the value
+    REPEATED = "repeated"  # a query for several peers, keys in several ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -194,8 +182,7 @@ class Price:
     size: Callable[[Any, Any, int, Any], float] | None = None
 
 
-FREE = Price()
-"""Of a transfer too: there the link decides."""
+FREE = Price()  # of a transfer too: there the link decides
 FORWARD_PRICE = Price(seconds=lambda prices: prices.forward, is_pass=True, attends=True)
 BACKWARD_PRICE = Price(seconds=lambda prices: prices.backward, is_pass=True, attends=True)
 
@@ -260,8 +247,7 @@ class Columns:
 
 
 _COLUMNS = frozenset(Columns.__annotations__)
-_KINDS = ("fed_by", "sent_by", "other_end")
-"""Columns that name other rows, which are not there yet when a row is read."""
+_KINDS = ("fed_by", "sent_by", "other_end")  # columns that name other rows, which are not there yet when a row is read
 
 
 class _Table(type):
@@ -421,8 +407,7 @@ add_kinds({
 })
 # fmt: on
 
-COMPUTE = where(lambda kind: kind.role is Role.PASS)
-"""The kinds whose order a generator decides and every pass keeps."""
+COMPUTE = where(lambda kind: kind.role is Role.PASS)  # the kinds whose order a generator decides and every pass keeps
 INPUT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.INPUT in kind.work)
 """Backward passes that make the gradient of a chunk's input, with that of its weights or without."""
 WEIGHT_GRADIENTS = where(lambda kind: kind.role is Role.PASS and Work.WEIGHTS in kind.work)
@@ -432,12 +417,9 @@ SENDS = where(lambda kind: kind.stream is Stream.SEND)
 RECEIVES = where(lambda kind: kind.stream is Stream.RECEIVE)
 TRANSFERS = where(lambda kind: kind.stream in (Stream.SEND, Stream.RECEIVE))
 COLLECTIVES = where(lambda kind: kind.stream is Stream.COLLECTIVE)
-PARTS = where(lambda kind: kind.meets)
-"""Parts of layers that devices share."""
-OUTPUT_PARTS = where(lambda kind: kind.meets and kind.in_last_chunk)
-"""Parts of the output layer."""
-WORD_PARTS = where(lambda kind: kind.meets and not kind.in_last_chunk)
-"""Parts of the word embeddings."""
+PARTS = where(lambda kind: kind.meets)  # parts of layers that devices share
+OUTPUT_PARTS = where(lambda kind: kind.meets and kind.in_last_chunk)  # parts of the output layer
+WORD_PARTS = where(lambda kind: kind.meets and not kind.in_last_chunk)  # parts of the word embeddings
 
 
 def chunk_of(kind: Kind, chunk: int, chunks: int) -> int:
@@ -498,5 +480,4 @@ class Rules:
         return 0.0
 
 
-RULES: list[Rules] = []
-"""Of the features that have some, which add them here."""
+RULES: list[Rules] = []  # of the features that have some, which add them here

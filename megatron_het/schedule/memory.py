@@ -89,8 +89,7 @@ class Timeline:
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other", "workspace")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, KV, LOGITS, BUFFERS, OTHER, WORKSPACE = range(len(CATEGORIES))
 
-Change = tuple[float, float, int]
-"""(time, bytes, category)"""
+Change = tuple[float, float, int]  # (time, bytes, category)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,11 +239,7 @@ class _Engine:
             self.queues.append(queue)
 
     def _posting(self) -> dict[int, float]:
-        """Makes computations occupy the host for the transfers posted after them.
-
-        Returns:
-            For every transfer, how long after the computation before it it is posted.
-        """
+        """How long after the computation before it a transfer is posted: the host is busy with those before it."""
         device_of, each, last = self.graph.device, self.costs.post_s, -1
         posted: dict[int, float] = {}
         for i, op in enumerate(self.graph.ops):

@@ -188,8 +188,7 @@ _CLOSE = 1e-9
 _IN_A_SLOT = where(lambda kind: kind.stream is Stream.COMPUTE and kind.fields.names_pass and not kind.meets)
 """Kinds that belong to a slot; parts of shared layers, and what is sent ahead of time, go with what follows them."""
 
-Inserts = list[dict[int, list[Op]]]
-"""Per device: operations to insert before a position."""
+Inserts = list[dict[int, list[Op]]]  # per device: operations to insert before a position
 
 
 class Moment(NamedTuple):

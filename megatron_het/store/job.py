@@ -46,8 +46,7 @@ from megatron_het.store.server import (
 # The store's client: one connection per thread, made again when it is lost; every wait is bounded.
 
 
-ANSWER_S = 20.0
-"""Longest wait for an answer over a connection that stands."""
+ANSWER_S = 20.0  # longest wait for an answer over a connection that stands
 _SHORTEST_S = 0.05
 _RETRY_S = 0.1
 _CONNECT_S = 2.0
@@ -199,15 +198,12 @@ PLACE, TOKEN, TOKEN_FILE = "MEGATRON_HET_STORE", "MEGATRON_HET_TOKEN", "MEGATRON
 TOKEN_BYTES, LONGEST_TOKEN = 16, 1024
 IDENTITY = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables that tell one start of a job from others; alike on all ranks."""
-_PORTS = 8
-"""Ports after ``MASTER_PORT`` that are tried: another program may have the first ones."""
+_PORTS = 8  # ports after ``MASTER_PORT`` that are tried: another program may have the first ones
 _STARTED_S, _LOOK_S = 30.0, 0.5
 _LOOPBACK = ("localhost", "127.", "::1")
 
-_GIVEN: list[Documents] = []
-"""The store of a job that has a controller."""
-_STARTED: dict[str, subprocess.Popen[str]] = {}
-"""The store's process, by what was asked of it."""
+_GIVEN: list[Documents] = []  # the store of a job that has a controller
+_STARTED: dict[str, subprocess.Popen[str]] = {}  # the store's process, by what was asked of it
 
 
 def use_store(store: Documents) -> None:
@@ -411,11 +407,7 @@ def token_of_file(file: Path, *, create: bool) -> str:
 
 
 def checked_token(token: str, where: str) -> str:
-    """Returns a token.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Returns a token."""
     if len(token) > LONGEST_TOKEN or not token.isprintable():
         raise ValueError(f"{where} holds no token of at most {LONGEST_TOKEN} letters; let the program write one")
     if len(token) < TOKEN_BYTES:

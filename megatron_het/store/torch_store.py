@@ -36,7 +36,6 @@ class TorchStore(dist.Store):
         self._timeout = timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: Any) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._store.write(self._name + key, _text(value))
 
     def get(self, key: str) -> bytes:
@@ -50,26 +49,21 @@ class TorchStore(dist.Store):
         return found.encode("latin-1")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See :class:`torch.distributed.Store`."""
         self.wait(keys)
         return [text.encode("latin-1") for text in self._store.texts(*self._own(keys)) if text is not None]
 
     def add(self, key: str, value: int) -> int:
-        """See :class:`torch.distributed.Store`."""
         return self._store.count(self._name + key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return self._store.has(*self._own(keys))
 
     def deleteKey(self, key: str) -> bool:
-        """See :class:`torch.distributed.Store`."""
         return self._store.drop(self._name + key)
 
     delete_key = deleteKey
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """See :class:`torch.distributed.Store`."""
         return self._store.swap(self._name + key, _text(expected), _text(desired)).encode("latin-1")
 
     def clone(self) -> TorchStore:
@@ -77,7 +71,6 @@ class TorchStore(dist.Store):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See :class:`torch.distributed.Store`."""
         self._timeout = timeout
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

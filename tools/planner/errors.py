@@ -62,9 +62,6 @@ def validated(model: type[Any], document: Any, file: str, place: tuple[str | int
         model: A pydantic model, or a dataclass.
         document: Parsed YAML or JSON.
         place: Where in the file the document is.
-
-    Raises:
-        PlannerError: The first thing in the document that does not fit.
     """
     from pydantic import TypeAdapter, ValidationError
 

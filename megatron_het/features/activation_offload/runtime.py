@@ -87,30 +87,25 @@ class ActivationOffload(RuntimeFeature):
         self._staying: set[int] = set()
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
         return {
             Kind.ACT_OFFLOAD: lambda op, call, state: self.store(op),
             Kind.ACT_FETCH: lambda op, call, state: self.fetch(op),
         }
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         if not call.forward_only:
             self.start(call.models)
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         return contextlib.nullcontext() if call.forward_only else self.saving(forward.op, forward.source)
 
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         self.release(backward.op)
         return contextlib.nullcontext()
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         if not call.forward_only:
             self.check_empty()
 

@@ -344,8 +344,7 @@ def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
 
 FirstToken = Callable[[RankOp, int], int]
 """Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
-Ranges = tuple[tuple[int, int], ...]
-"""Ranges ``[start, stop)`` of units."""
+Ranges = tuple[tuple[int, int], ...]  # ranges ``[start, stop)`` of units
 
 
 def returned_units(program: RankProgram, kind: Kind, keep: bool) -> dict[RankOp, Ranges]:
@@ -465,11 +464,7 @@ class ExchangedKeys:
             self._gradients.pop(source, None)
 
     def check_empty(self) -> None:
-        """Raise if anything is held.
-
-        Raises:
-            RuntimeError: Naming what.
-        """
+        """Raise if anything is held."""
         if self._held:
             raise RuntimeError(f"keys and values of other devices are left: {[op.label for op in self._held]}")
 

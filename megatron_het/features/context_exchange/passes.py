@@ -32,8 +32,7 @@ from megatron_het.schedule.joint import aligned_slots
 # gives units to the device that would end first, as long as that ends the slot earlier.
 
 
-Shift = tuple[int, int, int]
-"""(giver, taker, units)"""
+Shift = tuple[int, int, int]  # (giver, taker, units)
 _DIAGONAL_HALVES = 1
 """A slice's attention to itself takes half as long as to another slice: kernels skip what is masked."""
 

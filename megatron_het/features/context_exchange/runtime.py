@@ -32,8 +32,7 @@ from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.kinds import Kind
 from megatron_het.schedule.validate import check
 
-_PENDING_SENDS = 4
-"""Sends to one peer that may be under way over gloo."""
+_PENDING_SENDS = 4  # sends to one peer that may be under way over gloo
 
 
 class ContextExchangeFeature(RuntimeFeature):
@@ -57,7 +56,6 @@ class ContextExchangeFeature(RuntimeFeature):
         self._args, self._device, self._limited = args, device, limited
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
         return dict.fromkeys(EXCHANGE, lambda op, call, state: self._exchange.handle(op))
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
@@ -67,7 +65,6 @@ class ContextExchangeFeature(RuntimeFeature):
         self._exchange.attach(placed, models, self._sequences, kernels)
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         self._exchange.begin(call.forward_only)
 
     def program(self, call: Call, program: RankProgram) -> RankProgram:
@@ -79,23 +76,19 @@ class ContextExchangeFeature(RuntimeFeature):
         return made
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         return self._exchange.joint(forward.op)
 
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         return self._exchange.joint(backward.op)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         self._exchange.finish()
         if self._limited is not None:
             self._limited.channels.wait_sends()
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         self._exchange.close()
         if self._limited is not None:
             self._limited.channels.close()

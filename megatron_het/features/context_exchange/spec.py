@@ -165,8 +165,7 @@ class ContextExchange(Feature):
         ViewFlag("--keep-kv", "keys and values stay at the helper"),
     )
     show_flags = (ViewFlag("--exchange-plan", "the exchange plan instead of a timeline"),)
-    parts: Parts = ()
-    """What slices see, by microbatch and slice; empty where each sees all before it."""
+    parts: Parts = ()  # what slices see, by microbatch and slice; empty where each sees all before it
 
     def limited(self, parts: Parts) -> ContextExchange:
         """Who attends for whom, by what slices see and how long they are."""

@@ -21,13 +21,10 @@ from megatron_het.schedule.kinds import Kind
 
 
 def starts_of(positions: torch.Tensor) -> tuple[Starts, ...]:
-    """Where documents begin.
+    """Where the documents of each sequence begin; the first at token 0, wherever in the text that is.
 
     Args:
         positions: ``[b, s]``, 0 at the first token of a document.
-
-    Returns:
-        Of each sequence; the first document begins at token 0, wherever in the text that is.
     """
     return tuple(tuple(sorted({0, *row.nonzero().flatten().tolist()})) for row in positions == 0)
 
@@ -144,7 +141,6 @@ class DocumentsFeature(RuntimeFeature):
         self._sharing = sharing
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
         self._whole.attach(models)
 
     def begin(self, call: Call, state: Iteration) -> None:
@@ -173,7 +169,6 @@ class DocumentsFeature(RuntimeFeature):
             vars(self._args).update(asked)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         self._whole.finish(call, state)
 
     def weigh_losses(self, call: Call, state: Iteration) -> None:
@@ -182,11 +177,9 @@ class DocumentsFeature(RuntimeFeature):
             state.reports = of_microbatches(state.reports, state.reported, self._sharing)
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """See :class:`RuntimeFeature`."""
         return self._whole.kept()
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         self._args.reset_position_ids = self._asked_positions
 
 

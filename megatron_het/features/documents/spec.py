@@ -10,8 +10,7 @@ from megatron_het.plan import Plan, PlanError
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
 """Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
-PACKING = (CONVERSATIONS, BY_DATASET)
-"""Those with which Megatron packs sequences, and positions begin anew with each."""
+PACKING = (CONVERSATIONS, BY_DATASET)  # those with which Megatron packs sequences, and positions begin anew with each
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,13 +257,10 @@ def layers_in_log(config: Any) -> int:
 
 
 def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:
-    """Let the routers of model chunks balance whole microbatches.
+    """Let the routers of model chunks balance whole microbatches; returns them.
 
     Args:
         models: GPTModels, not wrapped.
-
-    Returns:
-        The routers.
 
     Raises:
         ValueError: A router that is not Megatron's own.
@@ -373,7 +370,6 @@ class Experts(RuntimeFeature):
         upstream.reset_model_temporary_tensors(call.config, call.models)
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         vars(self._tracker).pop(_SYNC, None)
         self._tracker.metrics.clear()  # a later session may have other layers
 

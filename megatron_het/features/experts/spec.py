@@ -10,12 +10,10 @@ from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
-GLOBAL = "global_aux_loss"
-"""The loss that every pass computes with the counts of the passes before it too."""
+GLOBAL = "global_aux_loss"  # the loss that every pass computes with the counts of the passes before it too
 _KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL)
 _OF_A_MICROBATCH = ("aux_loss", GLOBAL)
-_BY_ELEMENT = ("adam", "sgd")
-"""Optimizers whose update of an element depends on this element alone."""
+_BY_ELEMENT = ("adam", "sgd")  # optimizers whose update of an element depends on this element alone
 _NOT_BALANCED = {
     "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
     "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
@@ -119,9 +117,6 @@ def check_expert_parallel(plan: Plan, experts: int) -> None:
 
     Args:
         experts: Of a layer of the model; 0 without layers of experts.
-
-    Raises:
-        PlanError: A replica cannot divide the experts.
     """
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):

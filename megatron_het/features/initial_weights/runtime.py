@@ -30,11 +30,9 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 # and no others.  Blocks are always drawn whole, because the last values of a short one would come out otherwise.
 
 
-BLOCK_ROWS = 256
-"""Rows of a block; a rank draws up to so many rows more than it keeps at either end of a segment."""
+BLOCK_ROWS = 256  # rows of a block; a rank draws up to so many rows more than it keeps at either end of a segment
 
-Draw = Callable[..., object]
-"""Fills a tensor with random values, e.g. ``torch.nn.init.normal_``."""
+Draw = Callable[..., object]  # fills a tensor with random values, e.g. ``torch.nn.init.normal_``.
 
 
 def fill(
@@ -178,7 +176,6 @@ class InitialWeightsByName(RuntimeFeature):
         self._replaced: list[tuple[Any, str, Draw]] = []
 
     def prepare_config(self, model_config: Any) -> None:
-        """See :class:`RuntimeFeature`."""
         config = model_config.transformer
         for name in _FUNCTIONS:
             draw = getattr(config, name)
@@ -186,7 +183,6 @@ class InitialWeightsByName(RuntimeFeature):
             setattr(config, name, _Noting(draw, self._noted))
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
         from megatron_het.attention.recurrent import draws_of
 
         by_memory = {_memory(tensor): draw for tensor, draw in self._noted.values()}
@@ -221,7 +217,6 @@ class InitialWeightsByName(RuntimeFeature):
         fill(parameter.data, draw, name, self._seed, full_size=size, dim=dim, segments=parts, in_blocks=self._in_blocks)
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         for config, name, draw in self._replaced:
             setattr(config, name, draw)
         self._replaced.clear()

@@ -13,8 +13,7 @@ from megatron_het.plan import Plan, PlanError
 
 NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
 """Values of ``--cuda-graph-impl`` that a plan can have: no graphs, Megatron's own, Transformer Engine's."""
-TRY = "HET_TRY_GRAPHS"
-"""Variable of the environment that admits what has not been right on a GPU yet."""
+TRY = "HET_TRY_GRAPHS"  # variable of the environment that admits what has not been right on a GPU yet
 _ASKED = f"with {TRY}=1 in the environment: parts of layers have not been right on a GPU yet"
 _FLAG, _PARTS_FLAG = "--cuda-graph-impl", "--cuda-graph-modules"
 _GRAPHS, _LAYER = (

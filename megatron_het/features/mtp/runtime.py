@@ -255,7 +255,6 @@ class MultiTokenPrediction(RuntimeFeature):
             self._tracker.update(dict.fromkeys(_GROUPS))
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         self._tracker.clear()  # a later session may have other layers
 
 

@@ -30,7 +30,6 @@ class LionBesideAdam(RuntimeFeature):
                 self._steps.append(LionSteps(part.optimizer, set(matrices(part)), self._betas))
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         while self._steps:
             self._steps.pop().undo()
 

@@ -43,11 +43,9 @@ _IMPOSSIBLE = {
     ),
 }
 _OF_WHOLE_MATRICES = ("muon",)
-_SHARDED = ("adam", "lion")
-"""Optimizers whose state the distributed optimizer of a plan shards."""
+_SHARDED = ("adam", "lion")  # optimizers whose state the distributed optimizer of a plan shards
 _NOT_BESIDE_LION = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
-_WHOLE_MODES = ("duplicated", "distributed")
-"""Values of ``--muon-tp-mode`` with which TP does not change the update."""
+_WHOLE_MODES = ("duplicated", "distributed")  # values of ``--muon-tp-mode`` with which TP does not change the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +100,6 @@ def check_optimizer(plan: Plan, args: Any) -> None:
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.
-
-    Raises:
-        PlanError: What is in the way.
     """
     name = getattr(args, "optimizer", None) or "adam"
     if name in _IMPOSSIBLE:

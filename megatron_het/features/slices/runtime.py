@@ -108,11 +108,9 @@ class SlicedSequences(Batches, RuntimeFeature):
             self.documents_known()
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         return self.forward(forward.op, call.forward_only)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         self.check_empty()
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
@@ -120,7 +118,6 @@ class SlicedSequences(Batches, RuntimeFeature):
         return {"cache": [tensor for cache in _caches(self._models) for tensor in cache.tensors()]}
 
     def documents_known(self) -> None:
-        """See :class:`Batches`."""
         self._bounds.clear()
         self._placed.clear()
         if self._cutting.is_even and self.documents is None:
@@ -146,29 +143,24 @@ class SlicedSequences(Batches, RuntimeFeature):
                 cache.reserve(rows[most])
 
     def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
-        """See :class:`Batches`."""
         return None if self.documents is None else self.documents.of(microbatch)
 
     def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
-        """See :class:`Batches`."""
         return self._cutting.parts(self.starts(microbatch), units)
 
     def bounds(self, microbatch: int) -> Bounds:
-        """See :class:`Batches`."""
         found = self._bounds.get(microbatch)
         if found is None:
             found = self._bounds[microbatch] = self._cutting.bounds(self.starts(microbatch))
         return found
 
     def rows(self, rows: int, op: RankOp) -> int:
-        """See :class:`Batches`."""
         if self._cutting.is_even:
             return rows
         bounds = self.bounds(op.microbatch)
         return rows * (bounds[op.slice + 1] - bounds[op.slice]) // self._cutting.nominal
 
     def part(self, op: RankOp) -> tuple[int, int]:
-        """See :class:`Batches`."""
         parts = self._parts(op)
         return parts[self._part] * len(parts), self.bounds(op.microbatch)[-1]
 
@@ -245,23 +237,18 @@ class SlicedSequences(Batches, RuntimeFeature):
             cache.check_empty()
 
     def forget(self) -> None:
-        """See :class:`Batches`."""
         self._batches.clear()
 
     def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
-        """See :class:`Batches`."""
         return cut_batch(self._batch(op, data_iterator), self._blocks(op))
 
     def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
-        """See :class:`Batches`."""
         return self._batch(op, data_iterator)
 
     def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Batches`."""
         return take_blocks(tensor, self._blocks(op), dim=-1)
 
     def is_last(self, op: RankOp) -> bool:
-        """See :class:`Batches`."""
         return op.slice == self._cutting.slices - 1
 
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
@@ -303,8 +290,7 @@ def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
     return found
 
 
-Pass = tuple[int, int, bool]
-"""Microbatch, slice, and whether the pass is a forward."""
+Pass = tuple[int, int, bool]  # Microbatch, slice, and whether the pass is a forward
 
 
 def passes_of(program: RankProgram, chunk: int) -> list[Pass]:

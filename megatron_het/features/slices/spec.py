@@ -21,8 +21,7 @@ BY_PART.update(("seq1f1b", "slimpipe"))
 
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
-EQUAL, WORK = "equal", "work"
-"""How long slices are: as long as each other, or as long as equal work makes them."""
+EQUAL, WORK = "equal", "work"  # how long slices are: as long as each other, or as long as equal work makes them
 
 
 def _needs_number(plan: Plan) -> str:

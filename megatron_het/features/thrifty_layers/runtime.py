@@ -45,12 +45,9 @@ class ThriftyRMSNorm(torch.nn.RMSNorm):
 
 
 def make_norms_thrifty(models: Iterable[torch.nn.Module]) -> int:
-    """Let PyTorch's RMSNorms of models keep less.  Parameters and their names stay as they are.
+    """Let PyTorch's RMSNorms keep less; how many were changed.  Parameters and their names stay as they are.
 
     Norms of Transformer Engine keep no more than that by themselves and are left alone.
-
-    Returns:
-        How many norms were changed.
     """
     count = 0
     for model in models:
@@ -101,16 +98,13 @@ _LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLi
 
 
 def lighten_linear_layers(models: Iterable[torch.nn.Module]) -> int:
-    """Let the linear layers of transformer layers do without communication that there is none of.
+    """Spare linear layers of transformer layers communication that there is none of; how many were changed.
 
     Parameters and their names stay as they are.  Layers of Transformer Engine, those with tensor or expert parallelism
     and those with a fused gradient accumulation are left alone.
 
     Args:
         models: GPTModels, not wrapped.
-
-    Returns:
-        How many layers were changed.
     """
     count = 0
     for model in models:
@@ -140,7 +134,6 @@ class ThriftyLayersFeature(RuntimeFeature):
     """Changes the norms of the model; the activation function follows from Megatron's arguments."""
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
         make_norms_thrifty(models)
 
 

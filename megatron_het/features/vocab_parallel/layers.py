@@ -30,8 +30,7 @@ from megatron_het.schedule.ir import Kind
 
 # What the messages of the embedding and of the output layer have in common.
 
-PENDING_SENDS = 8
-"""Sends to one peer that may be under way over gloo: the messages of a few slices."""
+PENDING_SENDS = 8  # sends to one peer that may be under way over gloo: the messages of a few slices
 
 
 @dataclass(slots=True)
@@ -181,9 +180,6 @@ class VocabularyShard:
         Args:
             rank: A world rank.
             vocab_size: Padded, so that it divides over the stages (``plan.rows``).
-
-        Raises:
-            ValueError: It does not.
         """
         where, plan = placement.locate(rank), placement.plan
         tp = placement.replica(where.stage, where.replica).tp
@@ -349,8 +345,7 @@ class EmbeddingHolder(MegatronModule):
 # The tokens are read ahead of the FORWARD, by the first TP rank, as the training script will read them.
 
 
-Slice = tuple[int, int]
-"""(microbatch, slice)"""
+Slice = tuple[int, int]  # (microbatch, slice)
 
 
 class EmbeddingTeam:

@@ -61,8 +61,7 @@ from megatron_het.schedule.ir import Kind
 # every rank the gradient of its logits.  All of it in fp32.
 
 
-STATISTICS = 3
-"""Rows of a part's statistics: maximum, sum of exponentials relative to it, target logit (0 elsewhere)."""
+STATISTICS = 3  # rows of a part's statistics: maximum, sum of exponentials relative to it, target logit (0 elsewhere)
 
 
 class ShardLogits:
@@ -100,13 +99,10 @@ class ShardLogits:
 
 
 def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Statistics of several parts together.
+    """Statistics ``[3, s, b]`` of the union of several parts.
 
     Args:
         parts: Statistics ``[3, s, b]`` of disjoint parts of the vocabulary.
-
-    Returns:
-        Statistics of their union, ``[3, s, b]``.
     """
     stacked = torch.stack(tuple(parts))
     maximum = stacked[:, 0].amax(dim=0)
@@ -124,8 +120,7 @@ def token_losses(statistics: torch.Tensor) -> torch.Tensor:
     return log_sum_exp(statistics) - statistics[2]
 
 
-Slice = tuple[int, int]
-"""(microbatch, slice)"""
+Slice = tuple[int, int]  # (microbatch, slice)
 
 
 @dataclass(slots=True)
@@ -269,7 +264,6 @@ class SplitVocabulary(RuntimeFeature):
     # -- operations ------------------------------------------------------------------------------
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
         own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
         return own | self._embedding.handlers()
 

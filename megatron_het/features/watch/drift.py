@@ -74,10 +74,8 @@ class Finding:
         return asdict(self)
 
 
-UNIFORM = 0.4
-"""All operations drift alike if each has at least this share of the mean drift."""
-SIGNIFICANT = 0.1
-"""Operations below this share of a subject's time are not asked whether they drift alike."""
+UNIFORM = 0.4  # all operations drift alike if each has at least this share of the mean drift
+SIGNIFICANT = 0.1  # operations below this share of a subject's time are not asked whether they drift alike
 
 
 @dataclass(slots=True)

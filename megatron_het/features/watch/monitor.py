@@ -34,11 +34,9 @@ from megatron_het.schedule.transfers import post_receives_early
 # and both get the mean.
 
 
-BLOCKED_S = 50e-6
-"""Who waited for less did not wait for the transfer."""
+BLOCKED_S = 50e-6  # who waited for less did not wait for the transfer
 
-Edge = tuple[int, int]
-"""(source, destination), world ranks."""
+Edge = tuple[int, int]  # (source, destination), world ranks
 
 
 class Moved(NamedTuple):
@@ -82,8 +80,7 @@ def _edges(samples: Mapping[int, Sample]) -> list[Edge]:
     return [(peer, rank) for rank, sample in samples.items() for peer in sample.received if peer in samples]
 
 
-_Ends = list[tuple[float, Arrived]]
-"""When the send was posted, and the receive's marks."""
+_Ends = list[tuple[float, Arrived]]  # when the send was posted, and the receive's marks
 
 
 def _paired(samples: Mapping[int, Sample], source: int, target: int) -> _Ends:
@@ -112,8 +109,7 @@ def _ahead(there: _Ends, back: _Ends) -> float:
 
 
 FORMAT, VERSION = "megatron_het.watch", 1
-WARM_UP = 2
-"""Iterations of a run that are not looked at: caches are cold, and the second one may be metered."""
+WARM_UP = 2  # iterations of a run that are not looked at: caches are cold, and the second one may be metered
 
 
 def identity(plan: Plan) -> str:
@@ -292,8 +288,7 @@ def _operations_json(subject: Subject) -> dict[str, dict[str, float]]:
 # One trace (Chrome, Perfetto) in which the predicted and the measured iteration lie one above the other.
 
 
-MOST_OPERATIONS = 50_000
-"""Operations of a program that is simulated for a trace, on a rank that trains."""
+MOST_OPERATIONS = 50_000  # operations of a program that is simulated for a trace, on a rank that trains
 _WAITING = 6
 
 
@@ -356,13 +351,10 @@ def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str
 
 
 REPORT, TRACE = "watch.json", "watch-trace.json"
-WRITTEN_EVERY = 50
-"""Iterations between two reports when nothing changes."""
-MOST_COST = 0.004
-"""Share of the iteration that reading may take; of a run with more ranks fewer iterations are read."""
+WRITTEN_EVERY = 50  # iterations between two reports when nothing changes
+MOST_COST = 0.004  # share of the iteration that reading may take; of a run with more ranks fewer iterations are read
 MOST_STRIDE = 4
-MOST_SCALARS = 32
-"""Devices, and links, that have a curve of their own in TensorBoard."""
+MOST_SCALARS = 32  # Devices, and links, that have a curve of their own in TensorBoard
 
 
 class Reader:

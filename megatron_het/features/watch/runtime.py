@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # the one rank that compares imports it
     from megatron_het.features.watch.monitor import Reader
 
 _MEETING_S = 30.0
-TIMELINE_EVERY = 10
-"""Iterations between two whole timelines, for the trace."""
+TIMELINE_EVERY = 10  # iterations between two whole timelines, for the trace
 
 
 class RankWatch(RuntimeFeature):
@@ -94,7 +93,6 @@ class RankWatch(RuntimeFeature):
         return self._reader.news() if self._reader is not None and self._is_on else None
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """See :class:`RuntimeFeature`."""
         return {
             "watch": {
                 "iterations": self._told,
@@ -104,7 +102,6 @@ class RankWatch(RuntimeFeature):
         }
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         if self._reader is not None and self._is_on:
             self._safely(self._reader.close)
         self._timeline.keeps_last, self._timeline.transfers, self._channels.log = False, None, None

@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # it imports torch
 _GREETING_S, _GLANCE_S = 10.0, 0.25
 _AWAY = 20
 """After a question without an answer nothing is asked for so many times as long as that took: 5 % are lost at most."""
-PLACES = 8
-"""Iterations that are kept of every rank."""
+PLACES = 8  # iterations that are kept of every rank
 
 
 class Board:
@@ -69,8 +68,7 @@ class Board:
             return None
 
 
-MOST_TRANSFERS = 16
-"""Transfers per iteration and pair of ranks that are told; of more, so many evenly spread ones."""
+MOST_TRANSFERS = 16  # transfers per iteration and pair of ranks that are told; of more, so many evenly spread ones
 _MICRO = 1e6
 
 

@@ -162,8 +162,7 @@ class _Passes:
 
 
 STEPS = ("end", "ministage", "none")
-_USERS = where(lambda kind: kind in COMPUTE or kind in PARTS)
-"""Operations that use parameters."""
+_USERS = where(lambda kind: kind in COMPUTE or kind in PARTS)  # operations that use parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +336,7 @@ class _Window:
 
 
 _COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
-_PLACED = where(lambda kind: kind in RECEIVES or kind.role is Role.TRANSFER)
-"""What ``add_transfers`` adds."""
+_PLACED = where(lambda kind: kind in RECEIVES or kind.role is Role.TRANSFER)  # what ``add_transfers`` adds
 
 
 def post_together(program: Program, *, speeds: Sequence[float] | None = None) -> Program:

@@ -86,7 +86,6 @@ class ParameterWindow(RuntimeFeature):
         return self
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
         return dict.fromkeys(executed_by("window"), lambda op, call, state: self.handle(op))
 
     def prepare_config(self, model_config: Any) -> None:
@@ -134,7 +133,6 @@ class ParameterWindow(RuntimeFeature):
         self.use.restart()
 
     def materialise(self) -> None:
-        """See :class:`RuntimeFeature`."""
         for c, chunk in enumerate(self._chunks):
             chunk.fetch()
             if not chunk.is_open:
@@ -260,7 +258,6 @@ class ParameterWindow(RuntimeFeature):
 
     @contextlib.contextmanager
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
-        """See :class:`RuntimeFeature`."""
         self.before_backward(backward.op.chunk)
         yield
 

@@ -36,8 +36,7 @@ from megatron_het.runtime.building import ChunkedBuilder, PlacedHybridModelBuild
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_LATER = re.compile(r"(?:^|\.)mtp\.")
-"""Layers for multi-token prediction come after those of the chunk."""
+_LATER = re.compile(r"(?:^|\.)mtp\.")  # layers for multi-token prediction come after those of the chunk
 
 
 def layer_of(name: str, num_layers: int) -> int:

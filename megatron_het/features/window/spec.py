@@ -18,8 +18,7 @@ from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.ir import Place, Program
 
 SCHEDULE = "ministage"
-ALONE = "data-parallel"
-"""The schedule without a pipeline, where the window is ZeRO-2 or 3."""
+ALONE = "data-parallel"  # the schedule without a pipeline, where the window is ZeRO-2 or 3
 UPDATES = ("exact", "at-once", "undo", "per-ministage")
 _FSDP = (
     "FSDP replaces the process groups that a plan sets up. A plan has ZeRO of its own: --het-schedule data-parallel "

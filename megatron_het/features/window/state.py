@@ -298,11 +298,7 @@ class UndoLog:
         self._backup.is_taken = False
 
     def take_back(self) -> list[dict[str, Any]]:
-        """Restore what was there before the update.
-
-        Returns:
-            The parameter groups of then.
-        """
+        """Restore what was there before the update, and return the parameter groups of then."""
         self._backup.restore()
         for group, before in zip(self._inner.param_groups, self._groups, strict=True):
             if not before["params"]:

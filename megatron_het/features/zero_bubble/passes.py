@@ -85,8 +85,7 @@ add_kinds(
     }
 )
 
-BLOCK = 6
-"""Slots of a building block: forward, input and weight gradient of two chunks."""
+BLOCK = 6  # slots of a building block: forward, input and weight gradient of two chunks
 
 
 class _Filler(Loop):

@@ -38,8 +38,7 @@ from megatron_het.schedule.kinds import Kind
 # :class:`LayerStore`, which knows the pass.
 
 
-Key = tuple[int, int, int]
-"""(microbatch, slice, chunk) of the passes that belong together."""
+Key = tuple[int, int, int]  # (microbatch, slice, chunk) of the passes that belong together
 
 
 class _Half(Protocol):
@@ -153,8 +152,7 @@ class WeightGradients:
     from its BACKWARD_INPUT to its BACKWARD_WEIGHT.
     """
 
-    splits: bool = False
-    """Whether what runs belongs to a pass whose backward comes in two halves."""
+    splits: bool = False  # whether what runs belongs to a pass whose backward comes in two halves
     _waiting: dict[Key, list[_Half]] = field(default_factory=dict)
     _open: list[_Half] | None = None
 
@@ -308,14 +306,11 @@ class SplitForward:
 
 
 def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGradients) -> list[torch.nn.Module]:
-    """Let the backwards of linear layers be split, Megatron's own and those of Transformer Engine.
+    """Let the backwards of linear layers be split, Megatron's own and Transformer Engine's; the changed layers.
 
     Args:
         models: GPTModels, not wrapped.
         gradients: Where second products are kept.
-
-    Returns:
-        The layers that were changed.
     """
     found = []
     for module in (module for model in models for module in model.modules()):
@@ -357,11 +352,9 @@ class ZeroBubbleFeature(RuntimeFeature):
         self._layers: list[torch.nn.Module] = []
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """See :class:`RuntimeFeature`."""
         return {Kind.BACKWARD_WEIGHT: self._backward_weight}
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """See :class:`RuntimeFeature`."""
         self._layers += split_linear_layers(models, self._gradients)
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
@@ -371,7 +364,6 @@ class ZeroBubbleFeature(RuntimeFeature):
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
-        """See :class:`RuntimeFeature`."""
         if backward.op.kind == Kind.BACKWARD_INPUT:
             return self._gradients.deferring(backward.op.key)
         return contextlib.nullcontext()
@@ -389,11 +381,9 @@ class ZeroBubbleFeature(RuntimeFeature):
         )
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
         self._gradients.check_empty()
 
     def close(self) -> None:
-        """See :class:`RuntimeFeature`."""
         join_linear_layers(self._layers)
         self._layers.clear()
         self._gradients.clear()

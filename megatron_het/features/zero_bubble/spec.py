@@ -14,8 +14,7 @@ _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distribut
 _TRANSFORMER = "megatron.core.transformer"
 _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
 _BUCKET_SIZE, _LARGE_VOCABULARY = 40_000_000, 300_000
-SCHEDULES = ("v-half", "zb-h1", "zb-v")
-"""Schedules that split backward passes and that plans can have."""
+SCHEDULES = ("v-half", "zb-h1", "zb-v")  # schedules that split backward passes and that plans can have
 
 
 GENERATORS.update({"v-half": v_half, "zb-h1": zb_h1, "zb-v": zb_v})

@@ -277,8 +277,7 @@ class Loop:
 class _Merger(Loop):
     """Greedy: whichever can start first, the forward on a tie (from a forward more work depends)."""
 
-    ties = (0, 1)
-    """Forward (0) and backward (1), the preferred one first."""
+    ties = (0, 1)  # forward (0) and backward (1), the preferred one first
 
     def __init__(
         self,
@@ -336,8 +335,7 @@ class _Alternating(_Merger):
 
 
 _MERGERS: dict[str, type[_Merger]] = {"greedy": _Merger, "alternating": _Alternating, "backward-first": _BackwardFirst}
-ORDERS = tuple(_MERGERS)
-"""How :func:`merge` decides between a forward and a backward, the default first."""
+ORDERS = tuple(_MERGERS)  # how :func:`merge` decides between a forward and a backward, the default first
 
 
 def require_order(schedule: str, order: object) -> None:

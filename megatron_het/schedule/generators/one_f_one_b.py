@@ -170,8 +170,7 @@ def _orders(shape: Shape, kind: Kind) -> list[list[Op]]:
     return [compute_ops(kind, shape.microbatches_of(d), (0,), 0) for d in range(len(shape.devices))]
 
 
-SLACK = 1.0
-"""Default of ``slack`` in :func:`in_flight_limits`."""
+SLACK = 1.0  # default of ``slack`` in :func:`in_flight_limits`
 
 
 def in_flight_limits(shape: Shape, slack: float = SLACK, depths: Sequence[int] = ()) -> list[int]:
@@ -272,9 +271,6 @@ def ways(
         part: exchanges nothing with other parts.
         speeds, slack, order, depths: as in :func:`one_f_one_b`.
         merge: what decides where a stage has several replicas; says what ``fast_merge`` says.
-
-    Raises:
-        ValueError: as in :func:`one_f_one_b`.
     """
     _check_all(part, slack, order, depths)
     if single_replicas(part):
@@ -472,15 +468,11 @@ def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:
 # activations.  How many is decided here, boundary by boundary, by simulation.
 
 
-FASTER = 0.005
-"""Other depths must shorten the iteration by this share, because they take memory."""
-SAME = 0.001
-"""Depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken."""
-NOTICEABLE = 0.1
-"""A boundary is slow if the way there and back takes more than this share of the slowest stage's time."""
+FASTER = 0.005  # other depths must shorten the iteration by this share, because they take memory
+SAME = 0.001  # depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken
+NOTICEABLE = 0.1  # a boundary is slow if the way there and back takes more than this share of the slowest stage's time
 _MORE = (0, 1, 2)
-_MOST_STEPS = 8
-"""Simulations with which depths are made smaller again, at most."""
+_MOST_STEPS = 8  # simulations with which depths are made smaller again, at most
 _ALMOST_FREE, _HALF = 0.1, 0.5
 
 

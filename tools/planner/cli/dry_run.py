@@ -32,10 +32,8 @@ from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
 from ..search.outcome import Found, Outcome, check_planned_precision
 
-START_S = 300.0
-"""Bound on importing Megatron, which takes seconds on a machine that does nothing else."""
-MOST_PROCESSES = 8
-"""That import Megatron, half a gigabyte each."""
+START_S = 300.0  # bound on importing Megatron, which takes seconds on a machine that does nothing else
+MOST_PROCESSES = 8  # that import Megatron, half a gigabyte each
 RANK_FILE = "rank-{rank}.json"
 _LAST_LINES = 12
 
@@ -303,20 +301,14 @@ def _moved(row: dict[str, Any], what: str | None) -> int:
 # plan is searched again with a smaller share of the GPUs' memory, by as much as the closest finalist was off.
 
 
-FINALISTS = 3
-"""Of one search that are run; those after them are the same plan with small changes."""
-SEARCHES = 3
-"""With the first one."""
-RANK_S = 120.0
-"""Bound on one rank."""
-ASKED_S, UNASKED_S = 900.0, 120.0
-"""Bounds on all dry runs, with ``--verify`` and without a word."""
+FINALISTS = 3  # of one search that are run; those after them are the same plan with small changes
+SEARCHES = 3  # with the first one
+RANK_S = 120.0  # bound on one rank
+ASKED_S, UNASKED_S = 900.0, 120.0  # bounds on all dry runs, with ``--verify`` and without a word
 MOST_GPUS = 512
 """Of a cluster, up to which plans are verified without being asked: programs of larger plans take minutes."""
-LEAST_STEP = 0.01
-"""The share of memory becomes smaller by this at least."""
-Search = Callable[[Estimator], Outcome]
-"""Searches with the memory margin of an estimator."""
+LEAST_STEP = 0.01  # the share of memory becomes smaller by this at least
+Search = Callable[[Estimator], Outcome]  # searches with the memory margin of an estimator
 
 
 @dataclass(frozen=True, slots=True)

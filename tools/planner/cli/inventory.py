@@ -27,20 +27,16 @@ from ..report.tables import say
 # ``het-plan quickstart``: from this machine and a model to the command that starts a job.
 
 
-SEQ_LENGTH, GLOBAL_BATCH_SIZE = 4096, 256
-"""Of a model that is given by its name, where nothing else was asked for."""
+SEQ_LENGTH, GLOBAL_BATCH_SIZE = 4096, 256  # of a model that is given by its name, where nothing else was asked for
 _OF_INIT = ("hosts", "gpu", "gpus_per_node")
 _OF_MODEL = ("seq_length", "global_batch_size", "precision", "document_lengths")
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """Run ``init``, ``plan``, ``check`` and ``emit`` in turn, each shown as it could be typed.
+    """Run ``init``, ``plan``, ``check`` and ``emit`` as they could be typed; the first exit code that is not 0, or 0.
 
     Args:
         options: Its own, and ``main``, which runs a command.
-
-    Returns:
-        The exit code of the first command that fails, else 0.
     """
     from ..emit.options import to_fill_in
 

@@ -35,8 +35,7 @@ class Stage(NamedTuple):
     groups: tuple[Group, ...]
 
 
-Passes = tuple[int, ...]
-"""Sequences of each pass of one replica."""
+Passes = tuple[int, ...]  # sequences of each pass of one replica
 
 
 class Candidate(NamedTuple):

@@ -36,8 +36,7 @@ from .layer import (
 # What one rank computes and moves in a forward of one layer: matrix products, attention, element-wise traffic.
 
 
-SCAN_WIDTH = 128
-"""The recurrence of a chunk is products of about this size."""
+SCAN_WIDTH = 128  # the recurrence of a chunk is products of about this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +129,9 @@ def _mlp(model: Model, tokens: float, width: float, count: float = 1.0) -> tuple
     return [Product(tokens, wide, h, count), Product(tokens, h, width, count)], tokens * (wide + width) * count
 
 
-ADAM_BYTES = 28.0
-"""Adam reads parameters, gradients and two moments, and writes three of them, in fp32."""
+ADAM_BYTES = 28.0  # adam reads parameters, gradients and two moments, and writes three of them, in fp32
 
-SUM_BYTES = 12.0
-"""A number in fp32 is read, one is added, and it is written."""
+SUM_BYTES = 12.0  # a number in fp32 is read, one is added, and it is written
 
 
 class CatalogCosts:

@@ -189,9 +189,6 @@ class Estimator(OperatingPoints):
 
         Args:
             whole: Of the whole plan, not of one of its equal pipelines.
-
-        Raises:
-            PlannerError: What ``simulate`` raised.
         """
         key = candidate, whole
         if key not in self.known_seconds:

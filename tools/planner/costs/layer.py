@@ -15,8 +15,7 @@ from ..inputs.profile_schema import LayerKind
 # ``docs/costs.md`` says where every term comes from and how well it fits published runs.
 
 
-MEMORY_SHARE = 0.9
-"""Share of the datasheet's memory bandwidth that streaming kernels reach."""
+MEMORY_SHARE = 0.9  # share of the datasheet's memory bandwidth that streaming kernels reach
 
 EXCHANGE_LATENCY_S = 20e-6
 
@@ -24,8 +23,7 @@ DIAGONAL_TOKENS = 64
 """Causal attention computes whole blocks on its diagonal: half a block of 128 keys too many per query."""
 
 FULL_HEAD = 128
-NARROW_HEAD = 0.5
-"""What the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``."""
+NARROW_HEAD = 0.5  # what the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``
 
 INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
 
@@ -288,12 +286,9 @@ class Uncertainty(NamedTuple):
         return f"+-{100 * self.error:.0f} %, from {self.runs} {self.of}"
 
 
-PROFILED = Uncertainty(0.05, 14, "runs with a profile")
-"""From a profile of the same model and GPUs."""
-DENSE = Uncertainty(0.06, 88, "runs of dense models")
-"""Catalog, dense models."""
-EXPERTS = Uncertainty(0.27, 26, "runs with experts")
-"""Catalog, mixture of experts."""
+PROFILED = Uncertainty(0.05, 14, "runs with a profile")  # from a profile of the same model and GPUs
+DENSE = Uncertainty(0.06, 88, "runs of dense models")  # Catalog, dense models
+EXPERTS = Uncertainty(0.27, 26, "runs with experts")  # Catalog, mixture of experts
 OTHER_GPU = Uncertainty(0.25, 11, "sets of layer times")
 """Catalog, GPUs or precisions of which no runs are published, and layers without Transformer Engine."""
 COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB200", "GB300"})

@@ -50,8 +50,7 @@ SOURCE = Path(__file__).with_name("pipelines.c")
 COMPILER = "MEGATRON_HET_COMPILER"
 FLAGS = ("-O2", "-ffp-contract=off", "-std=c99", "-shared", "-fPIC")
 """No fused multiply-add: it rounds once where Python rounds twice."""
-MOST_S = 60
-"""After this long a compiler is given up."""
+MOST_S = 60  # after this long a compiler is given up
 
 
 @cache
@@ -128,9 +127,6 @@ def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, .
 
     Args:
         inputs: Of the plan's generator (``generator_inputs``).
-
-    Raises:
-        PlannerError: The schedule cannot run this shape.
     """
     try:
         program = assemble_compute(plan, inputs)
@@ -379,11 +375,7 @@ class Pipelines:
         ]
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
-        """Returns the seconds of the iteration.
-
-        Raises:
-            PlannerError: The schedule cannot run this shape.
-        """
+        """Returns the seconds of the iteration."""
         try:
             return max([part.seconds(parameters) for part in self._parts])
         except ValueError as error:
@@ -400,11 +392,7 @@ def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Co
 def pipelines_s(
     schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
 ) -> float | None:
-    """Seconds of the iteration; None where :func:`pipelines_of` says so.
-
-    Raises:
-        PlannerError: The schedule cannot run this shape.
-    """
+    """Seconds of the iteration; None where :func:`pipelines_of` says so."""
     found = pipelines_of(schedule, shape, speeds, costs)
     return None if found is None else found.seconds(parameters)
 

@@ -35,8 +35,7 @@ from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 # What the operations of a plan's features take on every device, for the simulation of its real program.
 
 
-Device = tuple[int, Group, Unit]
-"""(stage, kind of replica, its figures)"""
+Device = tuple[int, Group, Unit]  # (stage, kind of replica, its figures)
 
 
 def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]) -> Figures:
@@ -91,8 +90,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     )
 
 
-Seats = list[list[list[Seat]]]
-"""Of every rank, by stage and replica."""
+Seats = list[list[list[Seat]]]  # of every rank, by stage and replica
 
 
 def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
@@ -114,8 +112,7 @@ def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: S
     return out
 
 
-Rows = list[tuple[float, ...]]
-"""A figure of every device and chunk."""
+Rows = list[tuple[float, ...]]  # a figure of every device and chunk
 
 
 def _passes(
@@ -218,8 +215,7 @@ def costs_of(
 # wait for each other, so how fast an operation is depends on how often the others are busy beside it.
 
 
-ROUNDS = 3
-"""Simulations after the first; each takes the overlaps of the one before."""
+ROUNDS = 3  # simulations after the first; each takes the overlaps of the one before
 _SCALED = ("forward_s", "backward_s", "attention_forward_s", "attention_backward_s")
 
 
@@ -269,12 +265,10 @@ def _scaled(costs: Costs, factors: Sequence[float]) -> Costs:
     return replace(costs, **changes)
 
 
-MOST_REMEMBERED = 500_000
-"""Compute operations of plans that are kept for other orders of the same."""
+MOST_REMEMBERED = 500_000  # compute operations of plans that are kept for other orders of the same
 WHOLE_PROGRAM = 16
 """So many operations of programs that only compute take the time of one of a program with others, which is built."""
-MOST_COUPLED = 60_000
-"""Compute operations up to which plans whose parts gather together are simulated as a whole."""
+MOST_COUPLED = 60_000  # compute operations up to which plans whose parts gather together are simulated as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +321,7 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
 
 
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """One of the candidate's equal, independent pipelines: what the others take, but for where they sit.
-
-    Raises:
-        PlannerError: the schedule cannot run this shape.
-    """
+    """One of the candidate's equal, independent pipelines: what the others take, but for where they sit."""
     plan = build_plan(estimator, candidate, estimate, one_block=True)
     return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
 
@@ -351,11 +341,7 @@ def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
 
 
 def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """The iteration time of :func:`simulate_block`, which it takes a fraction of the time to say.
-
-    Raises:
-        PlannerError: the schedule cannot run this shape.
-    """
+    """The iteration time of :func:`simulate_block`, which it takes a fraction of the time to say."""
 
     def simulate_it() -> float:
         key, known = _in_one_order(candidate), estimator.known_blocks
@@ -402,11 +388,7 @@ class _Block:
             self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
 
     def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
-        """The iteration time in the candidate's order and depths.
-
-        Raises:
-            PlannerError: the schedule cannot run this shape.
-        """
+        """The iteration time in the candidate's order and depths."""
         plan = in_order_of(self._plan, candidate)
         if self._pipelines is not None:
             return self._pipelines.seconds(programs.parameters_of(plan))
@@ -418,9 +400,6 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
 
     Parts that are alike (replicas, microbatches, links) are simulated once, so that this takes a fraction of
     the time of :func:`simulate_candidate` and says the same.
-
-    Raises:
-        PlannerError: the schedule cannot run this shape.
     """
     operations = operations_of(estimator, candidate) * candidate.blocks
     if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
@@ -470,9 +449,6 @@ def simulate_candidate(
 
     Args:
         seated: Where the plan's ranks sit, for plans that list replicas in another order than the candidate.
-
-    Raises:
-        PlannerError: the schedule cannot run this shape.
     """
     return _simulate(estimator, candidate, candidate, estimate, plan, seated)
 
@@ -508,11 +484,7 @@ def _quick_s(
 def with_costs(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
 ) -> Plan:
-    """The plan with the costs of its operations beside its prediction, for the run to compare itself with.
-
-    Raises:
-        PlannerError: the schedule cannot run this shape.
-    """
+    """The plan with the costs of its operations beside its prediction, for the run to compare itself with."""
     assert plan.predicted is not None
     program = program_of(plan)
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)

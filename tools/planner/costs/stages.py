@@ -77,8 +77,7 @@ def sizes_of_plan(plan: Plan, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[P
     return tuple(tuple(groups[kind]) for kind in sorted(groups))
 
 
-_PARTS = 1000
-"""The smallest of uneven figures in a plan is so many units; only their ratios count."""
+_PARTS = 1000  # the smallest of uneven figures in a plan is so many units; only their ratios count
 _PASSES_NEAR = 3
 """Passes whose activations are on the device under offload: of the one that runs, on the way out, on the way in."""
 

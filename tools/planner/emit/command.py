@@ -317,8 +317,7 @@ LOCAL_LAYERS = (
 """Flags of a run without Transformer Engine and Apex: all ranks need the same layers."""
 
 
-DEFAULT_BUILD = "cu130"
-"""The wheels of PyTorch that this project's requirements install."""
+DEFAULT_BUILD = "cu130"  # the wheels of PyTorch that this project's requirements install
 
 
 def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -356,11 +355,7 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
 
 
 def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
-    """Returns what ``--elastic`` asks for: plans are searched where no given one fits.
-
-    Raises:
-        PlannerError: A bad plan.
-    """
+    """Returns what ``--elastic`` asks for: plans are searched where no given one fits."""
     if not options.elastic:
         return None
     inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
@@ -368,11 +363,7 @@ def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOp
 
 
 def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
-    """Returns the plans of ``--step-batch-size-schedule``.
-
-    Raises:
-        PlannerError: A bad plan, or one of another model.
-    """
+    """Returns the plans of ``--step-batch-size-schedule``."""
     if not options.step_batch_size_schedule:
         return None
     more = load_more(options.plans)

@@ -81,9 +81,6 @@ def checked_sbatch(
     Args:
         plan: The first plan.
         nodes: Its launch.
-
-    Raises:
-        PlannerError: What cannot be.
     """
     if launch.container and launch.container.runtime != "apptainer":
         problem = (
@@ -97,11 +94,7 @@ def checked_sbatch(
 def check_elastic(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
-    """Check that the plans belong to one training, and that the job's nodes can run each of them.
-
-    Raises:
-        PlannerError: What cannot be.
-    """
+    """Check that the plans belong to one training, and that the job's nodes can run each of them."""
     if launch.doctor:
         raise PlannerError(
             "emit",

@@ -26,8 +26,7 @@ ELASTIC_SCRIPT = "elastic-node.sh"
 CONTROLLER = "controller"
 _PORT, _CONTROLLER_PORT = 29500, 29400
 _LONGEST_NAME = 63
-_RETRIES = 1000
-"""Pods of an elastic job that may be replaced: any number that a training can need."""
+_RETRIES = 1000  # pods of an elastic job that may be replaced: any number that a training can need
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,7 @@ def render(
     pods: PodOptions,
     elastic: ElasticOptions | None = None,
 ) -> dict[str, str]:
-    """Returns the files of a launch without Slurm, by name.
-
-    Raises:
-        PlannerError: see :func:`check_pods`.
-    """
+    """Returns the files of a launch without Slurm, by name."""
     check_pods(parts, kinds, launch, pods)
     texts = {} if elastic is None else {ELASTIC_SCRIPT: elastic_script(launch, elastic)}
     roles = _roles(parts, kinds, launch, pods, elastic is not None)

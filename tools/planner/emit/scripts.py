@@ -457,8 +457,7 @@ def plain_resources(
     return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
 
 
-_OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")
-"""What a plain job asks for all of its nodes."""
+_OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")  # what a plain job asks for all of its nodes
 
 
 def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
@@ -466,9 +465,6 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
 
     For clusters whose Slurm does not start heterogeneous jobs.  Ranks are put on their nodes with a
     host file, one line per task.
-
-    Raises:
-        ValueError: see ``plain_obstacle``.
     """
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:

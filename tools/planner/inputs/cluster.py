@@ -19,8 +19,7 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 MAX_GPUS = MAX_DEVICES
 MAX_GROUPS = 256
-MAX_LINKS = 10_000
-"""Bounds of a cluster file: beyond them a search would not end in any time that people wait."""
+MAX_LINKS = 10_000  # bounds of a cluster file: beyond them a search would not end in any time that people wait
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -283,11 +282,7 @@ class Cluster(BaseModel):
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster file (YAML or JSON).
-
-    Raises:
-        PlannerError: naming file, key and value.
-    """
+    """Read a cluster file (YAML or JSON)."""
     return cluster_from_document(read_yaml(path), str(path))
 
 

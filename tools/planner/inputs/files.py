@@ -149,11 +149,7 @@ def comment(text: str) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """Parsed YAML, or JSON where the name ends in ``.json``; see ``untrusted.read_yaml``.
-
-    Raises:
-        PlannerError: see ``untrusted.read_yaml``.
-    """
+    """Parsed YAML, or JSON where the name ends in ``.json``; see ``untrusted.read_yaml``."""
     try:
         return untrusted.read_yaml(path, constants_as_text=constants_as_text)
     except untrusted.FileError as error:
@@ -161,11 +157,7 @@ def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) 
 
 
 def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
-    """Parsed JSON.
-
-    Raises:
-        PlannerError: see ``untrusted.read_json``; ``hint`` says what to do.
-    """
+    """Parsed JSON."""
     try:
         return untrusted.read_json(path)
     except untrusted.FileError as error:
@@ -173,11 +165,7 @@ def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
-    """Before long work: whether a file can be written there.
-
-    Raises:
-        PlannerError: see ``untrusted.check_target``.
-    """
+    """Before long work: whether a file can be written there."""
     try:
         untrusted.check_target(path, endings)
     except untrusted.FileError as error:
@@ -199,8 +187,7 @@ _OUTPUTS: dict[str, dict[str, tuple[bytes, ...]]] = {
     "profile": {"out": (b'"megatron_het.profile"',)},
 }
 _EMITTED = {"plan.json": _PLAN, "args.sh": (b"Megatron arguments of plan",)}
-WRITING = frozenset({*_OUTPUTS, "emit"})
-"""Commands that write files which somebody names."""
+WRITING = frozenset({*_OUTPUTS, "emit"})  # commands that write files which somebody names
 
 
 def check_outputs(command: str, options: Any) -> None:
@@ -235,11 +222,7 @@ def check_outputs(command: str, options: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
-    """Write a complete file or nothing.
-
-    Raises:
-        PlannerError: see ``untrusted.write_text``.
-    """
+    """Write a complete file or nothing."""
     try:
         untrusted.write_text(path, text, executable=executable)
     except untrusted.FileError as error:
@@ -247,11 +230,7 @@ def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = Fa
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write complete JSON or nothing.
-
-    Raises:
-        PlannerError: see ``untrusted.write_json``.
-    """
+    """Write complete JSON or nothing."""
     try:
         untrusted.write_json(path, value)
     except untrusted.FileError as error:

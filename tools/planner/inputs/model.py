@@ -530,9 +530,6 @@ def load_model(
         path: The file, or a folder with a ``config.json`` or a checkpoint.
         seq_length, global_batch_size, document_lengths, precision: In place of what the file says, or where it says
             nothing.
-
-    Raises:
-        PlannerError: naming file, key and value.
     """
     file = str(path)
     if Path(path).is_dir() and (Path(path) / "config.json").is_file():

@@ -302,8 +302,7 @@ FAMILIES["qwen3_next"] = Family(
 FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
 INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
 """Models of text and pictures, whose text model is in ``text_config``."""
-HYBRID = {"nemotron_h", "qwen3_next"}
-"""Models whose layers are of several kinds."""
+HYBRID = {"nemotron_h", "qwen3_next"}  # models whose layers are of several kinds
 EXPERTS = HYBRID | {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
 NOT_OF_THE_MODEL = frozenset(
     # Of files, tokens, generation, other tasks, how weights are stored, and of numerics that change no result.

@@ -37,19 +37,14 @@ from ..errors import PlannerError, from_file_error
 # document that does not fit goes on in the next sequence.
 
 
-Lengths = int | tuple[int, ...]
-"""A mean, or a sample."""
+Lengths = int | tuple[int, ...]  # a mean, or a sample
 _SEED, _SEQUENCES, _MOST_DOCUMENTS = 0, 64, 50_000
 _MOST_PAIRS = 4_000  # pairs of ranks in a slice that are looked at
 MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 
 
 def read_lengths(given: str) -> Lengths:
-    """Returns what ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas.
-
-    Raises:
-        PlannerError: It is neither.
-    """
+    """Returns what ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas."""
     hint = "Give a mean, or a file with the lengths of some documents in tokens"
     try:
         words = [given] if given.isdecimal() else read_text(given).strip().strip("[]").replace(",", " ").split()
@@ -180,13 +175,10 @@ def shared(
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 _SIZES_OF = {MAMBA: "mamba", GATED_DELTA_NET: "delta_net", EXPERTS: "experts", LATENT_ATTENTION: "latent"}
-CONVOLUTION = 4
-"""Tokens that the convolution of a recurrent layer sees."""
-MAMBA_CHUNK, DELTA_CHUNK = 128, 64
-"""Tokens of a chunk in the kernels of recurrent layers."""
+CONVOLUTION = 4  # tokens that the convolution of a recurrent layer sees
+MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens of a chunk in the kernels of recurrent layers
 
-FlagValue = bool | int | float | str
-"""What a flag of Megatron is given: true for a flag without a value."""
+FlagValue = bool | int | float | str  # what a flag of Megatron is given: true for a flag without a value
 
 MODEL_FLAGS: dict[str, tuple[str, Any]] = {
     "activation-func-clamp-value": ("activation_func_clamp_value", None),

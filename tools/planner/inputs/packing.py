@@ -54,8 +54,7 @@ class Seat(NamedTuple):
         return (self.pool if self.first_pool < 0 else self.first_pool), self.node
 
 
-Wanted = tuple[Sequence[int], int]
-"""Rooms that a TP group may sit in, in order of preference, and its size."""
+Wanted = tuple[Sequence[int], int]  # rooms that a TP group may sit in, in order of preference, and its size
 
 
 def pack(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | None:
@@ -293,14 +292,11 @@ class Component:
 
 
 def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
-    """Fill nodes with replicas, as the planner does; a TP group never straddles two nodes.
+    """Nodes filled with replicas as the planner does, rank 0's first; a TP group never straddles two nodes.
 
     Args:
         plan: Replicas name their device kind.
         kinds: The cluster's node kinds by name.
-
-    Returns:
-        Nodes, the one with rank 0 first.
 
     Raises:
         PlannerError: An unknown kind, a TP group larger than a node, too few nodes.

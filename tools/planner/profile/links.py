@@ -72,15 +72,12 @@ def links_to_measure(seats: Sequence[Seat]) -> list[Link]:
 
 
 def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats: int = 7) -> LinkProfile | None:
-    """Measure one link; every rank of the run calls it, only ``link.ranks`` work.
+    """Measure one link on ``link.ranks``, the first of which gets it; every rank of the run calls this.
 
     Args:
         sizes: Payload sizes in bytes, as the caller of the operation sees them.
         device: Device of the buffers.
         repeats: The median over this many is kept; after one that warms up.
-
-    Returns:
-        The fitted link on ``link.ranks[0]``, None on all other ranks.
     """
     group = dist.new_group(list(link.ranks))
     rank = dist.get_rank()

@@ -277,14 +277,11 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def largest(fits: Any, limit: int = 1 << 16) -> int:
-    """Poplar's search (Algorithm 1): double until it fails, then halve the interval.
+    """Poplar's search (Algorithm 1): double until it fails, then halve the interval; 0 when nothing fits.
 
     Args:
         fits: Function of the micro batch size; False when it ran out of memory.
         limit: Stop doubling here.
-
-    Returns:
-        The largest size that fits, 0 when not even one sequence does.
     """
     good, bad = 0, None
     size = 1
@@ -305,12 +302,9 @@ def largest(fits: Any, limit: int = 1 << 16) -> int:
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit t(n) = latency + n / bandwidth to measured points, by least relative error.
+    """Latency, never negative, and bytes/s of t(n) = latency + n / bandwidth, by least relative error.
 
     Relative weights keep the small messages, which determine the latency, in the fit.
-
-    Returns:
-        (latency_s, bytes_per_s); the latency is never negative.
 
     Raises:
         ValueError: Fewer than two different sizes.
@@ -379,11 +373,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Numbers and names, before anything is imported or started.
-
-    Raises:
-        PlannerError: naming the option.
-    """
+    """Numbers and names, before anything is imported or started."""
     for option, least, most in (
         ("micro_batch_sizes", 1, 1 << 17),
         ("tp", 1, 1024),
@@ -442,8 +432,7 @@ def show_progress(line: str) -> None:
         sys.stderr.write(line + "\n")
 
 
-_TAIL = 80
-"""Lines of the workers' output in an error: torchrun's own come last, and are about thirty."""
+_TAIL = 80  # lines of the workers' output in an error: torchrun's own come last, and are about thirty
 
 
 def run_profile(

@@ -174,9 +174,6 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
 
     Args:
         given: Paths from the command line by name (plan, cluster, model, profile, watch), None where not given.
-
-    Raises:
-        PlannerError: The first one that is not there.
     """
     if not folder.is_dir():
         raise PlannerError("command line", "RUN", str(folder), "no such folder")

@@ -33,8 +33,7 @@ from ..inputs.cluster import Cluster
 # Kinds that no line of time 0 names have all of their nodes from the start.  The last time is the end of the trace.
 
 
-Pool = tuple[int, ...]
-"""Nodes of every group of the cluster file, in its order."""
+Pool = tuple[int, ...]  # nodes of every group of the cluster file, in its order
 
 _NEEDED = ("time_s", "gpu", "nodes")
 _COLUMNS = (*_NEEDED, "notice")

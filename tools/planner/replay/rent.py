@@ -24,10 +24,8 @@ from ..search.outcome import Goal, Progress, check_prices, cluster_text, estimat
 from .command import PoolPlan, add_pauses, costs_from, draw_ladder, limited, nodes_in_words, plan_of_pool, with_growth
 from .policies import Costs, Pool
 
-STEPS = 4
-"""Rungs of a kind of node at most, apart from those that take all that is left of it."""
-SHARE = 8
-"""A search takes this part of the CPU time that is left, at most."""
+STEPS = 4  # rungs of a kind of node at most, apart from those that take all that is left of it
+SHARE = 8  # a search takes this part of the CPU time that is left, at most
 DAY_S, HOUR_S = 86400.0, 3600.0
 
 
@@ -241,11 +239,7 @@ def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> Non
 
 
 def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
-    """The number of the rung that is cheapest within ``--finish-by``, or fastest within ``--budget-total`` alone.
-
-    Raises:
-        PlannerError: No rung keeps to the limits.
-    """
+    """The number of the rung that is cheapest within ``--finish-by``, or fastest within ``--budget-total`` alone."""
     hours = [rung.hours(options.train_iters or 1) for rung in rungs]
     usd = [rung.usd_per_h * each for rung, each in zip(rungs, hours)]
     fitting = list(range(len(rungs)))

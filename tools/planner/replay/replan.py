@@ -40,8 +40,7 @@ from .measured import DeviceTimes, LinkTimes, Watched, find_files, load_watched
 # them less work, put them elsewhere in the pipeline, or leave them out.
 
 
-Factors = tuple[float, float]
-"""Measured over predicted seconds of forwards and backwards."""
+Factors = tuple[float, float]  # measured over predicted seconds of forwards and backwards
 
 
 @dataclass(frozen=True, slots=True)

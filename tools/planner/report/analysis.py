@@ -23,8 +23,7 @@ from .tables import describe, unpriced
 # What a homogeneous framework would run on a mixed cluster: the plans that others are compared with.
 
 
-MOST_GROUPS = 4
-"""Up to so many node groups every choice of them is tried; beyond it all, each kind and each region."""
+MOST_GROUPS = 4  # up to so many node groups every choice of them is tried; beyond it all, each kind and each region
 
 
 def even_splits(estimator: Estimator, zero: int | None = None) -> list[Candidate]:
@@ -197,8 +196,7 @@ def _sizes(c: Candidate, pool: int) -> list[int]:
 
 MOST_PRICED = 2_000_000
 """Compute operations of an iteration up to which a plan carries their costs: to price more takes minutes."""
-PRICING_S = 2e-5
-"""CPU seconds that this takes per operation, about."""
+PRICING_S = 2e-5  # CPU seconds that this takes per operation, about
 
 
 def complete(estimator: Estimator, found: Found, notes: str = "", left_s: float = inf) -> Plan:

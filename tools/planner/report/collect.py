@@ -37,15 +37,12 @@ from .tables import summary
 # The cluster as the page draws it: who sits where, and what every link carries in an iteration.
 
 
-MAX_NODES = 256
-"""Nodes that are drawn."""
+MAX_NODES = 256  # nodes that are drawn
 MAX_LINKS = 200
 
 Seats = Sequence[Sequence[Sequence[Seat]]]
-Node = tuple[int, int]
-"""(entry of the cluster file, node within it)"""
-Flow = dict[tuple[Node, Node], float]
-"""Bytes per iteration from a node to another one."""
+Node = tuple[int, int]  # (entry of the cluster file, node within it)
+Flow = dict[tuple[Node, Node], float]  # bytes per iteration from a node to another one
 
 
 def cluster_map(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats, result: Result) -> ClusterMap:
@@ -208,8 +205,7 @@ def _links(cluster: Cluster, transfers: Flow, collectives: Flow, seconds: float)
 # A simulated iteration as the page draws it: lanes, operations, and what is left out of large plans.
 
 
-MAX_EVENTS = 40_000
-"""Operations on a page: about 2 MB, and what a browser draws without a noticeable delay."""
+MAX_EVENTS = 40_000  # operations on a page: about 2 MB, and what a browser draws without a noticeable delay
 MAX_LANES = 96
 
 COLUMNS = ("lane", "start", "duration", "label", "microbatch", "slice", "chunk", "peer", "bytes")
@@ -403,16 +399,13 @@ def collect(
     title: str,
     notes: Sequence[str] = (),
 ) -> tuple[PageData, dict[str, Any]]:
-    """The page of one plan.
+    """The page of one plan, and the figures of ``simulate --json`` that are on it.
 
     Args:
         estimator: Of the plan's cluster and model.
         candidate, estimate, seated: The plan as it is priced (``commands.priced``).
         plan: Its stages, routes and schedule.
         notes: Sentences at its end.
-
-    Returns:
-        The page, and the figures of ``simulate --json`` that are on the page.
 
     Raises:
         PlannerError: The schedule cannot run the plan's shape.

@@ -22,8 +22,7 @@ class NodeOnMap(TypedDict):
     gpus: list[list[int]]
     sent_bytes: float
     received_bytes: float
-    load: float
-    """Share of the iteration in which its network is busy, the busier direction."""
+    load: float  # share of the iteration in which its network is busy, the busier direction
 
 
 class PoolOnMap(TypedDict):
@@ -37,8 +36,7 @@ class PoolOnMap(TypedDict):
     usd_per_gpu_hour: float | None
     network_bytes_per_s: float | None
     nodes: list[NodeOnMap]
-    left_out: str
-    """What is not drawn, in words; empty when all nodes are."""
+    left_out: str  # what is not drawn, in words; empty when all nodes are
 
 
 class ZoneOnMap(TypedDict):
@@ -56,8 +54,7 @@ class LinkOnMap(TypedDict):
     second: int
     transfer_bytes: float
     collective_bytes: float
-    load: float
-    """Share of the iteration in which the busiest pair of nodes keeps its link busy."""
+    load: float  # share of the iteration in which the busiest pair of nodes keeps its link busy
     bytes_per_s: float
 
 
@@ -107,8 +104,7 @@ class TimelineData(TypedDict):
     title: str
     makespan_s: float
     lanes: list[Lane]
-    labels: list[list[str]]
-    """[mnemonic, name, group] of every kind of operation that occurs."""
+    labels: list[list[str]]  # [mnemonic, name, group] of every kind of operation that occurs
     events: dict[str, list[int]]
     left_out: list[str]
 

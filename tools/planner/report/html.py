@@ -22,11 +22,7 @@ SCRIPTS = ("tips.js", "links.js", "timeline.js")
 
 
 def write_page(page: PageData, path: str | os.PathLike[str]) -> None:
-    """Write a complete page or nothing.
-
-    Raises:
-        PlannerError: The file cannot be written.
-    """
+    """Write a complete page or nothing."""
     write_text(path, render(page))
 
 
@@ -92,10 +88,7 @@ def page_of_search(
     runners_up: Sequence[dict[str, Any]] = (),
     one_more_node: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Write the page where ``--html`` was given.
-
-    Returns:
-        ``{"html": file}``, or nothing.
+    """Write the page where ``--html`` was given; ``{"html": file}``, or nothing.
 
     Raises:
         PlannerError: A plan that the runtime does not run has no timeline.

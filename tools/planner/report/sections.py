@@ -153,8 +153,7 @@ def shown(value: float | str | None, unit: str) -> str:
 # The cluster as boxes: zones, nodes, and GPUs in the colour of their stage; links are drawn by a script.
 
 
-FULL = 0.5
-"""Load of a link from which it is drawn as a busy one."""
+FULL = 0.5  # load of a link from which it is drawn as a busy one
 
 
 def cluster_section(cluster: ClusterMap, hues: Sequence[int]) -> Iterator[Html]:
@@ -309,8 +308,7 @@ def _table(courses: Sequence[Course]) -> Html:
     return table(head, body)
 
 
-_HUES = (215, 28, 150, 280, 0, 190, 52, 325)
-"""Of up to eight stages; of more, the colour circle is divided."""
+_HUES = (215, 28, 150, 280, 0, 190, 52, 325)  # of up to eight stages; of more, the colour circle is divided
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace", "reserved")
 IDLE = {

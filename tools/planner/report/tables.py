@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2.0**30
-ROUNDING = 1e-9
-"""Share of an iteration below which a difference of two sums is nothing."""
+ROUNDING = 1e-9  # share of an iteration below which a difference of two sums is nothing
 NOTATION = (
     "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
     "microbatch, cp and ep ranks that share a sequence and experts; then the stages,\n"
@@ -33,14 +32,11 @@ NOTATION = (
     "2 replicas of one T4; @ names the zone of a kind that is in several; (4 times)\n"
     "is 4 such stages one after the other."
 )
-WORTH_SAYING = 0.3
-"""Gaps to the bound above this share are not printed."""
-HARDLY = 0.005
-"""Change of an iteration that is printed as none."""
+WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
+HARDLY = 0.005  # change of an iteration that is printed as none
 _MEMORY = {"optimizer": "optimizer state", "workspace": "temporaries", "reserved": "CUDA and NCCL"}
 """What the parts of memory are called, where their names do not say it."""
-MOST_ROWS = 100
-"""Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
+MOST_ROWS = 100  # rows of a table of stages: laying out thousands takes seconds, and nobody reads them
 
 
 def say(value: Any, options: Any, *tables: Any) -> None:

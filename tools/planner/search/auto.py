@@ -16,8 +16,7 @@ FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
-MOST_IN_USE = 2
-"""Parts that the best plans are on, to be searched."""
+MOST_IN_USE = 2  # parts that the best plans are on, to be searched
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
 
@@ -183,11 +182,7 @@ def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Ou
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
-    """Joins the results of a search.
-
-    Raises:
-        KeyboardInterrupt: It was interrupted.
-    """
+    """Joins the results of a search."""
     _add(ground.estimator, ground.goal, outcome, theirs)
     if theirs.interrupted:
         raise KeyboardInterrupt

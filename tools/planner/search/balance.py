@@ -247,15 +247,12 @@ def layer_rooms(
     last: float,
     slack: float,
 ) -> Rooms | None:
-    """How many layers fit the memory of every replica of a stage, as other candidates know it.
+    """How many layers fit every replica of a stage, as other candidates know it; None where one has no figures.
 
     Args:
         like: Everything but the stages.
         first, last: The parts of the embedding and of the head that the stage has.
         slack: In place of that of ``like``.
-
-    Returns:
-        None when a replica kind has no figures.
     """
     c = like
     point = (

@@ -29,12 +29,9 @@ Groups = tuple[tuple[Group, ...], ...]
 # dividing the layers by these rates.
 
 
-TOO_LARGE = 100.0
-"""Factor of what does not fit into memory, by far above all that does."""
-BACKWARD = 2 / 3
-"""Of a pass forward and back, the way back."""
-DOUBTFUL = 0.125
-"""Stages that lack memory for no more than this share of the layers may fit after all."""
+TOO_LARGE = 100.0  # factor of what does not fit into memory, by far above all that does
+BACKWARD = 2 / 3  # of a pass forward and back, the way back
+DOUBTFUL = 0.125  # stages that lack memory for no more than this share of the layers may fit after all
 
 
 class _Stage(NamedTuple):
@@ -377,8 +374,7 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
     return layers
 
 
-LESS = (0.5, 0.0)
-"""Slack to try, in this order, where the full slack does not fit."""
+LESS = (0.5, 0.0)  # slack to try, in this order, where the full slack does not fit
 NEARLY = 1.6 * PENALTY
 """Scores above this multiple of the best are hopeless: too slow, or more than about half too large for memory."""
 

@@ -34,8 +34,7 @@ from .pools import Limits
 from .poplar import SIZES
 from .seeds import sizes_over_replicas
 
-FEW_SIZES = 1024
-"""Where so many sizes of a pass have figures all are looked at: between measured ones a curve may bend."""
+FEW_SIZES = 1024  # where so many sizes of a pass have figures all are looked at: between measured ones a curve may bend
 _OF_A_RANK = {"gpu", "gpus_per_node", "network_bytes_per_s", "intra_node_bytes_per_s"}
 """Of a pool, what the figures of its ranks depend on."""
 

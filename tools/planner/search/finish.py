@@ -25,15 +25,11 @@ from .pools import all_gpus
 # Small changes of the best plans, judged by the simulator: it tells apart what the closed form takes for equal.
 
 
-LEAST_TRIES = 4
-"""Plans of which not even so many changes could be simulated are left as they are."""
-NEARLY_AS_GOOD = 1.03
-"""Changes that the closed form takes for worse by more than this factor are not simulated."""
-MOST_REGROUPED = 64
-"""Of plans with replicas in other places, so many that look best are priced."""
+LEAST_TRIES = 4  # plans of which not even so many changes could be simulated are left as they are
+NEARLY_AS_GOOD = 1.03  # changes that the closed form takes for worse by more than this factor are not simulated
+MOST_REGROUPED = 64  # of plans with replicas in other places, so many that look best are priced
 
-Simulate = Callable[[Candidate, Estimate, float], Found | None]
-"""Simulates a candidate, given the best value so far."""
+Simulate = Callable[[Candidate, Estimate, float], Found | None]  # simulates a candidate, given the best value so far
 
 
 def refine(
@@ -158,32 +154,24 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
 
 Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 """Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
-COMPILED = 8
-"""So many operations of 1F1B, whose loops are compiled, take the time of one of other schedules."""
-BUILT = 4
-"""One of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more."""
+COMPILED = 8  # so many operations of 1F1B, whose loops are compiled, take the time of one of other schedules
+BUILT = 4  # one of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
-MOST_CONFIRMED = 150_000
-"""Of plans with more operations the time of one of their equal pipelines stands."""
-HOPEFUL = 0.6
-"""The first finalists of a schedule are simulated if this share of their closed form is below the best."""
-UNKNOWN = 0.97
-"""Simulation over closed form that may be hoped for in a class that nothing is known of."""
+MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
+HOPEFUL = 0.6  # the first finalists of a schedule are simulated if this share of their closed form is below the best
+UNKNOWN = 0.97  # simulation over closed form that may be hoped for in a class that nothing is known of
 UNEVEN = 1.1
 """The same of large plans where stages of other schedules than 1F1B divide the microbatches in different ways: their
 closed form is far too hopeful."""
-ORDER_WINDOW = 0.03
-"""Other orders are tried for plans within this share of the best (they gain less)."""
+ORDER_WINDOW = 0.03  # other orders are tried for plans within this share of the best (they gain less)
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
 REFINED, MOST_REFINED = 1.06, 12
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
-MOST_REFINED_OF_FEW = 3
-"""As many plans of every other schedule, on small clusters; elsewhere only the best one."""
-DEEPENED = 2
-"""Plans of schedules with depths for which these are chosen, however large the plans are."""
+MOST_REFINED_OF_FEW = 3  # as many plans of every other schedule, on small clusters; elsewhere only the best one
+DEEPENED = 2  # plans of schedules with depths for which these are chosen, however large the plans are
 
 
 def finish(

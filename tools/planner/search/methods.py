@@ -32,13 +32,11 @@ from .seeds import sizes_over_replicas
 # Starting points for long sequences: regular pipelines of slices, as SlimPipe's authors train (section 6.5).
 
 
-LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of activations in main memory, in the order in which they are tried."""
+LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of activations in main memory, in the order in which they are tried
 LONG_SIZES = (1, 2, 4, 8, 16)
 _SLICES_PER_STAGE = 4
 _LEAST_TOKENS = 1024
-_BATCHES = 3
-"""Sizes of microbatches that are tried with experts over replicas."""
+_BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
 
 
 def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
@@ -163,28 +161,19 @@ def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) 
     return layers
 
 
-WORTH = 0.01
-"""A change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken."""
-LONG = 32768
-"""Sequences from which on context parallelism, the exchange and offload are tried."""
-TRIED, NEAR = 2, 1.03
-"""Plans of a schedule that are changed, the others within this factor of the best."""
-MOST_REGULAR = 3
-"""Regular plans that are changed, for long sequences."""
-MOST_STEPS = 12
-"""Changes of one plan, one after the other."""
+WORTH = 0.01  # a change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken
+LONG = 32768  # sequences from which on context parallelism, the exchange and offload are tried
+TRIED, NEAR = 2, 1.03  # plans of a schedule that are changed, the others within this factor of the best
+MOST_REGULAR = 3  # regular plans that are changed, for long sequences
+MOST_STEPS = 12  # changes of one plan, one after the other
 MOST_OPERATIONS = 4_000
 """Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
 MOST_OPERATIONS_LONG = 80_000
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of activations in main memory."""
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations in main memory
 SIZES = (2, 4, 8, 16)
-CLEAR = 0.03
-"""A change that is better by this share is taken without trying the others."""
-HOPELESS = 1.1
-"""A change that looks worse by this factor is not simulated."""
-EXCHANGING = 4
-"""To simulate an exchange takes so many times as long."""
+CLEAR = 0.03  # a change that is better by this share is taken without trying the others
+HOPELESS = 1.1  # a change that looks worse by this factor is not simulated
+EXCHANGING = 4  # to simulate an exchange takes so many times as long
 
 
 def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:

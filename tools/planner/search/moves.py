@@ -145,8 +145,7 @@ def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
     return out
 
 
-MOST_CUTS = 10
-"""Stages into which neighbouring stages of one kind are cut anew, at most."""
+MOST_CUTS = 10  # stages into which neighbouring stages of one kind are cut anew, at most
 Stages = list[dict[tuple[int, int], int]]
 
 

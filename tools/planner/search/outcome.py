@@ -315,10 +315,8 @@ def collector_paused() -> Iterator[None]:
 
 # ``--limit-s``: what of it is left for a search, and how a search is kept to it that does not look at the clock.
 
-_GRACE_S = 0.3
-"""How long after its limit a search is interrupted: it notices by itself almost always."""
-AT_LEAST_S = 1.0
-"""So much of the limit a search has at least, however long the command took to start and to read."""
+_GRACE_S = 0.3  # how long after its limit a search is interrupted: it notices by itself almost always
+AT_LEAST_S = 1.0  # so much of the limit a search has at least, however long the command took to start and to read
 WRITING_S = 2.4e-5
 """CPU seconds per GPU of the cluster that the last finalist and the plan take when the search is over, about."""
 
@@ -429,11 +427,7 @@ def model_text(model: Model) -> str:
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:
-    """Whether ``--memory-margin`` is a share.
-
-    Raises:
-        PlannerError: It is not.
-    """
+    """Whether ``--memory-margin`` is a share."""
     if not 0 < options.memory_margin <= 1:
         raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
 

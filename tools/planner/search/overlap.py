@@ -17,14 +17,11 @@ SMALL = 0.005
 
 A plan with one node more is compared with one of fewer nodes within the same share: both may have been chosen so.
 """
-PLAINER = 0.02
-"""So much longer an iteration may be for a plainer plan."""
-SHARED_BUS = 1e11
-"""Bytes per second of a GPU to its node below which TP goes over PCIe."""
+PLAINER = 0.02  # so much longer an iteration may be for a plainer plan
+SHARED_BUS = 1e11  # bytes per second of a GPU to its node below which TP goes over PCIe
 NETWORK_OFF, KIND_OFF = 0.2, 0.1
 """Shares by which the network, and the speed of one kind of GPU, may differ from the figures given."""
-MOST_WORLDS_TRIED = 24
-"""Plans that are priced with changed figures."""
+MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
 
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int]:

@@ -207,8 +207,7 @@ def _configure(book: Book, groups: Groups, few: bool, bound: float) -> None:
 # Sailor (section 4.2): the same data parallelism everywhere; dynamic programming over stages and resources.
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
-PARTS = 4
-"""A stage's replicas are dealt to GPU types in quarters (the paper enumerates all combinations)."""
+PARTS = 4  # a stage's replicas are dealt to GPU types in quarters (the paper enumerates all combinations)
 
 
 def search_sailor(

@@ -9,10 +9,8 @@ from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..inputs.cluster import Cluster, NodeGroup, ZoneLink
 
-Limits = tuple[int, ...]
-"""GPUs that may be used of each pool."""
-MOST_POOLS = 4
-"""With more pools not every choice of them is a part."""
+Limits = tuple[int, ...]  # GPUs that may be used of each pool
+MOST_POOLS = 4  # with more pools not every choice of them is a part
 
 
 def all_gpus(estimator: Estimator) -> Limits:

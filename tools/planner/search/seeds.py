@@ -20,22 +20,17 @@ TP_SIZES = (1, 2, 4, 8)
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
-DEPTHS = (1, 2, 3, 4, 6, 8, 12)
-"""Layers of a stage for which TP sizes are chosen."""
+DEPTHS = (1, 2, 3, 4, 6, 8, 12)  # layers of a stage for which TP sizes are chosen
 PIECES = 4
 """Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
 LONG_HEAD, LONG_SHARE = 1.5, 0.1
 """Layers, and share of a stage's layers, that take as long as the output layer, from which on a vocabulary is split
 from the start: layers may balance a shorter head, but not where every stage has as many."""
 MOST_WIDTHS = 24
-MOST_COMBINED = 3
-"""Of so many pools every choice of TP sizes is looked at."""
-IN_FLIGHT = 4
-"""Microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits."""
-MOST_OVER_REPLICAS = 64
-"""Replicas that share experts, at most."""
-WORTH = 1.3
-"""Seeds that look worse than the best so far by this factor are not evaluated."""
+MOST_COMBINED = 3  # of so many pools every choice of TP sizes is looked at
+IN_FLIGHT = 4  # microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits
+MOST_OVER_REPLICAS = 64  # replicas that share experts, at most
+WORTH = 1.3  # seeds that look worse than the best so far by this factor are not evaluated
 
 
 def operating_points(

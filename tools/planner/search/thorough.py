@@ -162,24 +162,17 @@ def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) 
     return True
 
 
-CLEAR = 0.01
-"""A neighbour that is better by this share is taken without looking at the others."""
-MANY = 64
-"""Neighbours that are looked at before a much better one is taken at once."""
-KEPT = 16
-"""Plans of a further part that are remembered."""
+CLEAR = 0.01  # a neighbour that is better by this share is taken without looking at the others
+MANY = 64  # neighbours that are looked at before a much better one is taken at once
+KEPT = 16  # plans of a further part that are remembered
 BRIEF = 100, 12, 80
 """Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
-MOST_LEFT_OUT = 4
-"""Nodes that are left out one after the other."""
-FEW_PARTS = 2
-"""Parts to search of a cluster without a plan that is near the one that is known."""
-MOST_SWAPPED = 10
-"""Stages of which two change places."""
+MOST_LEFT_OUT = 4  # nodes that are left out one after the other
+FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
+MOST_SWAPPED = 10  # stages of which two change places
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
-POLISHED = 1.1
-"""Plans within this factor of the best get their layers shifted one by one."""
+POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
 @dataclass(slots=True)

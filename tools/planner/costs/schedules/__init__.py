@@ -16,12 +16,10 @@ class _Other(Schedule):
     has_order = False
 
 
-PLAIN, MINISTAGES = OneFOneB(), Ministage()
-"""What the search begins with; and what shards parameters."""
+PLAIN, MINISTAGES = OneFOneB(), Ministage()  # what the search begins with; and what shards parameters
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (PLAIN, Interleaved(), MINISTAGES, SlimPipe())}
 """All of them, in the order in which they are tried."""
-STOCK = tuple(s.name for s in SCHEDULES.values() if s.is_stock)
-"""Those that Megatron-LM has."""
+STOCK = tuple(s.name for s in SCHEDULES.values() if s.is_stock)  # those that Megatron-LM has
 _PRICED: dict[str, Schedule] = {**SCHEDULES, **{name: VShaped(name) for name in V_SHAPED}}
 _OTHER = _Other()
 

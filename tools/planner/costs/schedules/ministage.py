@@ -196,8 +196,7 @@ class Ministage(Schedule):
         return found | host_parameters(self.name) if candidate.offload else found
 
 
-_Lap = tuple[list[float], list[float]]
-"""Per ministage: one microbatch, and all microbatches of the slowest replica."""
+_Lap = tuple[list[float], list[float]]  # per ministage: one microbatch, and all microbatches of the slowest replica
 
 
 def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> tuple[_Lap, _Lap, float]:

@@ -164,13 +164,11 @@ def _lead(earlier: StageTimes, stage: StageTimes, transfer_s: float) -> float:
     return left - max([f + b for f, b in zip(stage.replica_f, stage.replica_b)]) - 2 * transfer_s
 
 
-LEAST_TOKENS = 256
-"""Shorter slices are not worth their launches."""
+LEAST_TOKENS = 256  # shorter slices are not worth their launches
 EVENED = 0.45
 """With one slice per stage, the share of such waiting that long backwards beside short forwards take back: fitted to
 simulated pipelines of 2 to 8 stages."""
-LEAST_TOKENS_CHANGED = 1024
-"""Slices of plans that have been found are not made shorter."""
+LEAST_TOKENS_CHANGED = 1024  # slices of plans that have been found are not made shorter
 
 
 class SlimPipe(Schedule):
