@@ -396,7 +396,6 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     Args:
         plan: The checked plan.
         placement: Its lookup tables.
-        args: Megatron's parsed arguments; changed in place.
         rank: This world rank.
 
     Returns:

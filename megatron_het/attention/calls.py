@@ -67,7 +67,6 @@ class Reach:
 
         Args:
             keys: Tokens whose keys are there; each lies before the queries, after them, or is the queries' own.
-            batch: Sequences in the microbatch.
         """
         starts = self.starts or ((0,),)
         if len(set(starts)) == 1:
@@ -77,11 +76,7 @@ class Reach:
             yield slice(i, i + 1), blocks_of(rows, keys, own, self.window_tokens)
 
     def documents(self, rows: Span, batch: int) -> Iterator[tuple[slice, tuple[tuple[Span, int], ...]]]:
-        """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them.
-
-        Args:
-            batch: Sequences in the microbatch.
-        """
+        """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them."""
         window = rows[1] if self.window_tokens is None else self.window_tokens
         starts = self.starts or ((0,),)
         each = starts if len(set(starts)) > 1 else starts[:1]
@@ -196,7 +191,6 @@ class Call:
     Attributes:
         form: Which keys a query sees.
         keys: ``[n, b, groups, d]``, of the call's sequences.
-        values: The same of the values.
         rows: Which queries; ``EVERY`` for all of them.
         sequences: Of which sequences of the microbatch.
         run: Cached chunks, which the first of the keys are of.
@@ -333,7 +327,6 @@ def differentiate(
         calls: Those of the forward.
         mine: Gradient of the output, query, whole output and whole log-sum-exp.
         sums: What gradients of the query, of own keys and of own values are added to.
-        scale: Factor of the scores.
         cached: Is given the gradients of cached keys and values, and the sequences that they are of.
     """
     grad, query, out, lse = mine

@@ -62,7 +62,6 @@ class Scores(NamedTuple):
 
     Attributes:
         causal: Whether a query sees the keys up to its own only; queries are the last tokens of the keys.
-        scale: Factor of the scores.
         window: How many keys before its own a query of a causal call sees at most; None for all.
     """
 
@@ -101,7 +100,6 @@ class Kernel(abc.ABC):
         Args:
             q: ``[s, b, heads, d]``.
             k: ``[keys, b, groups, d]``; ``groups`` divides ``heads``.
-            v: The same of the values.
         """
 
     @abc.abstractmethod

@@ -28,7 +28,6 @@ class Run:
 
     Attributes:
         keys: ``[rows, b, groups, d]``, a view of the pool.
-        values: The same of the values.
         parts: What the rows are, in the order of the views.
     """
 
@@ -360,7 +359,6 @@ class KVCache:
         Args:
             run: The chunks, as ``runs`` gave them.
             grad_keys: Gradient of the run's keys.
-            grad_values: The same of the values.
             sequences: Of the microbatch, those that the gradients are of; None for all.
         """
         self._sequences[microbatch].totals.add(run.parts, grad_keys, grad_values, sequences)
@@ -402,7 +400,6 @@ class KVCache:
 
         Args:
             grad_keys: What the slice itself adds to the gradient of what was appended as keys; may be changed.
-            grad_values: The same of the values.
 
         Returns:
             The gradients of what was appended, from this slice and all later ones.

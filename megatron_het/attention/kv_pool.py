@@ -89,7 +89,6 @@ class GradientTotals:
     """Holds what the later slices of one microbatch have added up, by slice.
 
     Args:
-        batch: Sequences of the microbatch.
         rows_of: How many rows the chunk of a slice has.
     """
 
@@ -107,7 +106,6 @@ class GradientTotals:
         Args:
             parts: Rows of chunks, in the order of the gradients.
             grad_keys: ``[rows, b, ...]``.
-            grad_values: The same of the values.
             sequences: Of the microbatch, those that the gradients are of; None for all.
         """
         if grad_keys.shape[1] == self._batch:
@@ -154,7 +152,6 @@ class Place:
 
     Attributes:
         keys: ``[rows, batch, ...]``.
-        values: The same of the values.
         at: First row in the slab; -1 with memory of its own.
     """
 
@@ -205,7 +202,6 @@ class KVPool:
 
         Args:
             key: ``[rows, batch, ...]``.
-            value: The same of the values.
             from_bottom: Which side of the slab to search from.
             at: The first row, if those are free; -1 for any.
 

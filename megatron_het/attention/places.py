@@ -60,7 +60,6 @@ class Rotation:
 
     Attributes:
         cos: ``[s, 1, 1, r]`` in the type of queries and keys, of which the first ``r`` channels are rotated.
-        sin: The same of the sines.
         interleaved: Whether neighbouring channels are a pair; otherwise a pair is half of ``r`` apart.
     """
 
@@ -106,7 +105,6 @@ class Rotations:
     """The rotations of slices, out of the table of angles that a model gives to its layers.
 
     Args:
-        config: Megatron's, of the model.
         factor: What cosines and sines are multiplied with (YaRN).
     """
 
@@ -129,7 +127,6 @@ class Rotations:
 
         Args:
             table: Angles ``[length, 1, 1, r]`` of the sequence; Megatron keeps and repeats one tensor.
-            blocks: Tokens of the slice.
 
         Returns:
             None where sequences have angles of their own, which their layers then see to.
@@ -310,7 +307,6 @@ class SliceContext:
     Attributes:
         cache: Holds the slices before this one; gets this one.
         microbatch: Key in the cache.
-        scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
         parallel: The ranks that share the slice, None for this one alone.
         reach: Documents and window that limit what queries see.
@@ -353,7 +349,6 @@ class Place(Protocol):
 
         Args:
             own: The slice's own keys and values.
-            batch: Sequences of the microbatch.
             others: Whether the rows are those of the other ranks.
         """
 

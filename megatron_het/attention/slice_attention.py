@@ -197,7 +197,6 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: 
 
     Args:
         begins: First own token of every slice up to this one, as the cache counts.
-        tokens: Own ones of this slice.
         placed: Who has which tokens of each slice, where documents say it.
 
     Returns:
@@ -238,7 +237,6 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
 
     Args:
         begins: First own token of every slice up to this one, as the cache counts.
-        tokens: Own ones of this slice.
     """
     held: list[list[Span]] = [[] for _ in range(sharing.size)]
     queries: list[list[Span]] = []
@@ -351,7 +349,6 @@ def slice_attention(
         query: ``[s, b, heads, d]`` of this slice.
         key: ``[s, b, groups, d]`` of this slice; ``groups`` divides ``heads``.  What a :class:`LatentCache` holds has
             another shape.
-        value: The same of the values.
         context: Everything else.
         sink: Score of a further key of value zero, for each of ``heads``; None without.
 

@@ -256,7 +256,6 @@ class _Maker:
     Args:
         base: Model and numerics.
         words: Megatron's flags.
-        folder: For files.
         least_zero: The first ZeRO stage to try.
     """
 

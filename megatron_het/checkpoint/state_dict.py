@@ -87,7 +87,6 @@ class StateDictHook:
     """Builds the replacement of ``megatron.training.checkpointing.generate_state_dict``.
 
     Args:
-        tied_embeddings: Whether input and output embeddings share their weights.
         copies: Copies in host memory of those of given parameters that are not whole; None where all are.
     """
 

@@ -260,6 +260,5 @@ def unmet(flags: tuple[Flag, ...], args: object) -> tuple[Flag, ...]:
 
     Args:
         flags: What :func:`platform_flags` returned.
-        args: The namespace.
     """
     return tuple(flag for flag in flags if flag.required and getattr(args, flag.attribute) != flag.value)

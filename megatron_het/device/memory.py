@@ -28,7 +28,6 @@ class Region:
     """Live bytes over one visit of a region.
 
     Attributes:
-        name: The region's name.
         start_bytes: Live on entry.
         peak_bytes: The most that were live at once; final when the region has been left.
         end_bytes: Live on exit.
@@ -147,11 +146,7 @@ class CpuMemoryMeter(MemoryMeter):
         self._mode.__enter__()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of tensors that existed before, such as parameters.
-
-        Args:
-            tensors: Any tensors; a storage counts once however many of them share it.
-        """
+        """Count the storages of tensors that existed before, such as parameters."""
         for tensor in tensors:
             self._storages.adopt(tensor)
 

@@ -26,7 +26,6 @@ class GradientFinalizer:
     """Replaces ``config.finalize_model_grads_func``; ends in upstream's own function.
 
     Args:
-        tied_embeddings: Whether input and output embeddings share their weights.
         divisor: What losses were divided by (``Plan.loss_divisor``).
     """
 

@@ -337,7 +337,6 @@ def build_groups(
     Every group is created by its members only; nobody waits for ranks that it shares no group with.
 
     Args:
-        tied_embeddings: Whether input and output embeddings share their weights.
         timeout_s: Bound on the creation of a group and on every operation on it, in seconds.
         use_gloo_groups: Also create a gloo twin of the data-parallel group when the default
             backend is another one (Megatron's optimizer checkpoints gather over it).

@@ -46,7 +46,6 @@ class ShardedParameter:
     """Holds what the exchange needs to know about a parameter on this rank.
 
     Attributes:
-        name: For messages.
         tensor: The local tensor (a gradient or a weight), modified in place; without rows along ``dim`` where it
             belongs to an expert of other ranks.
         dim: Partition dimension, or -1 when every TP rank holds the whole parameter.

@@ -38,11 +38,7 @@ _SCALE = 2.5  # of the weights: large enough that what the model computes decide
 
 
 def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
-    """Losses of causal attention and an MLP, computed in ``dtype``, with plain gradient descent in at least fp32.
-
-    Args:
-        device: A torch device.
-    """
+    """Losses of causal attention and an MLP, computed in ``dtype``, with plain gradient descent in at least fp32."""
     import torch
 
     kept = torch.promote_types(dtype, torch.float32)

@@ -315,7 +315,6 @@ class Result:
     """Holds what an operator did.
 
     Attributes:
-        outputs: Its tensors.
         kind: ``tuple`` or ``list`` of them, ``None`` for a single one.
     """
 

@@ -44,7 +44,6 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences of zeros.
 
     Args:
-        count: Number of them.
         has_mask: Whether they bring an attention mask, for which TP ranks wait.
     """
 
@@ -68,11 +67,7 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _samples_provider(args: Any) -> Callable[..., tuple[Any, ...]]:
-    """A datasets provider for ``pretrain``.
-
-    Args:
-        args: Megatron's validated arguments.
-    """
+    """A datasets provider for ``pretrain``."""
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
         from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -122,7 +117,6 @@ def join_alone(rank: int, world_size: int, backend: str) -> None:
     """Start ``torch.distributed`` with groups whose other members do not exist.
 
     Args:
-        world_size: Ranks of the plan.
         backend: What ``get_backend`` says: the backend of the run that this one stands for.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend

@@ -235,7 +235,6 @@ class Traffic:
 
         Args:
             func: An overload of ``torch.ops.c10d``.
-            args: Its arguments.
         """
         name = func._schema.name.removeprefix("c10d::")
         if name in _POINT_TO_POINT:

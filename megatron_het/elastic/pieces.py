@@ -176,7 +176,6 @@ def collect(
     """This rank's state as it is now.
 
     Args:
-        models: The model chunks as Megatron trains them.
         blocks: What :func:`blocks_of` returned for these models, if it is known.
         is_updated: Whether an update may have been made whose parameters travel with the next forward
             (``--overlap-param-gather``): until then a rank has new values of its own part only.
@@ -218,7 +217,6 @@ def prepare(
     """The state that a new rank needs, with room for it: the optimizer's state is made where it is lazy.
 
     Args:
-        models: The model chunks as Megatron trains them.
         optimizer: Megatron's.  Its state is nothing but room after this.
         kinds: Names of the optimizer's states with their data types, by parameter name, as those who hold them say.
         blocks: What :func:`blocks_of` returned for these models.

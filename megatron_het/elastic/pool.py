@@ -198,7 +198,6 @@ class GivenFirst(Planner):
     What was measured is the other planner's alone: the list says nothing of devices that have become slow.
 
     Args:
-        given: The list.
         other: Asked where no plan of the list fits.
     """
 

@@ -315,7 +315,6 @@ def limited(cluster: dict[str, Any], pool: Sequence[Process]) -> dict[str, Any]:
     """The cluster file's document with the nodes that are there.
 
     Args:
-        cluster: The document.
         pool: Processes that may be used; a node's kind is its processes' device.
 
     Raises:

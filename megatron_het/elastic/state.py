@@ -242,7 +242,6 @@ class Snapshot:
     """Holds what one rank held after an iteration; JSON values but for the pieces.
 
     Attributes:
-        iteration: Iterations that were done.
         rank: Of the plan under which it was taken.
         topology: Hash of that plan's topology.
         common: What is the same on all ranks.

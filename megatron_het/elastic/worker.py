@@ -112,8 +112,6 @@ class Setting:
     """Holds what an agent tells a worker that it starts.
 
     Attributes:
-        node: Name of the node.
-        device: Kind of the device.
         folder: For files of its own.
         copy_every: See :class:`Copies`.
         timeout_s: Bound on every wait of a change.

@@ -36,7 +36,6 @@ def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) ->
     Args:
         history: One entry per generation, as in ``FOLDER/state.json``.
         reached: Iterations that are done now.
-        now_s: Wall clock, in seconds.
     """
     parts = _parts(history, reached, now_s)
     if not parts:
@@ -94,7 +93,6 @@ def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | 
 
     Args:
         entry: The generation's, of the history.
-        now_s: Wall clock, in seconds.
     """
     opened = entry.get("opened", {}).values()
     if not opened:
@@ -305,7 +303,6 @@ def against(
 
     Args:
         present: The plan that runs.
-        now_s: Wall clock, in seconds.
         rates: At which state moves; None for assumed ones.
 
     Returns:

@@ -455,7 +455,6 @@ class Feature:
 
         Args:
             program: With the operations of the features before this one.
-            speeds: Relative speed of each device; None for equal ones.
 
         Raises:
             ValueError: The program cannot have the feature.

@@ -332,9 +332,7 @@ def assemble(
 
     Args:
         shape: Stages, chunks, replicas, microbatches, slices.
-        schedule: Name of a generator.
         features: What the program has besides; the passes run in this order.
-        speeds: Relative speed of each device; None for equal ones.
         transfers: Where receives go (``add_transfers``), or "none" for a program without transfers.
 
     Raises:

@@ -177,7 +177,6 @@ def segments(full_size: int, tp: int, tp_rank: int, stride: Stride = 1) -> list[
     """The segments of a shard in local order.
 
     Args:
-        full_size: Size of the full parameter along the partition dimension.
         tp_rank: Rank within it.
         stride: The blocks that are each split over the ranks (2 for gated weights).
     """
@@ -248,11 +247,7 @@ def expert_name(name: str) -> ExpertName | None:
 
 
 def held_experts(experts: int, cut: Cut, expert_rank: int) -> range:
-    """Numbers in the layer of the experts that a rank holds.
-
-    Args:
-        expert_rank: Position of the rank in its expert group.
-    """
+    """Numbers in the layer of the experts that a rank holds."""
     each = experts // cut.ep
     first = expert_rank // cut.expert_tp * each
     return range(first, first + each)
@@ -264,10 +259,7 @@ def expert_segments(
     """The segments that a rank holds of a parameter of one expert; none of an expert that it does not hold.
 
     Args:
-        full_size: Size of the full parameter along the partition dimension.
-        expert_rank: Position of the rank in its expert group.
         stride: As of :func:`segments`.
-        expert: Number in the layer.
     """
     if expert not in held_experts(experts, cut, expert_rank):
         return []

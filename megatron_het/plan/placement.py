@@ -278,7 +278,6 @@ def shares(seconds: Sequence[float], total: int) -> list[int]:
 
     Args:
         seconds: Time of one microbatch on each replica, forward and backward.
-        total: Microbatches of the stage.
 
     Raises:
         PlanError: A time that is not positive, or fewer microbatches than replicas.
@@ -304,7 +303,6 @@ def route(
 
     Args:
         seconds: ``seconds[s][q]``: time of one microbatch on replica q of stage s.
-        total: Microbatches of an iteration.
         counts: Shares per stage and replica; by default those of :func:`shares`.
     """
     completed = [(0.0, m) for m in range(total)]  # all are there for the first stage

@@ -27,7 +27,6 @@ class PlanError(ValueError):
         where: The field or option, e.g. ``stages[1].replicas[0].ranks``.
         value: What was found there.
         problem: Why it is wrong.
-        hint: What to do about it.
     """
 
     def __init__(self, where: str, value: object, problem: str, hint: str = "") -> None:

@@ -124,8 +124,6 @@ class Channels:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen.
 
         Args:
-            dst: Rank that gets it.
-            label: For messages.
             after: The send begins when the compute stream has come so far; None for all that it was given.
         """
         self._drop_finished_sends(dst)
@@ -151,9 +149,6 @@ class Channels:
         """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it.
 
         Args:
-            target: Is filled.
-            src: Rank that sends.
-            label: For messages.
             after: See :meth:`send`.
         """
         host = None

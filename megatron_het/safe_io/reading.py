@@ -27,7 +27,6 @@ class FileError(ValueError):
     Attributes:
         where: Place inside the file, e.g. ``line 3``; empty when the file as a whole is meant.
         problem: What is wrong.
-        hint: What to do about it.
     """
 
     def __init__(self, path: object, where: str, problem: str, hint: str = "") -> None:

@@ -83,9 +83,7 @@ class Costs:
         forward_s: ``[device][chunk]`` forward of one microbatch, without causal attention when
             ``attention_forward_s`` is given.  Embedding and output layer belong to the first and last chunk
             (:meth:`of` adds them), unless the program has EMBED_* and VOCAB_* operations.
-        backward_s: the same for the backward.
         attention_forward_s: ``[device][chunk]`` causal attention of one microbatch.
-        attention_backward_s: the same for the backward.
         weight_share: share of ``backward_s`` that computes weight gradients; attention has none.
         vocab_forward_s: per device, its part of VOCAB_FORWARD of one microbatch.
         vocab_backward_s: the same for VOCAB_BACKWARD.
@@ -205,9 +203,7 @@ class Costs:
             shape: gives the layers per device and chunk.
             layer_forward_s: per device, one transformer layer and microbatch (without attention when that is
                 given apart).
-            layer_backward_s: the same for the backward.
             attention_forward_s: per device, causal attention of one layer.
-            attention_backward_s: the same for the backward.
             embedding_forward_s, embedding_backward_s: added to the first chunk of the model.
             head_forward_s, head_backward_s: added to the last chunk of the model.
             head_speeds: per device, divides embedding and head times (1 by default).

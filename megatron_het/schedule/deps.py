@@ -220,7 +220,6 @@ class Dependencies:
     """The dependency function of one shape.
 
     Args:
-        shape: the shape of the program.
         first_inputs: what features make forwards of the first chunk need (``kinds.Rules``).
         last_gradients: the same of backwards of the last chunk.
         units: units per slice in which attention moves (``Program.attention_units``).

@@ -139,7 +139,6 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
 
     Args:
         program: a complete program (with transfers, unless they should cost nothing).
-        costs: durations, links, memory.
         graph: of the program, when the caller has it already.
 
     Raises:

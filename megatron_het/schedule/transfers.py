@@ -37,7 +37,6 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
 
     Args:
         program: without transfers.
-        speeds: relative speed of each device, which shapes the global order.
         order: ``"global"``, see above; ``"late"`` posts every receive right before its use, as many
             implementations do: not safe on every transport, kept for comparison.
 
@@ -243,7 +242,6 @@ def timed_inserts(
 
     Args:
         program: without transfers.
-        speeds: relative speed of each device, None for equal ones.
         moments: from the graph, and start and end of its operations.
         forward: where the inserts of forward moments go.
         backward: where those of backward moments go.

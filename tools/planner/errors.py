@@ -60,7 +60,6 @@ def validated(model: type[Any], document: Any, file: str, place: tuple[str | int
 
     Args:
         model: A pydantic model, or a dataclass.
-        document: Parsed YAML or JSON.
         place: Where in the file the document is.
     """
     from pydantic import TypeAdapter, ValidationError

@@ -182,7 +182,6 @@ class ContextExchange:
         Args:
             modules: Slice attention of every chunk, in layer order.
             models: The chunks, not wrapped.
-            sequences: Sequences of a microbatch.
             kernels: Names of the attention kernels to choose from; nothing for all.
         """
         self._kernels = kernels

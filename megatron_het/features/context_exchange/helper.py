@@ -125,7 +125,6 @@ def attend_backward(
     Args:
         mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
         keys: (keys, values) of the pieces.
-        scale: Factor of the scores.
     """
     total, grads = Sum(mine[1]), []
     for key, value in keys:
@@ -148,7 +147,6 @@ class Reached:
     Attributes:
         reach: What limits it.
         rows: Tokens of the sequence that the queries are, in the order of their rows.
-        keys: The same of the keys and values.
     """
 
     reach: Reach
@@ -190,7 +188,6 @@ def attend_reached_backward(
         mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
         parts: (keys, values) that the queries attend to here.
         reached: Whose attention it is.
-        scale: Factor of the scores.
     """
     query, (keys, values) = mine[1], _joined(parts)
     sums = Sum(query), Sum(keys), Sum(values)

@@ -39,7 +39,6 @@ class ContextExchangeFeature(RuntimeFeature):
     """Gives attention away and computes it for others.
 
     Args:
-        sequences: Sequences of a microbatch.
         limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
             unequal length; None where all slices of all iterations are alike.
     """

@@ -83,7 +83,6 @@ class DocumentStarts:
 
         Args:
             microbatches: Of the iteration; each has been noted on some rank.
-            sequences: How many sequences a microbatch has.
             device: What collectives of all ranks run on.
         """
         most = max(map(sequences, range(microbatches)))

@@ -290,7 +290,6 @@ class Experts(RuntimeFeature):
     the ranks that have it, and Megatron divides by the number of microbatches of the batch.
 
     Args:
-        cut: How this rank's replica cuts weights.
         passes: Which pass runs, and into how many a microbatch is divided.
         layers: That the log has a place for.
         whole: Whether balancing losses have to be put together from several passes or ranks.

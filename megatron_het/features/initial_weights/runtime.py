@@ -163,8 +163,6 @@ class InitialWeightsByName(RuntimeFeature):
     """Draws weights when a chunk's names are known.
 
     Args:
-        cut: How this rank's replica cuts weights.
-        expert_rank: This rank's position in its expert group.
         experts: Of a layer; 0 without layers of experts.
         in_blocks: Whether the values do not depend on the size of the tensor that they are drawn in.
     """

@@ -107,7 +107,6 @@ def slimpipe(
 
     Args:
         shape: where a stage has several chunks, ``slices`` must be a multiple of the number of stages.
-        speeds: relative speed of each device, used with several replicas.
         order: with stages that divide the microbatches differently, one of
             :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 

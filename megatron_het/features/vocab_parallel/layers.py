@@ -178,7 +178,6 @@ class VocabularyShard:
         """The shard of a rank.
 
         Args:
-            rank: A world rank.
             vocab_size: Padded, so that it divides over the stages (``plan.rows``).
         """
         where, plan = placement.locate(rank), placement.plan

@@ -170,7 +170,6 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
 
     Args:
         program: without transfers.
-        speeds: relative speed of each device, for the replay.
 
     Raises:
         ValueError: the program has split embeddings or transfers already.
@@ -225,7 +224,6 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
 
     Args:
         program: without transfers.
-        speeds: relative speed of each device, for the replay.
 
     Raises:
         ValueError: the program has vocabulary operations or transfers already.

@@ -77,7 +77,6 @@ class Hello:
     """Holds what a rank says once.
 
     Attributes:
-        rank: World rank.
         device: Number of its replica, counted through the stages.
         host: Name of its machine.
         clock: Ranks with equal ones read one clock.

@@ -142,7 +142,6 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
 
     Args:
         shape: one chunk per stage, no slices.
-        speeds: relative speed of each device; all equal by default.
 
     Raises:
         ValueError: chunks or slices, or ``speeds`` do not fit the devices.
@@ -173,7 +172,6 @@ def zb_v(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | 
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
-        speeds: relative speed of each device; all equal by default.
 
     Raises:
         ValueError: another shape, or ``speeds`` do not fit the devices.
@@ -186,7 +184,6 @@ def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] 
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
-        speeds: relative speed of each device; all equal by default.
 
     Raises:
         ValueError: another shape, or ``speeds`` do not fit the devices.

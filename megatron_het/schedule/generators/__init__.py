@@ -25,7 +25,6 @@ def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameter
     """The compute order of a schedule.
 
     Args:
-        name: a key of :data:`GENERATORS`.
         shape: stages, chunks, replicas, microbatches, slices.
         forward_only: the evaluation program: forward operations only.
         **parameters: of the generator, see its documentation.

@@ -92,7 +92,6 @@ def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: 
     Args:
         shape: the whole shape.
         parts: of the shape (:func:`parts_of`).
-        speeds: relative speed of each device of the whole shape.
         make: ``make(shape, speeds)``, the orders of one part alone.
     """
     made: dict[tuple[Shape, tuple[float, ...]], Orders] = {}
@@ -159,7 +158,6 @@ class Speeds:
 
     Attributes:
         forward_s: ``forward_s[device][chunk]``, time of one forward of one slice.
-        backward_s: the same for the backward.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -196,9 +194,6 @@ def merge(
     Whenever a device is free it runs its next backward or its next forward, a forward only while fewer than
     ``limits[device]`` forwards wait for their backward.  The result runs without deadlock because it has
     been run.
-
-    Args:
-        order: one of :data:`ORDERS`.
 
     Raises:
         ValueError: the orders and limits cannot run (a limit below what the schedule needs).

@@ -219,7 +219,6 @@ def one_f_one_b(
 
     Args:
         shape: one chunk per stage, no slices.
-        speeds: relative speed of each device, used with several replicas; all equal by default.
         slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
         order: how that simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
         depths: by boundary between stages, how many more microbatches the stage before it has in flight than the
@@ -390,7 +389,6 @@ def interleaved(
     Args:
         shape: no slices.
         group: microbatches of a pipeline per group, at least the number of stages (the default).
-        speeds: relative speed of each device, used with several replicas.
         order: how the simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 
     Raises:

@@ -229,11 +229,7 @@ def _cut(pattern: str, path: tuple[Place, ...], layers: tuple[tuple[int, ...], .
 
 
 def layers_at(candidate: Candidate, pattern: str) -> tuple[tuple[str, ...], ...]:
-    """The layers of a hybrid model in every chunk of every stage, as symbols.
-
-    Args:
-        pattern: The model's.
-    """
+    """The layers of a hybrid model in every chunk of every stage, as symbols."""
     counts = tuple(chunk_layers(stage.layers, candidate.chunks_of(s)) for s, stage in enumerate(candidate.stages))
     return _cut(pattern, tuple(candidate.path), counts)
 
@@ -289,11 +285,7 @@ class Unit:
     kinds: tuple[tuple[Unit, tuple[int, ...]], ...] = ()
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
-        """A figure of a layer, summed over the layers of every chunk of a stage.
-
-        Args:
-            name: The figure.
-        """
+        """A figure of a layer, summed over the layers of every chunk of a stage."""
         if not self.kinds:
             return [n * getattr(self, name) for n in layers]
         rows = [[n * getattr(unit, name) for n in counts] for unit, counts in self.kinds]
@@ -539,8 +531,6 @@ def allocate(times: list[float], counts: list[int], total: int) -> tuple[float, 
 
     Args:
         times: Seconds per microbatch of each kind of replica.
-        counts: Replicas of each kind.
-        total: Microbatches to give away.
 
     Returns:
         (time of the slowest, largest number per replica of each kind), or None when some replica

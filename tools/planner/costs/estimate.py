@@ -185,11 +185,7 @@ class Estimator(OperatingPoints):
         return {}
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
-        """Returns what ``simulate`` says of the candidate, asked once.
-
-        Args:
-            whole: Of the whole plan, not of one of its equal pipelines.
-        """
+        """Returns what ``simulate`` says of the candidate, asked once."""
         key = candidate, whole
         if key not in self.known_seconds:
             try:

@@ -349,7 +349,6 @@ class LayerCost:
 
     Attributes:
         forward_s, backward_s: Seconds per microbatch; backward includes recomputation.
-        parameters: Parameters of the rank.
         activation_bytes: Kept from forward to backward, per microbatch in flight.
         workspace_bytes: Temporary memory beyond that.
         attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.

@@ -46,7 +46,6 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """The value at ``x``.
 
     Args:
-        xs: Two or more, ascending.
         x: Between the first and the last of them.
     """
     steps = [b - a for a, b in zip(xs, xs[1:])]

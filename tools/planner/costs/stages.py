@@ -441,7 +441,6 @@ def state_shards(
     Experts over replicas have fewer copies than other weights.
 
     Args:
-        count: Parameters of the rank.
         shards: Ranks with copies of the other weights.
     """
     if not candidate.spans(group):

@@ -168,7 +168,6 @@ def emit(
         kinds: Node kinds by name (the plan's device names, unless ``gpu`` says otherwise).
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
-        header: Comment lines for args.sh.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
         elastic: Of an elastic job, which is written besides.
         turns: Of a training whose batch size changes.
@@ -261,7 +260,6 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     """Carry out the command.
 
     Args:
-        options: Parsed options.
         model: A ``tools.planner.inputs.model.Model``.
         cluster: A ``tools.planner.inputs.cluster.Cluster``.
 
@@ -326,7 +324,6 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     Args:
         plan: Its replicas name their kinds.
         cluster: A ``tools.planner.inputs.cluster.Cluster``.
-        extra: The user's further flags.
 
     Raises:
         PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks.

@@ -298,7 +298,6 @@ def args_sh(
     Args:
         plan_file: Path of plan.json as ranks see it.
         groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
-        header: Comment lines.
         elastic: Whether there is ``ELASTIC_ARGS`` as well, for an elastic job, whose plan changes.
         turns: The other plans of a training whose batch size changes.
     """

@@ -310,7 +310,6 @@ class GpusOfNode(BaseModel):
     """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group.
 
     Attributes:
-        type: Kind of GPU.
         count: How many of them a node has.  Entries follow each other as devices do on the PCI bus.
         max_gpus, usd_per_gpu_hour, intra_node_bytes_per_s, host_bytes_per_s: As of a node group, for this kind.
         gres: Slurm's name for this kind.

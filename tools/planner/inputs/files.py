@@ -193,9 +193,6 @@ WRITING = frozenset({*_OUTPUTS, "emit"})  # commands that write files which some
 def check_outputs(command: str, options: Any) -> None:
     """Before anything is read: no file that a command writes replaces one that it reads, or one of another kind.
 
-    Args:
-        options: Its parsed options.
-
     Raises:
         PlannerError: Such a file is there, and ``--force`` was not given.
     """

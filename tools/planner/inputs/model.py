@@ -363,7 +363,6 @@ class Model(BaseModel):
         """Forward FLOPs of one layer for ``tokens`` tokens of one sequence (with experts: the mean layer).
 
         Args:
-            tokens: Tokens of the slice.
             context: Average number of keys per query; half the sequence by default (causal).
         """
         if self.kinds:

@@ -205,7 +205,6 @@ class Part:
 
     Args:
         settings: The profiling run.
-        point: What to build.
         layers: Of a transformer layer, how many in turn.
 
     Attributes:

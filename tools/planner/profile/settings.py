@@ -447,7 +447,6 @@ def run_profile(
     Args:
         environment: Variables besides this process's own.
         module: Module and leading arguments after ``torchrun -m``.
-        on_line: Called with every progress line.
 
     Raises:
         PlannerError: Settings that cannot be measured, or workers that failed; the file then

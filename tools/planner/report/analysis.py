@@ -263,11 +263,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
 
 
 def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progress) -> list[dict[str, Any]]:
-    """The search again with one node more of each kind.
-
-    Args:
-        progress: Its limit is that of each search; its text says which one runs.
-    """
+    """The search again with one node more of each kind."""
     out = []
     for p, node in enumerate(estimator.cluster.nodes):
         wider = node.model_copy(
@@ -321,7 +317,6 @@ def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress
 
     Args:
         mine: The plan, which comes first.
-        progress: Its limit is that of each search; its text says which one runs.
     """
     even = best_even_split(estimator, goal)
     rows = [row_of(estimator, "this plan", mine, mine)]

@@ -264,7 +264,6 @@ class Schedule:
 
         Args:
             count: Its parameters.
-            shards: Replicas of its stage with its TP size.
         """
         element, copies = estimator.model.element_bytes, estimator.runtime.extra_parameter_copies
         parameters, gradients = count * element, count * 4.0
