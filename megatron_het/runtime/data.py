@@ -8,11 +8,13 @@ replica keeps those that the plan routes to it.  Resuming needs nothing but
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -303,6 +305,8 @@ def routed_provider(
         keywords = {} if vp_stage is None else {"vp_stage": vp_stage}
         with at_chunk(vp_stage):
             datasets = provider(num_samples, **keywords)
+        for dataset in datasets:
+            draw_by_sample(dataset)
         consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
         train, *others = (
             _iterator(args, dataset, start, microbatches, batches_of, loader_type)
@@ -315,6 +319,28 @@ def routed_provider(
     # Megatron reads this mark to call the provider on every rank.
     provide.is_distributed = is_distributed or lacking > 0  # type: ignore[attr-defined]
     return provide
+
+
+def draw_by_sample(dataset: Any) -> None:
+    """Let fill-in-the-middle (``--fim-data``) depend on the sample alone.
+
+    Megatron's numbers go on with every sample that a process reads.  Ranks with tokens and ranks with labels read
+    different ones, and would rearrange a sample in different ways.
+
+    Args:
+        dataset: What a provider gave; all others stay as they are.
+    """
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+    for part in getattr(dataset, "datasets", (dataset,)):
+        if isinstance(part, GPTFIMDataset):
+            query = functools.partial(_query_drawn, part, part._query_document_sample_shuffle_indices)
+            part._query_document_sample_shuffle_indices = query
+
+
+def _query_drawn(dataset: Any, query: Callable[[int], Any], index: int) -> Any:
+    dataset.np_rng = np.random.RandomState([dataset.config.random_seed, index])
+    return query(index)
 
 
 def _build_nothing(provider: Callable[..., Any] | None, num_samples: Sequence[int | None]) -> None:

@@ -2,15 +2,24 @@
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_het.distributed import PairGroups, PlanGroups
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.runtime.data import Reports, RoutedBatchSampler, SkippingIterator, of_whole_stage, routed_loader
+from megatron_het.runtime.data import (
+    Reports,
+    RoutedBatchSampler,
+    SkippingIterator,
+    draw_by_sample,
+    of_whole_stage,
+    routed_loader,
+)
 from megatron_het.runtime.executor import add_all_gradients, copies_of, drop_copies
 
 
@@ -34,6 +43,33 @@ def test_routed_loader_keeps_the_loaders_settings() -> None:
     routed = routed_loader(stock, [1], [1, 1])
     assert [b[0].tolist() for b in routed] == batches(8)[1::2]
     assert routed.collate_fn is stock.collate_fn
+
+
+def test_ranks_rearrange_a_sample_alike_whatever_they_have_read_before() -> None:
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+    def dataset() -> Any:
+        found = object.__new__(GPTFIMDataset)
+        text = SimpleNamespace(
+            ids_to_text=lambda ids, remove_special_tokens: "".join(map(chr, ids)),
+            text_to_ids=lambda words: map(ord, words),
+        )
+        found.config = SimpleNamespace(random_seed=1, tokenizer=SimpleNamespace(_tokenizer=text))
+        found.np_rng = np.random.RandomState(1)
+        found.shuffle_index, found.document_index = np.arange(4)[::-1], np.arange(5)
+        found.sample_index = np.array([[i, 0] for i in range(5)])
+        found.dataset = SimpleNamespace(get=lambda i, offset=0, length=None: 10 + np.arange(9) + 20 * i)
+        found.fim_rate, found.fim_spm_rate = 1.0, 0.5
+        found.fim_split_sample, found.no_fim_prefix = None, None
+        found.prefix_tok_id, found.middle_tok_id, found.suffix_tok_id, found.pad_tok_id, found.eod_tok_id = range(5)
+        draw_by_sample(SimpleNamespace(datasets=[found]))
+        return found._query_document_sample_shuffle_indices
+
+    tokens, labels = dataset(), dataset()
+    assert (tokens(1)[0] < 5).any()  # it is rearranged
+    for sample in (3, 0, 2):
+        assert tokens(sample)[0].tolist() == labels(sample)[0].tolist()
+        labels(1)
 
 
 class Epochs:
