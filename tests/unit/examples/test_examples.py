@@ -44,6 +44,7 @@ def test_an_example_plans_checks_and_emits(name: str, tmp_path: Path) -> None:
     for target in targets:
         script = "train.sbatch" if target == "run" else f"{target}.yaml"
         assert (tmp_path / target / script).exists() and (tmp_path / target / "torchrun-node-0.sh").exists()
+        assert "--vocab-size 32000" in (tmp_path / target / "args.sh").read_text()  # the tokenizer has no file
 
 
 # The picture of docs/planner.md: what it claims is what the simulator says.

@@ -275,6 +275,8 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     check_planned_precision(plan, model, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra, model.flags)
+    if any(word.endswith("NullTokenizer") for word in extra) and not any(w.startswith("--vocab-size") for w in extra):
+        extra += ["--vocab-size", str(model.vocab_size)]  # without a file that says it Megatron ends in a TypeError
     check_target(options.out / "plan.json", "--out")
     launch = launch_options(options, plan)
     local, device_notes = device_arguments(plan, cluster, extra)
@@ -383,7 +385,6 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         gated=model.gated,
         biases=model.biases,
         learned_positions=model.learned_positions,
-        vocab_size=model.vocab_size,
         head_size=model.head_size,
         experts=model.experts,
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),

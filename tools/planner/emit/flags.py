@@ -25,7 +25,6 @@ class ModelOptions:
         gated: Gated MLP.
         biases: Linear layers with biases.
         learned_positions: Rows of a learned position table; 0 = rotary embeddings.
-        vocab_size: For the tokenizer flags; 0 = leave them out.
         head_size: Width of one attention head, where Megatron's own would be another.
         experts: Layers of experts; every replica holds all of them.
         window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
@@ -41,7 +40,6 @@ class ModelOptions:
     gated: bool = True
     biases: bool = False
     learned_positions: int = 0
-    vocab_size: int = 0
     head_size: int | None = None
     experts: Experts | None = None
     window: tuple[int, int] | None = None
