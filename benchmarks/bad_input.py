@@ -143,14 +143,7 @@ _STUBS = {
 
 @dataclass
 class Answer:
-    """Holds what a case did.
-
-    Attributes:
-        verdict: One of ``KEYS``.
-        seconds: CPU time.
-        code: Exit code.
-        text: The end of what it printed.
-    """
+    """Holds what a case did."""
 
     verdict: str
     seconds: float
@@ -455,13 +448,6 @@ def cases_of(seed: int, count: int) -> list[Case]:
 
 def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier: Sequence[Path]) -> dict[str, Any]:
     """The counts of a run, together with those of earlier runs of other parts.
-
-    Args:
-        answers: Of this run.
-        seed: Of the mutations.
-        of: How many cases all parts have together.
-        part: Which part this run is, ``I/N``.
-        earlier: Files of earlier runs.
 
     Raises:
         SystemExit: An earlier run has another seed or number of cases, or cases that are counted already.

@@ -182,11 +182,7 @@ def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(refused: dict[Pair, str]) -> str:
-    """The page of what is refused and why, and of which schedules have a feature.
-
-    Args:
-        refused: The text of each refusal.
-    """
+    """The page of what is refused and why, and of which schedules have a feature."""
     schedules = PARAMETERS["schedule"]
     lines = [
         "# What goes with what",

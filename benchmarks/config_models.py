@@ -67,13 +67,7 @@ _INSIDE = {
 
 
 def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
-    """All weights of a model.
-
-    Args:
-        state: Of ``transformers``.
-        kind: Its ``model_type``.
-        config: Its configuration.
-    """
+    """All weights of a model."""
     found: dict[str, torch.Tensor] = {}
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in state.items():
@@ -237,12 +231,7 @@ def _arguments(words: list[str]) -> Any:
 
 
 def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
-    """Megatron's model by the emitted flags with weights; all of them are used, and none is left.
-
-    Args:
-        read: The planner's model.
-        weights: By Megatron's names.
-    """
+    """Megatron's model by the emitted flags with weights; all of them are used, and none is left."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder

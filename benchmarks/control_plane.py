@@ -49,11 +49,7 @@ _SOON_S, _START_S = 1.0, 60.0
 
 
 class Job:
-    """A controller with workers that only live.
-
-    Args:
-        folder: For the controller's state.
-    """
+    """A controller with workers that only live."""
 
     def __init__(self, folder: Path) -> None:
         self.board = ServedBoard("127.0.0.1", 0, TOKEN)
@@ -213,12 +209,7 @@ def _about(number: int) -> dict[str, Any]:
 
 
 class Stranger:
-    """Knows the port, and nothing else.
-
-    Args:
-        port: Of the controller.
-        rng: Of what is random.
-    """
+    """Knows the port, and nothing else."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
         self._port, self._rng = port, rng

@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from megatron_het.plan import Plan, load_plan, save_plan
+from testing.planner_cases import model_of, processors
 from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -38,10 +39,8 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
-from tools.planner.inputs.catalog import Gpu
-from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.inputs.cluster import load_cluster
 from tools.planner.inputs.files import write_json
-from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import (
     DeviceProfile,
     LayerTiming,
@@ -55,39 +54,15 @@ from tools.planner.replay.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 
-MODEL = Model(
-    name="paced",
-    num_layers=8,
-    hidden_size=32,
-    ffn_hidden_size=64,
-    num_attention_heads=2,
-    num_query_groups=2,
-    vocab_size=256,
-    seq_length=32,
-    global_batch_size=12,
-    micro_batch_sizes=(1,),
-    precision="fp32",
-    attention="unfused",
-    recompute=("none",),
-)
+_SHAPE: dict[str, Any] = {"layers": 8, "hidden": 32, "ffn": 64, "heads": 2, "groups": 2, "words": 256, "tokens": 32}
+_TRAINING: dict[str, Any] = {"batch": 12, "micro_batch_sizes": (1,), "precision": "fp32", "recompute": ("none",)}
+MODEL = model_of(name="paced", attention="unfused", **_SHAPE, **_TRAINING)
 FORWARD_S, BACKWARD_S = 0.012, 0.024
 """Pace of one layer."""
 DRIFT_AT, ITERATIONS, AFTER = 16, 36, 12
 """Iteration of the drift, iterations of a run with it, iterations of a run of the better plan."""
 FACTOR, DELAY_S = 2.0, 0.15
 _FOUND = re.compile(r"het: watch: iteration (\d+): (?!over)(.*)")
-
-
-def _cluster(count: int) -> Cluster:
-    gpu = Gpu(
-        flops={"fp32": 5e10},
-        memory_bytes=4 << 30,
-        memory_bytes_per_s=1e10,
-        intra_node_bytes_per_s=2e9,
-        reserved_bytes=0,
-        source="paced processes",
-    )
-    return Cluster(nodes=(NodeGroup(gpu="core", count=count, gpus_per_node=1),), gpus={"core": gpu})
 
 
 def _profile() -> Profile:
@@ -150,7 +125,7 @@ SCENARIOS = (
 
 def planned(layers: Sequence[int]) -> Plan:
     """The planner's prediction of a pipeline of paced devices."""
-    cluster = _cluster(len(layers))
+    cluster = processors(len(layers))
     estimator = Estimator(cluster, MODEL, MeasuredCosts(MODEL, _profile(), cluster.gpu, CPU_GLOO), CPU_GLOO)
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
     estimate = estimator.estimate(candidate)
@@ -164,7 +139,7 @@ def folder_of(plan: Plan, folder: Path) -> Path:
     """The folder of a run, with the files that ``replan`` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / "plan.json")
-    keep_inputs(folder, _cluster(len(plan.stages)), MODEL, _profile())
+    keep_inputs(folder, processors(len(plan.stages)), MODEL, _profile())
     return folder
 
 

@@ -59,17 +59,7 @@ _EXPERTS: dict[str, tuple[int, int]] = {"8x7B": (8, 2), "8x22B": (8, 2)}
 
 @dataclass(frozen=True)
 class BigPlan:
-    """A model on a cluster of one kind of GPU.
-
-    Attributes:
-        model: Key of the shapes.
-        tokens: Length of a sequence.
-        layers: Per stage.
-        tp: Of every replica.
-        replicas: Per stage.
-        microbatches: Per replica.
-        schedule, chunks, slices, recompute, sequence_parallel, offload, zero: As in a candidate.
-    """
+    """A model on a cluster of one kind of GPU."""
 
     model: str
     tokens: int

@@ -276,15 +276,6 @@ class ForkedJob(ElasticJob):
     """A job whose processes are forked from this one, which has imported Megatron: cores are not spent on imports.
 
     All that they do is ``het-run``'s own.
-
-    Args:
-        folder: An empty folder.
-        iterations: Of the training.
-        copy_every: See ``het-run --help``.
-        make: Plan by the replicas of its second stage.
-        setup: Called first in every worker.
-        nodes: Workers of every node at the start.
-        data: Flags that name the data.
     """
 
     def __init__(
@@ -293,16 +284,15 @@ class ForkedJob(ElasticJob):
         iterations: int,
         copy_every: str,
         make: Callable[[int], Plan] = plan_of,
-        setup: Callable[[], None] = lambda: None,
         *,
         nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
         data: Sequence[str] = ("--mock-data",),
     ) -> None:
-        self._setup, self._others = setup, descendants(os.getpid())
+        self._others = descendants(os.getpid())
         super().__init__(folder, iterations, copy_every, make, nodes=nodes, data=data)
 
     def _begin(self, name: str, words: list[str]) -> Any:
-        return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())
+        return _Node(lambda: het_run(words, lambda: None), self.folder / f"{name}.txt", environment())
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -334,13 +324,7 @@ def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) ->
 
 @dataclass(frozen=True)
 class Changed:
-    """A job of three nodes that was joined by a fourth, lost a worker, and was left by a node.
-
-    Attributes:
-        events: Kind of every change, and when it was asked for.
-        lines: What was logged.
-        history: Of the controller; the first entry is the start.
-    """
+    """A job of three nodes that was joined by a fourth, lost a worker, and was left by a node."""
 
     events: tuple[tuple[str, float], ...]
     lines: Lines

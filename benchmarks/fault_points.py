@@ -31,11 +31,7 @@ Fault = dict[str, Any]
 
 
 class Worker:
-    """Holds what this worker does and what is to happen to it.
-
-    Args:
-        folder: Of the trial.
-    """
+    """Holds what this worker does and what is to happen to it."""
 
     def __init__(self, folder: Path) -> None:
         from megatron_het.elastic.worker import ENVIRONMENT

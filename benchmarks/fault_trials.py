@@ -233,13 +233,7 @@ class Outcome:
 
 
 class Processes:
-    """The controller and the agents of a trial.
-
-    Args:
-        trial: The trial.
-        folder: An empty folder.
-        flags: Of the training.
-    """
+    """The controller and the agents of a trial."""
 
     def __init__(self, trial: Trial, folder: Path, flags: tuple[str, ...]) -> None:
         self._trial, self._folder, self._flags = trial, folder, flags
@@ -394,14 +388,7 @@ def _go_on(*processes: int) -> None:
 
 
 def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float) -> Outcome:
-    """Carry out a trial; nothing of it is left afterwards.
-
-    Args:
-        trial: The trial.
-        folder: An empty folder.
-        start_flags: Data and weights to begin with.
-        limit_s: Bound on the whole job.
-    """
+    """Carry out a trial; nothing of it is left afterwards."""
     (folder / "records").mkdir(parents=True)
     for number, plan in enumerate(trial.pool.plans):
         save_plan(plan, folder / f"plan-{number}.json")

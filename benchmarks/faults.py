@@ -220,12 +220,7 @@ _DRAWS, _CHECK_S = 20, 120.0
 
 
 class FaultLab:
-    """Weights to begin with, and the losses of undisturbed runs of stock Megatron.
-
-    Args:
-        runner: Where they run.
-        folder: For data, checkpoints and references.
-    """
+    """Weights to begin with, and the losses of undisturbed runs of stock Megatron."""
 
     def __init__(self, runner: Runner, folder: Path) -> None:
         self._runner, self._lab, self._folder = runner, Lab(runner, folder), folder

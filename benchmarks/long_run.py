@@ -73,11 +73,7 @@ def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Losses:
-    """Losses that the reports below a folder have had so far; a report keeps its newest ones only.
-
-    Args:
-        folder: Of the reports.
-    """
+    """Losses that the reports below a folder have had so far; a report keeps its newest ones only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -45,12 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def command_line(module: str, text: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of a benchmark, with ``--json OUT``.
-
-    Args:
-        module: ``benchmarks.NAME``.
-        text: What it does: the module's docstring.
-    """
+    """Returns the parser of a benchmark, with ``--json OUT``."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,12 +68,7 @@ def alone() -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
-    """A folder for what the runs write, which is gone afterwards.
-
-    Args:
-        prefix: Of its name.
-        keep: A folder to use instead, which stays.
-    """
+    """A folder for what the runs write, which is gone afterwards."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep

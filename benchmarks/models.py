@@ -210,16 +210,7 @@ def measured(cases: Sequence[Case], folder: Path, at_once: int, device: Device =
 def run(
     families: Sequence[str], seed: int, folder: Path, at_once: int, plans: int | None = None, device: Device = "cpu"
 ) -> dict[str, Any]:
-    """The report of some families.
-
-    Args:
-        families: To train.
-        seed: Of which features a plan has.
-        folder: For what the runs write.
-        at_once: Jobs at the same time.
-        plans: So many of each family at most; None for all.
-        device: What ranks compute on.
-    """
+    """The report of some families."""
     refused, cases = {}, list[Case]()
     for family in families:
         refused[family] = refusals(family, seed, folder / f"{family}-single")

@@ -25,13 +25,7 @@ from testing.runner import Job
 
 
 def simulate(*, rank: int, options: dict[str, Any], then: list[Any] | None = None) -> None:
-    """Install the simulated backend, then call another setup function.
-
-    Args:
-        rank: This rank.
-        options: Fields of ``nccl_order.Options``.
-        then: ``module:function`` and keyword arguments of the other setup function.
-    """
+    """Install the simulated backend, then call another setup function."""
     nccl_order.install(nccl_order.Options(**{"stall_s": 60.0, **options}))
     if then is not None:
         name, keywords = then

@@ -41,11 +41,7 @@ DEADLOCK = "wait for each other"
 
 
 def in_nccl_order(job: Job, **options: Any) -> Job:
-    """The job with groups that keep NCCL's rules, and the transport that a GPU machine would choose.
-
-    Args:
-        options: Fields of ``nccl_order.Options``.
-    """
+    """The job with groups that keep NCCL's rules, and the transport that a GPU machine would choose."""
     setup = ("benchmarks.nccl_mistakes:simulate", {"options": options, "then": job.setup})
     argv = list(job.argv)
     while "--het-transport" in argv:  # given once only
@@ -55,13 +51,7 @@ def in_nccl_order(job: Job, **options: Any) -> Job:
 
 
 def cases_of(schedule: str, seed: int, quick: bool) -> list[Case]:
-    """The plans of a schedule in fp32; ``depths`` are those of 1F1B with more microbatches in flight.
-
-    Args:
-        schedule: One of ``SCHEDULES``.
-        seed: Of the plans.
-        quick: A part of them.
-    """
+    """The plans of a schedule in fp32; ``depths`` are those of 1F1B with more microbatches in flight."""
     if schedule != "depths":
         return [c for c in all_cases(seed, schedule, quick)[0] if c.plan.training.precision == "fp32"]
     rng, found = random.Random(seed), []
@@ -89,16 +79,7 @@ def caught_by_some_rank(done: Finished) -> bool:
 def measure(
     cases: Iterable[Case], runner: Runner, folder: Path, *, at_once: int, steps: int, begin_s: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Train every case; one that fails is recorded.
-
-    Args:
-        cases: Of any kind.
-        runner: Where they run.
-        folder: For data, checkpoints and references, which later runs use again, and for the runs.
-        at_once: Jobs at the same time.
-        steps: Of training.
-        begin_s: No case begins later than so long after the first one.
-    """
+    """Train every case; one that fails is recorded."""
     end_s = time.monotonic() + begin_s
     for kind, members in labs(cases).items():
         own = Path(tempfile.mkdtemp(dir=folder))

@@ -39,13 +39,7 @@ Documents = list[list[list[Starts]]]
 
 
 class Bench:
-    """Runs of one data set.
-
-    Args:
-        runner: Runs jobs.
-        folder: For everything that is written.
-        options: Of the command line.
-    """
+    """Runs of one data set."""
 
     def __init__(self, runner: Runner, folder: Path, options: argparse.Namespace) -> None:
         self._runner, self._folder, self._options = runner, folder, options
@@ -103,14 +97,7 @@ def keys_per_token(costs: Costs, tokens: int) -> float:
 
 
 def simulated_s(costs: Costs, setting: Setting, cutting: Cutting, documents: Documents) -> float:
-    """Seconds of iterations on as many devices as stages.
-
-    Args:
-        costs: Fitted on two stages.
-        setting: Of the run.
-        cutting: Of the sequences.
-        documents: Of the iterations.
-    """
+    """Seconds of iterations on as many devices as stages."""
     stages = setting.stages
 
     def spread(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:

@@ -26,6 +26,7 @@ from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
 from examples.llama.job import CPU_ARGUMENTS, training_arguments
 from megatron_het.plan import load_plan, save_plan
+from testing.planner_cases import processors
 from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -34,8 +35,6 @@ from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
-from tools.planner.inputs.catalog import Gpu
-from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -148,17 +147,7 @@ def measured_profile(case: Case, folder: Path, devices: list[CpuDevice]) -> Prof
 
 def estimator_of(case: Case, profile: Profile) -> Estimator:
     """The planner's model of this machine."""
-    cpu = Gpu(
-        flops={"fp32": 5e10},
-        memory_bytes=4 << 30,
-        memory_bytes_per_s=1e10,
-        intra_node_bytes_per_s=2e9,
-        reserved_bytes=0,
-        source="this machine",
-        is_processor=True,
-    )
-    node = NodeGroup(gpu="core", count=PROCESSES // case.per_node, gpus_per_node=case.per_node)
-    cluster = Cluster(nodes=(node,), gpus={"core": cpu})
+    cluster = processors(PROCESSES // case.per_node, case.per_node, is_processor=True)
     return Estimator(cluster, case.model, MeasuredCosts(case.model, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.planner_gloo import CASES, measure
 from megatron_het.plan.schema import ATTENTION, EXPERTS, MLP
-from testing.planner_cases import with_catalog, zorse_cluster
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, model_of, with_catalog, zorse_cluster
 from tools.planner.costs.candidate import Candidate, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import block_s
-from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.tables import describe
@@ -23,57 +23,24 @@ from tools.planner.search.outcome import Goal, Progress
 ROUNDS = 3
 SEARCH_S = 30.0
 """CPU seconds of a search."""
-_COMMON: dict[str, Any] = {"global_batch_size": 64, "distributed_optimizer": True}
-LLAMA_70B = Model(
-    name="Llama 70B",
-    num_layers=80,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_attention_heads=64,
-    num_query_groups=8,
-    vocab_size=128256,
-    seq_length=8192,
-    **_COMMON,
-)
-MIXTRAL_8X7B = Model(
+_COMMON: dict[str, Any] = {"batch": 64, "distributed_optimizer": True}
+LLAMA_70 = model_of(name="Llama 70B", **LLAMA_70B, layers=80, words=128256, tokens=8192, **_COMMON)
+MIXTRAL = model_of(
     name="Mixtral 8x7B",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    vocab_size=32000,
-    seq_length=4096,
+    **LLAMA_8B,
+    layers=32,
+    tokens=4096,
     experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
     **_COMMON,
 )
-LLAMA_13B = Model(
-    name="Llama 13B",
-    num_layers=40,
-    hidden_size=5120,
-    ffn_hidden_size=13824,
-    num_attention_heads=40,
-    vocab_size=32000,
-    seq_length=1024,
-    **_COMMON,
-)
-
-
-def _nodes(gpu: str, count: int, network_gbit_per_s: float) -> NodeGroup:
-    return NodeGroup(gpu=gpu, count=count, gpus_per_node=8, network_bytes_per_s=network_gbit_per_s / 8 * 1e9)
+LLAMA_13B = model_of(name="Llama 13B", layers=40, hidden=5120, ffn=13824, heads=40, **_COMMON)
 
 
 def clusters() -> dict[str, tuple[Cluster, Model]]:
     """Mixed clusters and their models."""
     return {
-        "16 H100, 16 A100-80: Llama 70B": (
-            Cluster(nodes=(_nodes("H100-SXM", 2, 400), _nodes("A100-80", 2, 400))),
-            LLAMA_70B,
-        ),
-        "8 H100, 16 A100-40: Mixtral 8x7B": (
-            Cluster(nodes=(_nodes("H100-SXM", 1, 400), _nodes("A100-40", 2, 400))),
-            MIXTRAL_8X7B,
-        ),
+        "16 H100, 16 A100-80: Llama 70B": (cluster_of(("H100-SXM", 2, 8, 50e9), ("A100-80", 2, 8, 50e9)), LLAMA_70),
+        "8 H100, 16 A100-40: Mixtral 8x7B": (cluster_of(("H100-SXM", 1, 8, 50e9), ("A100-40", 2, 8, 50e9)), MIXTRAL),
         "Zorse's cluster B: Llama 13B": (zorse_cluster("B")[0], LLAMA_13B),
     }
 

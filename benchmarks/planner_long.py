@@ -6,17 +6,15 @@ Per case: seconds and MFU of the plan of the search alone (``before``) and with 
 is, and ``promised_over_emitted``, the simulated time of the plan as written over what was promised.
 """
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
-from testing.planner_cases import estimator_of
+from benchmarks.machine import command_line, machine
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import simulate_candidate
-from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -25,49 +23,30 @@ from tools.planner.search.auto import search_auto
 from tools.planner.search.methods import choose
 from tools.planner.search.outcome import Found, Goal, Progress
 
-LLAMA_70B = {
-    "num_layers": 80,
-    "hidden_size": 8192,
-    "ffn_hidden_size": 28672,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-    "distributed_optimizer": True,
-    "sequence_parallel": True,
-}
-MIXTRAL = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 32000,
-    "seq_length": 4096,
-    "global_batch_size": 256,
-    "distributed_optimizer": True,
-    "experts": Experts(count=8, top_k=2, ffn_hidden_size=14336),
-}
+_SHARED: dict[str, Any] = {"distributed_optimizer": True}
+MIXTRAL = model_of(
+    **LLAMA_8B, layers=32, tokens=4096, batch=256, experts=Experts(count=8, top_k=2, ffn_hidden_size=14336), **_SHARED
+)
 
 
-def _cluster(*groups: tuple[str, int, int, float]) -> Cluster:
-    nodes = (NodeGroup(gpu=g, count=n, gpus_per_node=k, network_bytes_per_s=rate) for g, n, k, rate in groups)
-    return Cluster(nodes=tuple(nodes))
+def _long(tokens: int, batch: int) -> tuple[Cluster, Model]:
+    cluster = cluster_of(("H100-SXM", 8, 8, 400e9), ("H200", 4, 8, 400e9))
+    shape: dict[str, Any] = {**LLAMA_70B, **_SHARED, "sequence_parallel": True}
+    return cluster, model_of(**shape, layers=80, words=128256, tokens=tokens, batch=batch)
 
 
-HOPPER = _cluster(("H100-SXM", 8, 8, 400e9), ("H200", 4, 8, 400e9))
-CASES: dict[str, tuple[Cluster, dict[str, Any]]] = {
-    "128k": (HOPPER, {**LLAMA_70B, "seq_length": 131072, "global_batch_size": 32}),
-    "512k": (HOPPER, {**LLAMA_70B, "seq_length": 524288, "global_batch_size": 8}),
-    "1M": (HOPPER, {**LLAMA_70B, "seq_length": 1048576, "global_batch_size": 4}),
-    "mixtral-h100-a100": (_cluster(("H100-SXM", 2, 8, 50e9), ("A100-80", 4, 8, 25e9)), MIXTRAL),
-    "mixtral-a100-l40s": (_cluster(("A100-40", 4, 8, 25e9), ("L40S", 8, 4, 12.5e9)), MIXTRAL),
+CASES: dict[str, tuple[Cluster, Model]] = {
+    "128k": _long(131072, 32),
+    "512k": _long(524288, 8),
+    "1M": _long(1048576, 4),
+    "mixtral-h100-a100": (cluster_of(("H100-SXM", 2, 8, 50e9), ("A100-80", 4, 8, 25e9)), MIXTRAL),
+    "mixtral-a100-l40s": (cluster_of(("A100-40", 4, 8, 25e9), ("L40S", 8, 4, 12.5e9)), MIXTRAL),
 }
 
 
 def case(name: str) -> dict[str, Any]:
     """One case."""
-    cluster, shape = CASES[name]
-    estimator, goal, progress = estimator_of(cluster, Model(**shape)), Goal(), Progress()
+    estimator, goal, progress = estimator_of(*CASES[name]), Goal(), Progress()
     started = time.process_time()
     outcome = search_auto(estimator, goal, progress)
     row: dict[str, Any] = {"search_cpu_s": time.process_time() - started}
@@ -106,8 +85,7 @@ def _emitted_s(estimator: Estimator, found: Found) -> float:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser = command_line("benchmarks.planner_long", __doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="which cases (default: all)")
     options = parser.parse_args()
     unknown = [name for name in options.cases.split(",") if name not in CASES]

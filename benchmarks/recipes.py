@@ -62,10 +62,6 @@ def recipes() -> dict[str, dict[str, Any]]:
 def fate(flags: Flags, parser: argparse.ArgumentParser) -> dict[str, str]:
     """What becomes of each flag of a recipe: one of the three words, or why it is refused.
 
-    Args:
-        flags: Values, empty for switches.
-        parser: Of Megatron's flags.
-
     Raises:
         PlanError: A refusal that names no flag of the recipe.
     """

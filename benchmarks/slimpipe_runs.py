@@ -315,16 +315,7 @@ def run_plan(
 def compare_exchange(
     runner: Runner, model: Model, tokens: int, rounds: int, iterations: int, folder: Path
 ) -> dict[str, Any]:
-    """The exchange on against off.
-
-    Args:
-        runner: Runs jobs.
-        model: Of as many layers as the plan.
-        tokens: Of a sequence.
-        rounds: How often each side runs.
-        iterations: That count, of each run.
-        folder: For what is written.
-    """
+    """The exchange on against off."""
     plain, report = plan_of(model, tokens), folder / "report"
     tracing = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", str(_TRACED))
     setting, _ = run_plan(runner, plain, model, folder / "traced", _TRACED, *tracing)

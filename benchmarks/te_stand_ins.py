@@ -1,7 +1,7 @@
-"""Transformer Engine on a machine without a GPU: modules with the signatures of release 2.14, for fake tensors.
+"""Transformer Engine on a machine without a GPU: modules as those of release 2.14, for fake tensors.
 
 :func:`install` lets ``import transformer_engine`` find them; it comes before Megatron is imported.  Layers have the
-parameters, arguments and results of Transformer Engine's; what they compute is torch's.  ``python -m
+parameters and results of Transformer Engine's; what they compute is torch's.  ``python -m
 benchmarks.te_stand_ins --json OUT`` trains two iterations of every family of ``examples/models`` with
 ``--transformer-impl transformer_engine`` on fake tensors of a CUDA device.  Keys: ``runs``, ``failed`` (with errors).
 """
@@ -55,29 +55,14 @@ class Linear(_Layer):
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
+        *,
         tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        parameters_split: Any = None,
         device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(params_dtype, device)
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
@@ -85,13 +70,7 @@ class Linear(_Layer):
         self.bias = self._parameter(rows) if bias else torch.Tensor()
         self.use_bias, self.return_bias = bias, return_bias
 
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
+    def forward(self, inp: torch.Tensor, **_: Any) -> Any:
         """The product, and the bias where it is added later."""
         return self._result(torch.matmul(inp, self.weight.t()))
 
@@ -108,55 +87,19 @@ class LayerNormLinear(Linear):
         self,
         in_features: int,
         out_features: int,
+        *,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
-        zero_centered_gamma: bool = False,
-        device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        **given: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            tp_size=tp_size,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-        )
+        super().__init__(in_features, out_features, **given)
         self.layer_norm_weight = self._parameter(in_features)
         self.layer_norm_bias = self._parameter(in_features) if normalization == "LayerNorm" else None
         self.eps, self.normalization = eps, normalization
         self.return_layernorm_output = return_layernorm_output
 
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
+    def forward(self, inp: torch.Tensor, **_: Any) -> Any:
         """The norm and the product."""
         normed = _normed(inp, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         found = self._result(torch.matmul(normed, self.weight.t()))
@@ -168,41 +111,16 @@ class LayerNormLinear(Linear):
 class GroupedLinear(_Layer):
     """``transformer_engine.pytorch.GroupedLinear``."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(params_dtype, device)
-        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
-        rows = out_features // (tp_size if parallel_mode == "column" else 1)
-        columns = in_features // (tp_size if parallel_mode == "row" else 1)
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **given: Any) -> None:
+        super().__init__(None)
+        self.num_gemms = num_gemms
         for number in range(num_gemms):
-            setattr(self, f"weight{number}", self._parameter(rows, columns))
-            setattr(self, f"bias{number}", self._parameter(rows) if bias else torch.Tensor())
+            one = Linear(in_features, out_features, **given)
+            self.use_bias, self.return_bias = one.use_bias, one.return_bias
+            setattr(self, f"weight{number}", one.weight)
+            setattr(self, f"bias{number}", one.bias)
 
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int], **_: Any) -> Any:
         """One product for each expert."""
         assert len(m_splits) == self.num_gemms
         parts = torch.split(inp, list(m_splits))
@@ -227,9 +145,7 @@ class RMSNorm(_Layer):
         self,
         normalized_shape: Any = None,
         eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -254,30 +170,7 @@ class LayerNorm(RMSNorm):
 class DotProductAttention(_Layer):
     """``transformer_engine.pytorch.DotProductAttention``."""
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: Any,
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-    ) -> None:
+    def __init__(self, num_attention_heads: int, *, tp_size: int = 1, softmax_type: str = "vanilla", **_: Any) -> None:
         super().__init__(None)
         if softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_attention_heads // tp_size, device="cuda"))

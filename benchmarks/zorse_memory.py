@@ -66,13 +66,7 @@ class Layers:
 
     @classmethod
     def profiled(cls, plan: Plan, vocabulary: int, folder: Path) -> Layers:
-        """Profile the layers of a plan's model.
-
-        Args:
-            plan: Whose model it is.
-            vocabulary: Rows of the embedding, padding included.
-            folder: Where the profile is written.
-        """
+        """Profile the layers of a plan's model."""
         shape = plan.model
         if shape.ffn_hidden_size is None:
             raise ValueError("the plan's model has no ffn_hidden_size: its layers cannot be profiled")
@@ -123,12 +117,7 @@ def share_of(plan: Plan, stage: int, replica: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Holds what the simulator predicts for a plan.
-
-    Attributes:
-        plan: What is run.
-        layers: Of the plan's model.
-    """
+    """Holds what the simulator predicts for a plan."""
 
     plan: Plan
     layers: Layers

@@ -4,9 +4,8 @@
 its own, the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
 
 ``speedup_over_even_split``: a stage of ranks 0 to 3 and a stage of rank 4.  Microbatches in equal
-shares against routes by Zorse's rule (``plan/placement.py``).  The times are measured before, on the rank
-with a core of its own; the shares are those with the shortest iteration in a simulation of processes that
-share a core, as in the demo (how slow the others are depends on how much they have to do).
+shares against routes by Zorse's rule (``plan/placement.py``), with shares under which both cores have as much to do.
+``expected_speedup`` is the work of the busier core with equal shares over that with these.
 
 ``speedup_over_zero3``: two stages of three ranks, equal shares.  Ministages (parameters gathered once per
 pass) against PP + ZeRO-3: the same window told to gather for every microbatch, as one chunk per stage
@@ -17,167 +16,21 @@ between them, bf16) it is 20,000 / T, so that 16 tokens here stand for 6,400 tok
 """
 
 import json
-import math
 import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from megatron_het.lowering.programs import assemble, schedule_shape
-from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.placement import route
-from megatron_het.schedule import Graph, Kind, Op, Program
 from testing.cases import machine_flags
 from testing.runner import Job, Runner, words
-
-# Predict an iteration when several devices share a core.
-#
-# Two processes on one core slow each other down only while both are busy, so one fixed time per
-# operation cannot describe them.  Here every operation is an amount of *work* (seconds on a core of
-# its own) and a core divides itself equally among the processes that have something to do
-# (processor sharing, which is what the kernel's fair scheduler does).  Cores share memory and caches, so that
-# a core is faster while the others have nothing to do: by how much, the profile measures.  Order and dependencies
-# come from the schedule library's Program, the same that the executor runs.
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A simulated iteration.
-
-    Attributes:
-        start_s, end_s: Per operation, in the graph's numbering.
-        device_end_s: Per device, when its last operation ends.
-        work_s: Per device, the sum of its work.
-        span_s: Per device, the time its operations took, waiting for the core included.
-    """
-
-    start_s: tuple[float, ...]
-    end_s: tuple[float, ...]
-    device_end_s: tuple[float, ...]
-    work_s: tuple[float, ...]
-    span_s: tuple[float, ...]
-
-    @property
-    def makespan_s(self) -> float:
-        """End of the last operation."""
-        return max(self.device_end_s)
-
-
-def simulate_shared(
-    program: Program,
-    work_s: Callable[[int, Op], float],
-    core: Sequence[int],
-    transfer_s: Callable[[int, int], float] = lambda a, b: 0.0,
-    alone: Sequence[float] = (),
-) -> Timeline:
-    """Simulate the compute operations of a program on shared cores.
-
-    Args:
-        program: A program without transfers (its compute order).
-        work_s: Seconds of an operation on a whole core while all others are busy, by device and operation.
-        core: The core of each device.
-        transfer_s: Time between the end of an operation on one device and the moment its result is
-            on another.
-        alone: By device, seconds of work while the other cores wait over those while they are busy; without, 1.
-
-    Raises:
-        ValueError: The operations wait for each other in a circle.
-    """
-    return _Shared(program, work_s, core, transfer_s, alone or (1.0,) * len(core)).run()
-
-
-class _Shared:
-    def __init__(
-        self,
-        program: Program,
-        work_s: Callable[[int, Op], float],
-        core: Sequence[int],
-        transfer_s: Callable[[int, int], float],
-        alone: Sequence[float],
-    ) -> None:
-        self.graph = Graph(program)
-        self.core, self.transfer_s, self.alone = core, transfer_s, alone
-        self.others = max(1, len(set(core)) - 1)
-        count = len(self.graph.ops)
-        self.work = [work_s(self.graph.device[i], self.graph.ops[i]) for i in range(count)]
-        self.start, self.end = [math.nan] * count, [math.inf] * count
-        self.devices = len(program.ops)
-        self.head = list(self.graph.first[: self.devices])
-        self.left: list[float | None] = [None] * self.devices
-        self.now = 0.0
-
-    def ready_s(self, node: int) -> float:
-        """When the inputs of an operation are there; infinite while one has not ended."""
-        here = self.graph.device[node]
-        return max(
-            (
-                self.end[w] + (0.0 if self.graph.device[w] == here else self.transfer_s(self.graph.device[w], here))
-                for w in self.graph.waits[node]
-            ),
-            default=0.0,
-        )
-
-    def run(self) -> Timeline:
-        """Advance from one start or end to the next."""
-        while any(self.head[d] < self.graph.first[d + 1] for d in range(self.devices)):
-            next_start = self._start_what_can()
-            active = [d for d in range(self.devices) if self.left[d] is not None]
-            if not active and next_start == math.inf:
-                raise ValueError("the operations wait for each other in a circle")
-            self._advance(active, next_start)
-        return self._result()
-
-    def _start_what_can(self) -> float:
-        """Start operations whose inputs are there; returns the next moment at which one may start."""
-        upcoming = math.inf
-        for d in range(self.devices):
-            node = self.head[d]
-            if self.left[d] is not None or node >= self.graph.first[d + 1]:
-                continue
-            at = self.ready_s(node)
-            if at <= self.now + 1e-12:
-                self.left[d], self.start[node] = self.work[node], self.now
-            else:
-                upcoming = min(upcoming, at)
-        return upcoming
-
-    def _advance(self, active: Sequence[int], next_start: float) -> None:
-        """Move the clock to the next end or start, with every core divided among its active devices."""
-        sharers: dict[int, int] = {}
-        for d in active:
-            sharers[self.core[d]] = sharers.get(self.core[d], 0) + 1
-        beside = (len(sharers) - 1) / self.others
-        slow = {d: sharers[self.core[d]] * (self.alone[d] + (1 - self.alone[d]) * beside) for d in active}
-        step = next_start - self.now
-        for d in active:
-            step = min(step, (self.left[d] or 0.0) * slow[d])
-        self.now += step
-        for d in active:
-            remaining = (self.left[d] or 0.0) - step / slow[d]
-            if remaining <= 1e-12:
-                self.end[self.head[d]] = self.now
-                self.head[d] += 1
-                self.left[d] = None
-            else:
-                self.left[d] = remaining
-
-    def _result(self) -> Timeline:
-        first = self.graph.first
-        rows = [range(first[d], first[d + 1]) for d in range(self.devices)]
-        return Timeline(
-            tuple(self.start),
-            tuple(self.end),
-            tuple(max((self.end[i] for i in row), default=0.0) for row in rows),
-            tuple(sum(self.work[i] for i in row) for row in rows),
-            tuple(sum(self.end[i] - self.start[i] for i in row) for row in rows),
-        )
-
 
 LAYERS, HEADS, VOCABULARY = 8, 4, 127
 HIDDEN = {"even": 256, "zero3": 512}  # the feed-forward is three times as wide
@@ -237,17 +90,8 @@ def unequal_cores(ranks: int) -> list[list[int]]:
     return [available[:1], *([available[1:2]] * (ranks - 1))]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run: seconds per iteration, and of rank 0's forwards and backwards per microbatch and layer."""
-
-    iteration_s: float
-    forward_s: float
-    backward_s: float
-
-
-def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Measured:
-    """Train and read the reports of the ranks."""
+def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
+    """Train; seconds per iteration by the reports of the ranks."""
     plan = setting.plan()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -280,25 +124,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
     runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
     reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]
     rows = [[i for i in r["iterations"] if not i["metered"] and i["elapsed_s"]][_WARMUP - 1 :] for r in reports]
-    pieces = len(plan.stages[0].replicas[0].microbatches) * sum(plan.stages[0].layers)
-    return Measured(
-        statistics.median(max(i["elapsed_s"] for i in row) for row in zip(*rows, strict=True)),
-        statistics.median(i["forward_s"] for i in rows[0]) / pieces,
-        statistics.median(i["backward_s"] for i in rows[0]) / pieces,
-    )
-
-
-def simulated_s(setting: Setting, profile: Measured) -> float:
-    """Forward and backward part of an iteration when processes divide their core equally."""
-    placement = Placement(setting.plan())
-    program = assemble(schedule_shape(placement.plan), "ministage", transfers="none")
-    cores = [core[0] for core in unequal_cores(placement.world_size)]
-
-    def work_s(device: int, op: Op) -> float:
-        layers = setting.layers[program.devices[device].stage][op.chunk]
-        return layers * (profile.forward_s if op.kind == Kind.FORWARD else profile.backward_s)
-
-    return simulate_shared(program, work_s, cores).makespan_s
+    return statistics.median(max(i["elapsed_s"] for i in row) for row in zip(*rows, strict=True))
 
 
 def routed_ids(first: int, replicas: Sequence[int], total: int) -> Ids:
@@ -316,14 +142,7 @@ def even_ids(replicas: Sequence[int], total: int) -> Ids:
 
 
 class Bench:
-    """Runs and remembers.
-
-    Args:
-        runner: Where jobs run.
-        folder: For their files.
-        iterations: Timed per run.
-        rounds: How often each side runs.
-    """
+    """Runs and remembers."""
 
     def __init__(self, runner: Runner, folder: Path, iterations: int, rounds: int) -> None:
         self.runner, self.folder = runner, folder
@@ -334,7 +153,7 @@ class Bench:
         found: dict[str, list[float]] = {setting.name: [] for setting in settings}
         for turn in range(self.rounds):
             for setting in settings:
-                seconds = run(self.runner, setting, self.folder / setting.name, self.iterations).iteration_s
+                seconds = run(self.runner, setting, self.folder / setting.name, self.iterations)
                 found[setting.name].append(seconds)
                 sys.stdout.write(f"round {turn} {setting.name:24} {seconds * 1e3:8.1f} ms\n")
                 sys.stdout.flush()
@@ -344,18 +163,16 @@ class Bench:
         """Routed microbatches against an even split of a mixed stage."""
         layers, replicas, hidden = ((3, 3), (1, 1)), (4, 1), HIDDEN["even"]
         even = Setting("even split", layers, even_ids(replicas, total), tokens, hidden, {})
-        profile = run(self.runner, even, self.folder / "profile", self.iterations)
-        candidates = [
-            Setting("routed", layers, routed_ids(first, replicas, total), tokens, hidden, {})
-            for first in range(1, total - replicas[0] + 2)
-        ]
-        expected = [simulated_s(candidate, profile) for candidate in candidates]
-        routed = candidates[expected.index(min(expected))]
+        per_stage = [sum(row) for row in layers]
+        work = total * sum(per_stage)
+        # The second core has all of the second stage, and what others than rank 0 run of the first one.
+        equal = work - total * per_stage[0] / replicas[0]
+        first = round(work / 2 / per_stage[0])
+        routed = Setting("routed", layers, routed_ids(first, replicas, total), tokens, hidden, {})
         times = self.alternate([even, routed])
         return {
             "speedup_over_even_split": ratio(times, "even split", "routed"),
-            "simulated_speedup": simulated_s(even, profile) / min(expected),
-            "layer_s": [profile.forward_s, profile.backward_s],
+            "expected_speedup": equal / (work / 2),
             "routes": [[list(own) for own in stage] for stage in routed.ids],
             "tokens": tokens,
             "hidden": hidden,

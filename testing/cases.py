@@ -118,12 +118,7 @@ TRAINING_FLAGS = words(
 
 
 def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str, ...]:
-    """The flags that Megatron needs on a device.
-
-    Args:
-        device: What ranks compute on.
-        has_te: Whether layers are those of Transformer Engine.
-    """
+    """The flags that Megatron needs on a device."""
     from megatron_het.device import platform_flags
 
     if device == "cpu":

@@ -249,13 +249,7 @@ def _shifted(stage: Any) -> Any:
 
 
 def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list[Row]:
-    """Rows that hold all wanted pairs, and none of the refused ones.
-
-    Args:
-        wanted: Pairs that can be had.
-        refused: Pairs that no row may have.
-        seed: Of the order in which features are tried.
-    """
+    """Rows that hold all wanted pairs, and none of the refused ones."""
     rng = random.Random(seed)
     left, rows = list(wanted), []
     bad = {frozenset(pair) for pair in refused}

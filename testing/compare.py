@@ -89,9 +89,6 @@ def reference_losses(folder: Path) -> dict[str, list[float]]:
 def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | None = None) -> tuple[float, float]:
     """Of the gradient norm of the first step and of later ones, NaN without clipping; all ranks must agree.
 
-    Args:
-        folder, plan, reference, steps: As for :func:`compare`.
-
     Raises:
         ComparisonError: Ranks know different norms, or one of the two runs skipped a step that the other made.
     """
@@ -134,14 +131,7 @@ def relative(values: Sequence[float], expected: Sequence[float], what: str) -> f
 
 
 def whole_gradients(folder: Path, plan: Plan, stage: int, replica: Replica) -> Iterator[Arrays]:
-    """Yields the full gradients of everything that a replica has, part by part.
-
-    Args:
-        folder: Of the ranks' gradients.
-        plan: Of the run.
-        stage: The replica's.
-        replica: Of the plan.
-    """
+    """Yields the full gradients of everything that a replica has, part by part."""
     cut, held = replica.cut, set(replica.ranks)
     for c in range(replica.cp):
         found = gathered(folder, replica.tp_group(c))

@@ -21,12 +21,7 @@ _UNTIED = "--untie-embeddings-and-output-weights"
 
 @functools.cache
 def printed(name: str, size: str) -> tuple[str, ...]:
-    """The words that a script prints.
-
-    Args:
-        name: One of ``MODELS``.
-        size: ``full`` or ``small``.
-    """
+    """The words that a script prints."""
     command = ["bash", str(FOLDER / f"{name}.sh"), size]
     return words(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 

@@ -205,12 +205,7 @@ def packed[C: Case](case: C, documents: str, family: str) -> C:
 
 
 def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with documents of long-tailed lengths in every sequence.
-
-    Args:
-        cases: Of a dense model; those in fp32 count.
-        seed: Of the choice.
-    """
+    """The cases with documents of long-tailed lengths in every sequence."""
     rng, found = random.Random(seed), []
     ways = [*DOCUMENTS, "by dataset", "by token, with positions"]
     for case in cases:
@@ -292,12 +287,7 @@ def families_for(plan: Plan) -> list[str]:
 
 
 def with_hybrid(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with a hybrid family each.
-
-    Args:
-        cases: Of a dense model; those in fp32 count.
-        seed: Of the choice.
-    """
+    """The cases with a hybrid family each."""
     return _drawn(cases, random.Random(f"hybrid {seed}"), families_for)
 
 

@@ -59,11 +59,7 @@ class Lab:
         return common_flags(weights, clip, extra, by_samples=by_samples, steps=self.steps, device=device, has_te=has_te)
 
     def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
-        """Flags for the dataset, which is written on first use.
-
-        Args:
-            long_tailed: Whether its documents are of very different lengths.
-        """
+        """Flags for the dataset, which is written on first use."""
         folder = self.shared / ("long-tailed" if long_tailed else "data")
         prefix = folder / "documents"
         with made_once(folder) as is_missing:
@@ -140,11 +136,5 @@ class Lab:
 
 
 def reference_name(kind: str, weights: Weights, *what: object) -> str:
-    """Name of the folder of a reference: readable in its beginning, unique by its end.
-
-    Args:
-        kind: Of the run.
-        weights: It starts from.
-        what: Everything else that makes it another run.
-    """
+    """Name of the folder of a reference: readable in its beginning, unique by its end."""
     return f"{kind}-{weights}-{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

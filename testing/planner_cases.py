@@ -16,7 +16,7 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.catalog import Gpu, catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -105,6 +105,27 @@ def model_of(**fields: Any) -> Model:
     given: dict[str, Any] = {"num_attention_heads": 16, "vocab_size": 32000, "seq_length": 1024}
     given |= {_SHORT.get(name, name): value for name, value in fields.items()}
     return Model(**{"ffn_hidden_size": 4 * given["hidden_size"]} | given)
+
+
+def cluster_of(*groups: tuple[str, int, int, float]) -> Cluster:
+    """Returns a cluster of groups of nodes: kind of GPU, nodes, GPUs of each, bytes per second of its network."""
+    nodes = (NodeGroup(gpu=g, count=n, gpus_per_node=k, network_bytes_per_s=rate) for g, n, k, rate in groups)
+    return Cluster(nodes=tuple(nodes))
+
+
+def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:
+    """Returns a cluster of the cores of processors, by the name of ``core``."""
+    core = Gpu(
+        flops={"fp32": 5e10},
+        memory_bytes=4 << 30,
+        memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=2e9,
+        reserved_bytes=0,
+        source="processes of this machine",
+        **more,
+    )
+    node = NodeGroup(gpu="core", count=count, gpus_per_node=per_node)
+    return Cluster(nodes=(node,), gpus={"core": core})
 
 
 def estimator_of(cluster: Cluster, model: Model) -> Estimator:

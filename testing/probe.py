@@ -434,8 +434,6 @@ def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
     from megatron.core.optimizer import optimizer
     from megatron.training import training
 
-    from testing.probe import observe
-
     observe(rank=rank, out=out, gradients=True)
     clipper = _Clipper(Plan.from_json(plan), Path(out) / "clipping.json")
     setup = training.setup_model_and_optimizer

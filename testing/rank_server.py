@@ -226,9 +226,6 @@ def _take_device() -> None:
 def import_everything(device: Device = "cpu") -> None:
     """Import what every rank needs, without starting anything.
 
-    Args:
-        device: What the ranks compute on.
-
     Raises:
         SystemExit: An import has started CUDA, which a forked process cannot use then.
     """

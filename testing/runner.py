@@ -105,12 +105,7 @@ class Finished:
 
 
 def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the rank server, and of the ranks that it forks.
-
-    Args:
-        device: What ranks compute on.
-        outer: Of this process.
-    """
+    """Environment of the rank server, and of the ranks that it forks."""
     environment = dict(outer)
     environment.update(
         PYTHONPATH=os.pathsep.join(filter(None, [str(REPOSITORY), outer.get("PYTHONPATH", "")])),

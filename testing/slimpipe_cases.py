@@ -197,13 +197,7 @@ def with_context_parallel(stages: tuple[Stage, ...], cp: int) -> tuple[Stage, ..
 def with_context_parallel_sizes(
     stages: tuple[Stage, ...], sizes: Sequence[Sequence[int]], shares: tuple[int, ...] = ()
 ) -> tuple[Stage, ...]:
-    """The same stages with other ranks.
-
-    Args:
-        stages: Numbered replica by replica.
-        sizes: Context-parallel size of every replica of every stage.
-        shares: Of the ranks of replicas that have as many.
-    """
+    """The same stages with other ranks."""
     first, found = 0, []
     for stage, row in zip(stages, sizes, strict=True):
         replicas = []

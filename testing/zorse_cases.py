@@ -108,12 +108,7 @@ _OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors t
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
-    """Cases in which every option is on and off, clipping active in half of them.
-
-    Args:
-        seed: For layers and routing.
-        quick: Every third one.
-    """
+    """Cases in which every option is on and off, clipping active in half of them."""
     rng = random.Random(seed)
     rows: list[Row] = []
     for i, (sizes, tp, chunks, options) in enumerate(ROWS):

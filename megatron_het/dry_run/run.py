@@ -250,7 +250,7 @@ def _numbers(data: Any) -> Any:
 def _apply_to_fakes(
     module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """What ``Module.bfloat16()``, ``cuda()`` and the like call; torch's own cannot give a parameter other fake data."""
+    """Convert parameters for ``Module.bfloat16()`` and the like, as torch cannot give a parameter other fake data."""
     for part in module.modules() if recurse else [module]:
         for name, parameter in part._parameters.items():
             if parameter is None:

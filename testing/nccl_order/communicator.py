@@ -24,13 +24,7 @@ _HEADER, _DATA, _READY = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One send or receive of a queue entry.
-
-    Attributes:
-        kind: ``send`` or ``recv``.
-        tensor: What is sent or filled.
-        peer: Rank within the communicator.
-    """
+    """One send or receive of a queue entry."""
 
     kind: Literal["send", "recv"]
     tensor: torch.Tensor

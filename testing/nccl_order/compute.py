@@ -16,11 +16,7 @@ from testing.nccl_order.launch import Device
 
 
 class ComputeStream(TorchDispatchMode):
-    """Everything that the host computes, operator by operator.
-
-    Args:
-        device: Of this process.
-    """
+    """Everything that the host computes, operator by operator."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()

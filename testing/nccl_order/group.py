@@ -83,16 +83,7 @@ class OrderedWork(dist.Work):
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """A process group with NCCL's order over communicators of its own.
-
-    Args:
-        store: Where the members meet.
-        rank: This member.
-        ranks: World ranks of all members.
-        name: The same on all members.
-        timeout: Bound on every operation.
-        device: This rank's device.
-    """
+    """A process group with NCCL's order over communicators of its own."""
 
     def __init__(self, store: Any, rank: int, ranks: list[int], name: str, timeout: timedelta, device: Device) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
@@ -285,9 +276,6 @@ def is_installed() -> bool:
 def install(options: Options | None = None) -> None:
     """Give this process a backend ``nccl`` on the CPU; before ``torch.distributed`` starts.
 
-    Args:
-        options: How strict the device is.
-
     Raises:
         RuntimeError: ``torch.distributed`` is up already.
     """
@@ -323,9 +311,6 @@ def synchronize() -> None:
 
 def host_wait(why: str) -> None:
     """Let the host wait for the device, where CUDA makes it wait; does nothing where no device is simulated.
-
-    Args:
-        why: The call that does so, for messages.
 
     Raises:
         OrderError: An operation failed, or cannot end while this host stands still.

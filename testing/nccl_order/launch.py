@@ -47,11 +47,7 @@ class Options:
 
 
 class Device:
-    """Launch order, slots and open operations of this process.
-
-    Args:
-        options: How strict to be.
-    """
+    """Launch order, slots and open operations of this process."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -171,9 +167,6 @@ class Device:
         """Let the host stand still until all that was launched has ended, as CUDA does at some calls.
 
         It does not count as a wait for an operation: on a GPU whether the host waits here is luck.
-
-        Args:
-            why: The call, for messages.
 
         Raises:
             OrderError: An operation failed, or cannot end while this host stands still.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import load_plan, save_plan
+from testing.planner_cases import processors
 from tests.unit.planner import watched_runs as runs
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
@@ -38,7 +39,7 @@ def test_a_slow_device_gets_less_work_and_the_gain_is_what_the_plans_take(tmp_pa
     slow = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     found = replan(
         plan,
-        runs.cluster(),
+        processors(2),
         runs.MODEL,
         runs.watched(plan, slow, tmp_path),
         profile=runs.profile(),
@@ -60,7 +61,7 @@ def test_a_run_as_planned_is_priced_as_planned(tmp_path: Path) -> None:
     monitor = runs.follow(plan, lambda i, rank: 1.0)
     assert not monitor.watch.active
     found = replan(
-        plan, runs.cluster(), runs.MODEL, runs.watched(plan, monitor, tmp_path), profile=runs.profile(), goal=_GOAL
+        plan, processors(2), runs.MODEL, runs.watched(plan, monitor, tmp_path), profile=runs.profile(), goal=_GOAL
     )
     assert found.before_s == pytest.approx(plan.predicted.iteration_s, rel=1e-3)  # type: ignore[union-attr]
     assert found.pays_after is None or found.gain > 0
@@ -69,7 +70,7 @@ def test_a_run_as_planned_is_priced_as_planned(tmp_path: Path) -> None:
 def test_what_a_whole_kind_has_in_common_scales_the_profile(tmp_path: Path) -> None:
     plan = runs.pipeline(4, 4)
     monitor = runs.follow(plan, lambda i, rank: 1.5)
-    corrected = correct(plan, runs.cluster(), runs.profile(), runs.watched(plan, monitor, tmp_path))
+    corrected = correct(plan, processors(2), runs.profile(), runs.watched(plan, monitor, tmp_path))
     assert corrected.profile is not None
     layer = corrected.profile.devices[0].timings[1]
     assert layer.forward_s == pytest.approx(1.5 * runs.FORWARD_S, rel=1e-3)
@@ -84,7 +85,7 @@ def test_a_slow_link_costs_what_was_measured(tmp_path: Path, measured_links: boo
     monitor = runs.follow(plan, lambda i, rank: 1.0, lambda i, a, b: 0.02 if i >= 15 and (a, b) in slow else 1.2e-4)
     assert {f.name for f in monitor.watch.active.values()} == {"rank 0 -> rank 1", "rank 1 -> rank 0"}
     profile = runs.profile() if measured_links else None
-    corrected = correct(plan, runs.cluster(3), profile, runs.watched(plan, monitor, tmp_path))
+    corrected = correct(plan, processors(3), profile, runs.watched(plan, monitor, tmp_path))
     names = {node.gpu: node for node in corrected.cluster.nodes}
     assert set(names) == {"core", "core link 0", "core link 1"}
     if measured_links:
@@ -93,7 +94,7 @@ def test_a_slow_link_costs_what_was_measured(tmp_path: Path, measured_links: boo
         assert by_kinds["core link 0", "core link 1"].latency_s > 50 * by_kinds["core", "core link 1"].latency_s
     else:
         first, second = names["core link 0"], names["core link 1"]
-        was = runs.cluster(3).nodes[0].network_bytes_per_s
+        was = processors(3).nodes[0].network_bytes_per_s
         assert corrected.cluster.link(first, second)[0] < was / 50
         assert corrected.cluster.link(names["core"], second)[0] == was
 
@@ -101,7 +102,7 @@ def test_a_slow_link_costs_what_was_measured(tmp_path: Path, measured_links: boo
 def test_a_slow_gpu_leaves_its_node(tmp_path: Path) -> None:
     plan = runs.pipeline(4, 4)
     monitor = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
-    one_node = Cluster(nodes=(NodeGroup(gpu="core", count=1, gpus_per_node=4),), gpus=runs.cluster().gpus)
+    one_node = Cluster(nodes=(NodeGroup(gpu="core", count=1, gpus_per_node=4),), gpus=processors(2).gpus)
     corrected = correct(plan, one_node, runs.profile(), runs.watched(plan, monitor, tmp_path))
     assert [(n.gpu, n.count, n.gpus_per_node) for n in corrected.cluster.nodes] == [
         ("core", 1, 3),
@@ -113,7 +114,7 @@ def test_the_host_of_a_slow_node_goes_with_it(tmp_path: Path) -> None:
     plan = runs.pipeline(4, 4)
     monitor = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     named = Cluster(
-        nodes=(NodeGroup(gpu="core", count=2, gpus_per_node=1, hosts=("n0", "n1")),), gpus=runs.cluster().gpus
+        nodes=(NodeGroup(gpu="core", count=2, gpus_per_node=1, hosts=("n0", "n1")),), gpus=processors(2).gpus
     )
     corrected = correct(plan, named, runs.profile(), runs.watched(plan, monitor, tmp_path))
     assert {n.gpu: n.hosts for n in corrected.cluster.nodes} == {"core": ("n0",), "core slow 1": ("n1",)}
@@ -123,7 +124,7 @@ def _folder(tmp_path: Path) -> Path:
     plan = runs.pipeline(4, 4)
     slow = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     save_plan(plan, tmp_path / "plan.json")
-    (tmp_path / "cluster.yaml").write_text(cluster_text(runs.cluster()), encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(cluster_text(processors(2)), encoding="utf-8")
     (tmp_path / "model.yaml").write_text(model_text(runs.MODEL), encoding="utf-8")
     save_profile(runs.profile(), tmp_path / "profile.json")
     (tmp_path / "ranks").mkdir()
@@ -183,7 +184,7 @@ def test_the_corrected_plan_is_priced_on_the_corrected_cluster(tmp_path: Path) -
     plan = runs.pipeline(4, 4)
     slow = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     found = replan(
-        plan, runs.cluster(), runs.MODEL, runs.watched(plan, slow, tmp_path), profile=runs.profile(), goal=_GOAL
+        plan, processors(2), runs.MODEL, runs.watched(plan, slow, tmp_path), profile=runs.profile(), goal=_GOAL
     )
     assert found.plan is not None
     estimator = estimator_of(found.corrected, runs.MODEL, runs.CPU_GLOO)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_het.features.watch.monitor import Monitor, Settings
 from megatron_het.features.watch.samples import Hello, Sample
@@ -11,52 +12,24 @@ from megatron_het.plan import Plan
 from megatron_het.report import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
-from testing.planner_cases import model_of
+from testing.planner_cases import model_of, processors
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
-from tools.planner.inputs.catalog import Gpu
-from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replay.measured import Watched, load_watched
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import Found
 
-MODEL = model_of(
-    name="tiny",
-    layers=8,
-    hidden=64,
-    ffn=128,
-    heads=4,
-    groups=4,
-    words=256,
-    tokens=64,
-    batch=16,
-    micro_batch_sizes=(1,),
-    precision="fp32",
-    attention="unfused",
-    recompute=("none",),
-)
+_SHAPE: dict[str, Any] = {"layers": 8, "hidden": 64, "ffn": 128, "heads": 4, "groups": 4, "words": 256, "tokens": 64}
+_TRAINING: dict[str, Any] = {"batch": 16, "micro_batch_sizes": (1,), "precision": "fp32", "recompute": ("none",)}
+MODEL = model_of(name="tiny", attention="unfused", **_SHAPE, **_TRAINING)
 FORWARD_S, BACKWARD_S = 0.010, 0.020
-_CPU = Gpu(
-    flops={"fp32": 5e10},
-    memory_bytes=4 << 30,
-    memory_bytes_per_s=1e10,
-    intra_node_bytes_per_s=2e9,
-    reserved_bytes=0,
-    source="tests",
-)
-
-
-def cluster(count: int = 2) -> Cluster:
-    """Nodes with one device each."""
-    return Cluster(nodes=(NodeGroup(gpu="core", count=count, gpus_per_node=1),), gpus={"core": _CPU})
 
 
 def profile(latency_s: float = 1e-4) -> Profile:
-    """Layers of 10 and 20 ms, and next to nothing besides."""
     model = ProfiledModel(64, 128, 4, 4, 256, 64, "fp32", "tiny")
 
     def timing(layer: str, share: float) -> LayerTiming:
@@ -68,13 +41,11 @@ def profile(latency_s: float = 1e-4) -> Profile:
 
 
 def estimator(nodes: int = 2) -> Estimator:
-    """The planner's model of the cluster."""
-    made = cluster(nodes)
+    made = processors(nodes)
     return Estimator(made, MODEL, MeasuredCosts(MODEL, profile(), made.gpu, CPU_GLOO), CPU_GLOO)
 
 
 def pipeline(*layers: int) -> Plan:
-    """A plan of stages with one device each."""
     found = estimator(len(layers))
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
     estimate = found.estimate(candidate)
@@ -85,7 +56,6 @@ def pipeline(*layers: int) -> Plan:
 
 
 def hellos(plan: Plan, host: Callable[[int], str] = lambda rank: "here") -> list[Hello]:
-    """What the ranks say once."""
     program, costs = program_of(plan), costs_of(plan)
     assert costs is not None
     graph = Graph(program)
@@ -135,7 +105,6 @@ def follow(
 
 
 def watched(plan: Plan, monitor: Monitor, folder: Path) -> Watched:
-    """What the monitor writes, read again."""
     file = folder / "watch.json"
     file.write_text(json.dumps(monitor.summary()), encoding="utf-8")
     return load_watched(file, plan)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.slow_links import SlowLink
+from benchmarks.drift_stand_ins import SlowLink
 from megatron_het.distributed import Link
 from megatron_het.features.watch.drift import DriftWatch, Finding, Subject, lower_median
 from megatron_het.features.watch.monitor import moved
@@ -239,7 +239,6 @@ _LATE_S, _WIRE_S = 0.4, 0.3
 
 
 def _both(step: Callable[[int], Any]) -> list[Any]:
-    """The same step on both sides, each in a thread."""
     with ThreadPoolExecutor(2) as pool:
         return [done.result(timeout=60) for done in [pool.submit(step, rank) for rank in range(2)]]
 
