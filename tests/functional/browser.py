@@ -18,7 +18,6 @@ LIMIT_S = 240.0
 
 
 def chromium() -> str | None:
-    """The browser of this machine, None without one."""
     return next(
         (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
     )
@@ -84,7 +83,6 @@ class Tab:
             self.loaded.add(body["loaderId"])
 
     def open(self, file: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Show a file in a window of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setScrollbarsHidden", hidden=True)  # pictures are as wide as the window
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -96,7 +94,6 @@ class Tab:
         self.frames()
 
     def frames(self) -> None:
-        """Wait until what was asked for is drawn."""
         self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def value(self, script: str) -> Any:
@@ -115,7 +112,6 @@ class Tab:
         self.frames()
 
     def click(self, selector: str) -> None:
-        """Click into the middle of an element."""
         find = f"const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
         middle = "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]"
         x, y = self.value(f"(() => {{ {find} {middle} }})()")
@@ -123,7 +119,6 @@ class Tab:
             self.mouse(kind, x, y, button="left", clickCount=1)
 
     def picture(self) -> bytes:
-        """The whole page as PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
@@ -139,7 +134,6 @@ class Tab:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A browser without any network; its profile is in ``folder``."""
     program = chromium()
     assert program is not None
     ours_read, theirs_write = os.pipe()

@@ -16,7 +16,6 @@ STEPS = 4
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator[Runner]:
-    """The rank server of the session; jobs always run on the CPU."""
     with Runner() as runner:
         yield runner
 
@@ -36,7 +35,6 @@ def lab_of(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def lab(lab_of: Callable[[type[Lab]], Lab]) -> Lab:
-    """Shared data, start checkpoints and references."""
     return lab_of(Lab)
 
 

@@ -94,7 +94,6 @@ def _keep_evaluations(out: str, rank: int, *, as_conversations: bool) -> None:
 
 
 def packed(*, rank: int, out: str, **options: Any) -> None:
-    """With Megatron's dataset."""
     _replace_packages()
     _keep_evaluations(out, rank, as_conversations=False)
     observe(rank=rank, out=out, **options)

@@ -97,7 +97,6 @@ def reduce(waits: bool) -> None:
 
 
 def main() -> None:
-    """All faults."""
     fake_cuda.install()
     join_alone(0, 2, "nccl")
     found: dict[str, Any] = {}

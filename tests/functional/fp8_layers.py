@@ -45,7 +45,6 @@ class Recipe:
             self._layer = before
 
     def begin(self) -> None:
-        """An iteration begins."""
         self._iterations.append(Counter())
 
     def multiply(self, layer: Any, number: int, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,6 @@ class Launch:
     elapsed_s: float
 
     def log(self, rank: int) -> str:
-        """Everything that a rank wrote."""
         return self.logs[rank].read_text(errors="replace")
 
 

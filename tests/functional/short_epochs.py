@@ -9,7 +9,6 @@ SAMPLES = 10
 
 
 def observe(**options: Any) -> None:
-    """As ``testing.probe.observe``, with short epochs."""
     from megatron.training import training
     from megatron.training.datasets import data_samplers
 

@@ -128,7 +128,6 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for Slurm's commands."""
         return {**os.environ, "SLURM_CONF": str(self.base / "etc" / "slurm.conf")}
 
     def __enter__(self) -> SlurmCluster:
@@ -162,16 +161,13 @@ class SlurmCluster:
         self._only_one.close()
 
     def run(self, script: Path, variables: Mapping[str, str], timeout_s: float) -> Job:
-        """Submit a batch script and wait for the end of all of its components."""
         return self.wait(script, self.submit(script, variables), timeout_s)
 
     def submit(self, script: Path, variables: Mapping[str, str]) -> str:
-        """Submit a batch script; the job's number."""
         done = self._run("sbatch", "--parsable", str(script), variables=variables)
         return done.stdout.strip().split(";")[0]
 
     def wait(self, script: Path, job_id: str, timeout_s: float) -> Job:
-        """Wait for the end of all components of a job."""
         state = self._wait_for_job(job_id, timeout_s)
         found = re.search(r"#SBATCH --output=(\S+)", script.read_text(encoding="utf-8"))
         name = re.search(r"#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"))
@@ -180,11 +176,9 @@ class SlurmCluster:
         return Job(job_id, state, path.read_text(errors="replace") if path.is_file() else "")
 
     def control(self, *words: str) -> str:
-        """What ``scontrol`` says."""
         return self._run("scontrol", *words).stdout
 
     def cancel(self, job_id: str) -> None:
-        """End a job."""
         self._run("scancel", job_id)
 
     def take_down(self, index: int) -> None:
@@ -338,7 +332,6 @@ def _turn() -> Iterator[None]:
 
 
 def _descendants(pid: int) -> set[int]:
-    """All processes below one."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():

@@ -1,7 +1,6 @@
 """Checkpoints do not depend on the plan: any plan, or stock Megatron, loads what another saved."""
 
 import json
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,20 +10,19 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
-from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
-from testing.feature_cases import with_expert_parallel
+from testing.cases import MICROBATCHES, Weights, common_flags
 from testing.lab import Lab
 from testing.runner import Finished, Job
 from testing.zorse_cases import with_shares
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 STEPS, SAVED_AT = 6, 3
 BAR = 1e-5
 SCALE_BITS = 20
 
 
-def plan(name: str, sizes: list[list[int]], layers: list[int], **more: Any) -> Plan:
-    return build_plan(sizes, layers, random.Random(name), **{"even_routing": False, **more})
+def plan(name: str, sizes: list[list[int]], layers: list[Any], **more: Any) -> Plan:
+    return new_case(name, sizes, layers, **{"even_routing": False, **more}).plan
 
 
 @dataclass(frozen=True)
@@ -45,104 +43,72 @@ def _kind(first: tuple[list, list], second: tuple[list, list], **more: Any) -> K
     return Kind(plan("first", *first, **more), plan("second", *second, **more))
 
 
-def _sliced(made: Kind, **parameters: Any) -> Kind:
-    """The same with the first plan's sequences cut into slices."""
-    return replace(made, first=replace(made.first, schedule=ScheduleSpec("slimpipe", parameters)))
-
-
-def _predicting(made: Kind, layers: int) -> Kind:
-    """The same with layers for multi-token prediction."""
-    first, second = (replace(p, model=replace(p.model, mtp_num_layers=layers)) for p in (made.first, made.second))
-    return Kind(first, second, family="later-tokens")
-
-
 def with_ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any) -> Plan:
     """The plan with every stage cut into ministages, under a parameter window."""
     stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
-    return replace(under, stages=stages, schedule=ScheduleSpec("ministage", {"window": True, **window}))
+    return replace(under, stages=stages, schedule=windowed(**window))
 
 
-def in_a_v(under: Plan, layers: tuple[tuple[int, int], ...]) -> Plan:
-    """The plan with two chunks per stage in a V."""
-    stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
-    return replace(under, stages=stages, schedule=ScheduleSpec("zb-v"))
+def windowed(**window: Any) -> ScheduleSpec:
+    return ScheduleSpec("ministage", {"window": True, **window})
 
 
+DIVIDED: dict[str, Any] = {"distributed_optimizer": True}
+TIED: dict[str, Any] = {"tied": True, **DIVIDED}
+TP: dict[str, Any] = {"sequence_parallel": True, **DIVIDED}
+SLICED = ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True})
+SHARED = windowed(offload=True, update="undo", vocabulary=True, vocabulary_shares=[1, 3])
+OFFLOADED = windowed(offload=True, offload_optimizer=True, update="undo")
 KINDS = {
     # Ranks of TP 1 write their rows as two parts, each as large as one of TP 2.
-    "split-vocabulary": _sliced(
-        _kind(([[1], [2, 1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
-        slices=4,
-        vocabulary=True,
+    "split-vocabulary": Kind(
+        plan("first", [[1], [2, 1]], [2, 3], schedule=SLICED, **TIED), plan("second", [[1], [1]], [4, 1], **TIED)
     ),
     # Stages with other numbers of rows, and under a window.
     "vocabulary-shares": Kind(
-        with_ministages(
-            plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True),
-            ((1, 1), (2, 1)),
-            offload=True,
-            update="undo",
-            vocabulary=True,
-            vocabulary_shares=[1, 3],
-        ),
-        replace(
-            plan("second", [[1], [1, 1]], [3, 2], distributed_optimizer=True),
+        plan("first", [[1], [2, 1]], [(1, 1), (2, 1)], schedule=SHARED, **DIVIDED),
+        plan(
+            "second",
+            [[1], [1, 1]],
+            [3, 2],
             schedule=ScheduleSpec("1f1b", {"vocabulary": True, "vocabulary_shares": [5, 2]}),
+            **DIVIDED,
         ),
     ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
     # The offsets, one number per head, are padded, and tied embeddings are in a bucket after an odd number of them.
-    "padded-bucket": replace(
-        _kind(([[1], [2, 1]], [1, 4]), ([[1], [1]], [3, 2]), tied=True, distributed_optimizer=True),
-        family="softmax-offset",
-    ),
-    "distributed-optimizer": _kind(
-        ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), distributed_optimizer=True, sequence_parallel=True
-    ),
-    "bf16": _kind(([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]), distributed_optimizer=True, precision="bf16"),
+    "padded-bucket": replace(_kind(([[1], [2, 1]], [1, 4]), ([[1], [1]], [3, 2]), **TIED), family="softmax-offset"),
+    "distributed-optimizer": _kind(([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), **TP),
+    "bf16": _kind(([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]), precision="bf16", **DIVIDED),
     # Both copies of the tied weights are on rank 0, in two chunks.
     "chunks-in-a-v": Kind(
-        in_a_v(plan("first", [[2, 1], [1]], [3, 2], tied=True, distributed_optimizer=True), ((1, 2), (0, 2))),
-        plan("second", [[1], [1, 1]], [2, 3], tied=True, distributed_optimizer=True),
+        plan("first", [[2, 1], [1]], [(1, 2), (0, 2)], schedule=ScheduleSpec("zb-v"), **TIED),
+        plan("second", [[1], [1, 1]], [2, 3], **TIED),
     ),
     # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.  Experts are halves
     # or quarters of a replica's ranks, or on every rank.
     "experts": Kind(
-        with_expert_parallel(
-            plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[1], [2, 1]]
-        ),
-        with_expert_parallel(
-            plan("second", [[4], [1, 1]], [3, 2], distributed_optimizer=True, sequence_parallel=True), [[4], [1, 1]]
-        ),
+        plan("first", [[1], [2, 1]], [2, 3], ep=[[1], [2, 1]], **TP),
+        plan("second", [[4], [1, 1]], [3, 2], ep=[[4], [1, 1]], **TP),
         family="deepseek",
     ),
     # Experts have another optimizer than all other weights on the ranks of one stage, and on no rank of the other plan.
     "experts-over-replicas": Kind(
-        with_expert_parallel(
-            plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True, even_routing=True), [[2, 2], [1]]
-        ),
-        with_expert_parallel(
-            plan("second", [[2], [1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[2], [1]]
-        ),
+        plan("first", [[1, 1], [1]], [3, 2], ep=[[2, 2], [1]], even_routing=True, **DIVIDED),
+        plan("second", [[2], [1]], [2, 3], ep=[[2], [1]], **TP),
         family="deepseek",
     ),
     # The last stage has a copy of the embedding, and no table of an output layer.
-    "later-tokens": _predicting(
-        _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True, distributed_optimizer=True), 2
+    "later-tokens": replace(
+        _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), family="later-tokens", **TIED),
+        family="later-tokens",
     ),
     # Rank 0, which writes what is common, keeps no state; the replica of TP 2 has a copy of its own.
     "ministages": Kind(
         with_shares(
-            with_ministages(
-                plan("first", [[1, 2, 1], [1]], [3, 2], distributed_optimizer=True),
-                ((2, 1), (1, 1)),
-                offload=True,
-                offload_optimizer=True,
-                update="undo",
-            ),
-            ((0, 2, 1), (1,)),
+            plan("first", [[1, 2, 1], [1]], [(2, 1), (1, 1)], schedule=OFFLOADED, **DIVIDED), ((0, 2, 1), (1,))
         ),
-        plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
+        plan("second", [[1], [1, 1]], [2, 3], **DIVIDED),
     ),
 }
 FULL = {"split-vocabulary", "experts-over-replicas", "padded-bucket", "chunks-in-a-v", "later-tokens"}
@@ -216,7 +182,6 @@ def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> 
 
 
 def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
-    """Compare two checkpoints in a rank process."""
     options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
     lab.runner.run(
         Job("compare", 1, (), folder, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options))
@@ -225,7 +190,6 @@ def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
 
 
 def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
-    """Bit-equal weights and optimizer states, and that there are some."""
     found = same(lab, first, second, folder)
     assert found["missing"] == [] and found["different"] == {}
     assert any(key.startswith("decoder.layers.4.") for key in found["keys"]), found["keys"]
@@ -239,7 +203,6 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def whole(train: Train, kind: Kind) -> Run:
-    """An uninterrupted run under the first plan."""
     return train(kind.first, kind.weights)
 
 
@@ -371,5 +334,4 @@ def test_saved_before_the_first_update(train: Train, distributed: bool):
 
 
 def skips(run: Run) -> list[str]:
-    """Of each iteration, how many were skipped."""
     return re.findall(r"skipped iterations: +(\d+)", run.finished.log())

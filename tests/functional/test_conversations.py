@@ -36,7 +36,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[str, ...]]:
-    """Flags of weights and conversations."""
     file = tmp_path_factory.mktemp("conversations") / "train.jsonl"
     write_conversations(file, 200, VOCABULARY, 0)
 
@@ -49,7 +48,6 @@ def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case]
 
 
 def evaluated(folder: Path, rank: int) -> list[float]:
-    """What Megatron's evaluations found on a rank, as it logs them."""
     return json.loads((folder / f"evaluations-{rank}.json").read_text(encoding="utf-8"))
 
 

@@ -61,7 +61,6 @@ def truncate(checkpoints: Path) -> None:
 
 
 def flip(checkpoints: Path) -> None:
-    """Change a few bytes in the middle of a tensor."""
     path = data_file(checkpoints)
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
@@ -140,7 +139,6 @@ def test_every_file_of_a_checkpoint_has_a_checksum(whole: Path):
 
 
 def refusal(finished: Finished) -> str:
-    """The one message of a run that was refused."""
     assert all(code == 2 for code in finished.returncodes), (finished.returncodes, finished.log(0)[-2000:])
     logs = [finished.log(rank) for rank in range(finished.job.world_size)]
     said = [line for log in logs for line in log.splitlines() if line.startswith("megatron_het: ")]

@@ -11,19 +11,16 @@ import pytest
 from megatron_het.plan import save_plan
 from testing.cases import Weights, build_plan, common_flags
 from testing.lab import Lab
-from testing.runner import Job
+from testing.runner import Job, words
 
 STEPS = 6
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-LOGGING = [
-    "--tensorboard-queue-size",
-    "1",
-    "--tensorboard-log-interval",
-    "1",
-    "--log-validation-ppl-to-tensorboard",
-    "--log-num-zeros-in-grad",
-    "--log-params-norm",
-]
+LOGGING = words(
+    """
+    --tensorboard-queue-size 1 --tensorboard-log-interval 1 --log-validation-ppl-to-tensorboard
+    --log-num-zeros-in-grad --log-params-norm
+    """
+)
 
 
 def _job(lab: Lab, folder: Path, *more: str, world_size: int = 1, **options: object) -> Job:
@@ -70,7 +67,6 @@ def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab:
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag to (step, value) of everything in a TensorBoard folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))

@@ -37,7 +37,6 @@ CASES = {
 
 
 def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
-    """What Megatron logs: of training, then of the evaluations."""
     argv = (*common_flags(Weights(layers=4), steps=STEPS), *lab.data_flags(), *DROPOUT, *flags)
     log = lab.runner.run(Job(folder.name, world_size, argv, folder)).log()
     found = re.findall(r"lm loss( value)?: (\S+)", log)

@@ -145,7 +145,6 @@ def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 
 def asked(job: Running, capsys: pytest.CaptureFixture[str]) -> str:
-    """What ``het-run status`` says of a job that runs."""
     (job.folder / "token").write_text(TOKEN)
     where = ["--controller", f"127.0.0.1:{job.port}", "--token-file", str(job.folder / "token")]
     capsys.readouterr()

@@ -30,7 +30,6 @@ pytestmark = [
 
 
 def plan(*second: str, first: str = "big") -> Plan:
-    """A stage on one node, and one with a replica on each of some others."""
     routes = [tuple(range(q, 4, len(second))) for q in range(len(second))]
     replicas = tuple(Replica((1 + q,), route, kind) for q, (route, kind) in enumerate(zip(routes, second, strict=True)))
     stages = (Stage((2,), (Replica((0,), (0, 1, 2, 3), first),)), Stage((1,), replicas))
@@ -63,7 +62,6 @@ def write_run(out: Path) -> Path:
 
 
 def losses(out: Path) -> dict[int, list[float]]:
-    """What the workers have logged, by iteration."""
     found: dict[int, list[float]] = {}
     for log in sorted((out / "elastic").glob("node-*/worker-*/log.txt")):
         for iteration, loss in LINE.findall(log.read_text(errors="replace")):

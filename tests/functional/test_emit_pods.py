@@ -67,7 +67,6 @@ def write(out: Path, target: Any, elastic: bool) -> Path:
 
 @contextlib.contextmanager
 def started(file: Path, logs: Path) -> Iterator[dict[str, Any]]:
-    """All pods of a file; none of them is left behind."""
     processes = {pod.name: pod.start(logs / f"{pod.name}.log", {}) for pod in pods_of(file)}
     try:
         yield processes

@@ -62,7 +62,6 @@ def data_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def promised(plan: Plan, bytes_per_s: float) -> Expectations:
-    """A cluster file of equal links."""
     links = (LinkExpectation(*pair, 1.0, bytes_per_s) for pair in pairs_of(plan))
     return Expectations(plan_hash(plan), tuple(links))
 
@@ -122,7 +121,6 @@ def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]
 
 
 def findings(out: Path, status: str) -> dict[str, list[dict[str, str]]]:
-    """What the doctor of a job has found, by check."""
     found: dict[str, list[dict[str, str]]] = {}
     for finding in json.loads((out / "logs" / "doctor.json").read_text())["findings"]:
         if finding["status"] == status:

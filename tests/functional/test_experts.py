@@ -3,7 +3,6 @@
 ``benchmarks/parity.py --model moe`` has more plans, of every schedule.
 """
 
-import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,28 +11,21 @@ import pytest
 
 from benchmarks.nccl_order import in_nccl_order, transports
 from megatron_het.plan import ScheduleSpec
-from testing.cases import Case, build_plan, with_schedule
+from testing.cases import Case
 from testing.compare import compare
 from testing.families import EXPERT_FAMILIES
-from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
 from testing.runner import Finished, words
-from testing.slimpipe_cases import with_context_parallel_sizes
-from tests.functional.selected import compared, tiers
+from tests.functional.selected import compared, new_case, tiers
 
 BAR = 1e-5
 _ITERATION = re.compile(r" iteration +(\d+)/(.*)")
 _LOGGED = re.compile(r" (\w*load_balancing_loss|z_loss): (\S+)")
 
 
-def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **plan: Any) -> Case:
-    more = {"even_routing": False, "sequence_parallel": True, **plan}
-    options = {key: more.pop(key) for key in ("clip", "overlap") if key in more}
-    return Case(name, build_plan(sizes, layers, random.Random(name), **more), family=family, **options)
-
-
-def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
-    return replace(case, plan=with_expert_parallel(case.plan, sizes), **more)
+def make(name: str, family: str, sizes: list[list[int]], layers: list[Any], **more: Any) -> Case:
+    options = {"even_routing": False, "sequence_parallel": True, **more}
+    return new_case(name, sizes, layers, family=family, **options)
 
 
 def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:
@@ -53,145 +45,66 @@ def routed(case: Case) -> Case:
     return replace(case, plan=replace(case.plan, stages=(replace(first, replicas=replicas), *others)))
 
 
-def sharing(case: Case, shares: tuple[int, ...] = ()) -> Case:
-    """With context parallelism, and parts of these sizes."""
-    sizes = [[2] * len(stage.replicas) for stage in case.plan.stages]
-    stages = with_context_parallel_sizes(case.plan.stages, sizes, shares)
-    return replace(case, plan=replace(case.plan, stages=stages))
-
-
-def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
-    stages = tuple(replace(s, layers=cut) for s, cut in zip(case.plan.stages, layers, strict=True))
-    plan = replace(case.plan, stages=stages, schedule=ScheduleSpec(schedule, parameters))
-    return replace(case, plan=plan)
-
-
+_GATHERS = ("--moe-token-dispatcher-type", "allgather")
+_DIVIDED: dict[str, Any] = {"distributed_optimizer": True}
+_EVEN: dict[str, Any] = {"even_routing": True}
+_BOTH = _EVEN | _DIVIDED
+_CHUNKS, _ROWS = [(2, 1), (1, 1)], [[1], [1, 1], [1, 1, 1]]
+_FOUR, _PAIRS = [[1, 1], [1, 1]], [[2, 2], [2, 2]]
+_WINDOW = ScheduleSpec("ministage", {"window": True, "update": "exact"})
+_SPLIT = ScheduleSpec("interleaved", {"vocabulary": True, "offload_activations": 0.75})
+_ZB_H1, _ZB_V = ScheduleSpec("zb-h1"), ScheduleSpec("zb-v")
+_IN_TWO = ScheduleSpec("slimpipe", {"slices": 2})
+_IN_FOUR = ScheduleSpec("slimpipe", {"slices": 4})
+_IN_EIGHT = ScheduleSpec("slimpipe", {"slices": 8})
 CASES = [
-    make("mixed-tp", "mixtral", [[1], [2, 1]], [2, 3], distributed_optimizer=True, clip=0.05),
+    make("mixed-tp", "mixtral", [[1], [2, 1]], [2, 3], clip=0.05, **_DIVIDED),
     # More TP than ranks per stage in the mean.
-    make("dense-first-with-biases", "deepseek", [[2], [1], [1, 1]], [1, 2, 2], distributed_optimizer=True),
+    make("dense-first-with-biases", "deepseek", [[2], [1], [1, 1]], [1, 2, 2], **_DIVIDED),
     make("norms-of-heads-in-mixed-tp", "qwen3-moe", [[1, 2], [1]], [3, 2], tied=True),
-    with_ep(
-        make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
-        [[2, 1], [1]],
-        own=("--moe-token-dispatcher-type", "allgather"),
+    make(
+        "sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], ep=[[2, 1], [1]], own=_GATHERS, recompute="full"
     ),
-    with_ep(make("global-balance", "global-balance", [[2], [1]], [3, 2], recompute="selective"), [[2], [1]]),
+    make("global-balance", "global-balance", [[2], [1]], [3, 2], ep=[[2], [1]], recompute="selective"),
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
-    with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
-    with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
-    with_ep(
-        with_chunks(
-            make("window", "deepseek", [[2, 2], [1]], [3, 2], distributed_optimizer=True),
-            "ministage",
-            ((2, 1), (1, 1)),
-            window=True,
-            update="exact",
-        ),
-        [[2, 1], [1]],
-    ),
+    make("in-a-v", "mixtral", [[1], [1, 1]], [(1, 1), (2, 1)], schedule=_ZB_V),
+    make("interleaved", "deepseek", [[1], [1]], _CHUNKS, schedule=ScheduleSpec("interleaved")),
+    make("window", "deepseek", [[2, 2], [1]], _CHUNKS, ep=[[2, 1], [1]], schedule=_WINDOW, **_DIVIDED),
     # In one stage a rank has half of the experts cut in two, or all of them whole.
-    with_ep(
-        make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05, overlap=True),
-        [[2], [2, 1]],
-    ),
+    make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], ep=[[2], [2, 1]], clip=0.05, overlap=True, **_DIVIDED),
     # The experts of a layer on two replicas, or on all of a stage's ranks, each of which has a copy of attention.
-    with_ep(make("over-replicas", "mixtral", [[1, 1], [1, 1]], [3, 2], even_routing=True, clip=0.05), [[2, 2], [2, 2]]),
-    with_ep(
-        make(
-            "over-replicas-with-tp",
-            "deepseek",
-            [[2, 2], [1]],
-            [3, 2],
-            even_routing=True,
-            distributed_optimizer=True,
-            overlap=True,
-        ),
-        [[4, 4], [1]],
+    make("over-replicas", "mixtral", [[1, 1], [1, 1]], [3, 2], ep=[[2, 2], [2, 2]], clip=0.05, **_EVEN),
+    make(
+        "over-replicas-with-tp", "deepseek", [[2, 2], [1]], [3, 2], ep=[[4, 4], [1]], overlap=True, **_EVEN, **_DIVIDED
     ),
-    with_etp(make("copies-within-tp", "sequence-balance", [[2], [1, 1]], [3, 2], even_routing=True), (1, 2)),
+    with_etp(make("copies-within-tp", "sequence-balance", [[2], [1, 1]], [3, 2], **_EVEN), (1, 2)),
     # Two expert groups of one stage with different numbers of microbatches.
-    with_ep(routed(make("over-pairs-of-replicas", "mixtral", [[1, 1, 1, 1], [1]], [3, 2])), [[2, 2, 2, 2], [1]]),
+    routed(make("over-pairs-of-replicas", "mixtral", [[1, 1, 1, 1], [1]], [3, 2], ep=[[2, 2, 2, 2], [1]])),
     # All experts once on the ranks that share sequences, or on those of two replicas.
-    with_ep(sharing(make("over-parts-of-sequences", "sequence-balance", [[1, 1]], [5], even_routing=True)), [[4, 4]]),
-    with_ep(
-        with_chunks(
-            make(
-                "over-replicas-interleaved",
-                "mixtral",
-                [[1, 1], [1, 1]],
-                [3, 2],
-                even_routing=True,
-                distributed_optimizer=True,
-                recompute="full",
-            ),
-            "interleaved",
-            ((2, 1), (1, 1)),
-            vocabulary=True,
-            offload_activations=0.75,
-        ),
-        [[2, 2], [2, 2]],
+    make("over-parts-of-sequences", "sequence-balance", [[1, 1]], [5], cp=2, ep=[[4, 4]], **_EVEN),
+    make("over-replicas-interleaved", "mixtral", _FOUR, _CHUNKS, ep=_PAIRS, schedule=_SPLIT, recompute="full", **_BOTH),
+    make(
+        "over-replicas-zero-bubble", "deepseek", _ROWS, [2, 2, 1], ep=[[1], [2, 2], [1, 1, 1]], schedule=_ZB_H1, **_EVEN
     ),
-    with_ep(
-        with_chunks(
-            make("over-replicas-zero-bubble", "deepseek", [[1], [1, 1], [1, 1, 1]], [2, 2, 1], even_routing=True),
-            "zb-h1",
-            ((2,), (2,), (1,)),
-        ),
-        [[1], [2, 2], [1, 1, 1]],
-    ),
-    with_ep(
-        with_chunks(
-            make("over-replicas-in-a-v", "mixtral", [[1, 1], [1, 1]], [2, 3], even_routing=True),
-            "zb-v",
-            ((1, 1), (2, 1)),
-        ),
-        [[2, 2], [2, 2]],
-    ),
-    with_schedule(
-        with_ep(
-            make("over-replicas", "deepseek", [[1, 1], [1, 1]], [3, 2], even_routing=True, distributed_optimizer=True),
-            [[2, 2], [2, 2]],
-            own=("--moe-token-dispatcher-type", "allgather"),
-        ),
-        "slimpipe",
-        1,
-        {"slices": 4},
-    ),
-    with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
+    make("over-replicas-in-a-v", "mixtral", _FOUR, [(1, 1), (2, 1)], ep=_PAIRS, schedule=_ZB_V, **_EVEN),
+    make("slimpipe-over-replicas", "deepseek", _FOUR, [3, 2], ep=_PAIRS, own=_GATHERS, schedule=_IN_FOUR, **_BOTH),
+    make("slimpipe-slices", "deepseek", [[1], [1]], [3, 2], schedule=_IN_FOUR),
     # Balancing losses of whole microbatches and sequences, of which a pass has a part.
-    with_schedule(
-        with_ep(make("balance", "mixtral", [[2, 1], [1]], [3, 2], distributed_optimizer=True), [[2, 1], [1]]),
-        "slimpipe",
-        1,
-        {"slices": 4},
+    make("balance-in-slices", "mixtral", [[2, 1], [1]], [3, 2], ep=[[2, 1], [1]], schedule=_IN_FOUR, **_DIVIDED),
+    make(
+        "sequence-balance-in-parts", "sequence-balance", [[1], [1, 1]], [3, 2], cp=2, schedule=_IN_TWO, recompute="full"
     ),
-    sharing(
-        with_schedule(
-            make("sequence-balance-in-parts", "sequence-balance", [[1], [1, 1]], [3, 2], recompute="full"),
-            "slimpipe",
-            1,
-            {"slices": 2},
-        )
-    ),
-    with_schedule(
-        make("global-balance-recomputed", "global-balance", [[2], [1]], [3, 2], recompute="full"),
-        "slimpipe",
-        1,
-        {"slices": 8},
-    ),
+    make("balance-recomputed", "global-balance", [[2], [1]], [3, 2], schedule=_IN_EIGHT, recompute="full"),
     # At the usual rate the scores of two experts are equal up to rounding in the seventh step, and chance orders them.
-    replace(
-        sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5]), (3, 1)), extra=("--lr", "9e-4")
-    ),
+    make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5], cp=2, shares=(3, 1), extra="--lr 9e-4"),
 ]
 BY_NAME = {case.name: case for case in CASES}
 FULL = words(
     """
     dense-first-with-biases norms-of-heads-in-mixed-tp global-balance in-a-v interleaved ep-in-mixed-tp
-    over-replicas-with-tp copies-within-tp over-pairs-of-replicas over-parts-of-sequences
-    over-replicas-interleaved over-replicas-zero-bubble over-replicas-in-a-v slimpipe-slices
-    slimpipe-over-replicas slimpipe-sequence-balance-in-parts balance-in-context-parallelism
+    over-replicas-with-tp copies-within-tp over-pairs-of-replicas over-parts-of-sequences over-replicas-interleaved
+    over-replicas-zero-bubble over-replicas-in-a-v slimpipe-slices slimpipe-over-replicas sequence-balance-in-parts
+    balance-in-context-parallelism
     """
 )
 
@@ -214,7 +127,6 @@ def test_divided_experts_in_nccls_order(lab: Lab, name: str) -> None:
 
 
 def logged(text: str) -> dict[int, dict[str, float]]:
-    """Balancing losses by iteration and name."""
     return {
         int(i): {name: float(value) for name, value in _LOGGED.findall(rest)} for i, rest in _ITERATION.findall(text)
     }
@@ -222,13 +134,13 @@ def logged(text: str) -> dict[int, dict[str, float]]:
 
 LOGGED = words(
     """
-    mixed-tp sequence-balance global-balance slimpipe-slices slimpipe-balance slimpipe-sequence-balance-in-parts
-    slimpipe-global-balance-recomputed balance-in-context-parallelism
+    mixed-tp sequence-balance global-balance slimpipe-slices balance-in-slices sequence-balance-in-parts
+    balance-recomputed balance-in-context-parallelism
     """
 )
 
 
-@pytest.mark.parametrize("name", tiers(LOGGED, set(FULL) & set(LOGGED)))
+@pytest.mark.parametrize("name", tiers(LOGGED, [name for name in LOGGED if name in FULL]))
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:

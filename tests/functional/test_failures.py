@@ -40,18 +40,29 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
     "schedule of another shape": (_interleave, ("schedule = 'interleaved'", "group = 1")),
 }
 
-# name: (flags, what the one message must contain); tests/unit/plan/test_refusals.py has more of them
-BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "fp8": (("--fp8-format", "hybrid"), ("--fp8-format", "hybrid", "--transformer-impl")),
-    "another batch size": (("--global-batch-size", "12"), ("--global-batch-size", "12")),
-    "checkpoint format": (("--ckpt-format", "torch"), ("--ckpt-format", "'torch'")),
-    "unknown flag": (("--het-speed", "3"), ("--het-speed",)),
-    "NCCL on a CPU": (("--het-transport", "nccl"), ("--het-transport", "nccl")),
+# name: (flags, what the one message must contain, more of the job); tests/unit/plan/test_refusals.py has more of them
+BAD_STARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
+    "fp8": (("--fp8-format", "hybrid"), ("--fp8-format", "hybrid", "--transformer-impl"), {}),
+    "another batch size": (("--global-batch-size", "12"), ("--global-batch-size", "12"), {"ranks": None}),
+    "checkpoint format": (("--ckpt-format", "torch"), ("--ckpt-format", "'torch'"), {}),
+    "unknown flag": (("--het-speed", "3"), ("--het-speed",), {}),
+    "NCCL on a CPU": (("--het-transport", "nccl"), ("--het-transport", "nccl"), {}),
+    "a flag that the machine needs": (
+        (),
+        ("--no-persist-layer-norm", "False", "Add --no-persist-layer-norm"),
+        {"drop": "--no-persist-layer-norm"},
+    ),
+    "an optimizer's format that depends on the layout": (
+        (),
+        ("--dist-ckpt-optim-fully-reshardable", "False"),
+        {"drop": "--dist-ckpt-optim-fully-reshardable"},
+    ),
+    "another world size": ((), ("WORLD_SIZE", "3", "4 ranks"), {"world_size": 3, "ranks": None}),
 }
 
 
 def _job(
-    folder: Path, plan: Path, world_size: int = PLAN.world_size, *more: str, drop: str = "", ranks: int | None = 1
+    folder: Path, plan: Path, *more: str, world_size: int = PLAN.world_size, drop: str = "", ranks: int | None = 1
 ) -> Job:
     """A run that must be refused; a checkpoint and a report of an earlier run lie there.
 
@@ -97,34 +108,13 @@ def test_a_bad_plan_is_refused(name: str, lab: Lab, tmp_path: Path):
     assert_refused(lab.runner.run(_job(tmp_path, path, ranks=ranks), check=False), parts)
 
 
-@pytest.mark.parametrize("name", list(BAD_FLAGS))
-def test_options_that_cannot_go_together_are_refused(name: str, lab: Lab, tmp_path: Path):
-    flags, parts = BAD_FLAGS[name]
-    save_plan(PLAN, tmp_path / "plan.json")
-    ranks = None if name == "another batch size" else 1
-    job = _job(tmp_path, tmp_path / "plan.json", PLAN.world_size, *flags, ranks=ranks)
-    assert_refused(lab.runner.run(job, check=False), parts)
-
-
-def test_a_flag_that_the_machine_needs_is_named(lab: Lab, tmp_path: Path):
-    save_plan(PLAN, tmp_path / "plan.json")
-    job = _job(tmp_path, tmp_path / "plan.json", drop="--no-persist-layer-norm")
-    assert_refused(
-        lab.runner.run(job, check=False), ("--no-persist-layer-norm", "False", "Add --no-persist-layer-norm")
-    )
-
-
-def test_an_optimizer_format_that_depends_on_the_layout_is_refused(lab: Lab, tmp_path: Path):
-    plan = replace(PLAN, training=replace(PLAN.training, distributed_optimizer=True))
+@pytest.mark.parametrize("name", list(BAD_STARTS))
+def test_a_start_that_cannot_be_is_refused(name: str, lab: Lab, tmp_path: Path):
+    flags, parts, more = BAD_STARTS[name]
+    is_divided = "--dist-ckpt-optim-fully-reshardable" in more.values()
+    plan = replace(PLAN, training=replace(PLAN.training, distributed_optimizer=is_divided))
     save_plan(plan, tmp_path / "plan.json")
-    job = _job(tmp_path, tmp_path / "plan.json", drop="--dist-ckpt-optim-fully-reshardable")
-    assert_refused(lab.runner.run(job, check=False), ("--dist-ckpt-optim-fully-reshardable", "False"))
-
-
-def test_another_world_size_is_refused(lab: Lab, tmp_path: Path):
-    save_plan(PLAN, tmp_path / "plan.json")
-    job = _job(tmp_path, tmp_path / "plan.json", 3, ranks=None)
-    assert_refused(lab.runner.run(job, check=False), ("WORLD_SIZE", "3", "4 ranks"))
+    assert_refused(lab.runner.run(_job(tmp_path, tmp_path / "plan.json", *flags, **more), check=False), parts)
 
 
 def test_a_truncated_or_missing_file_is_refused(lab: Lab, tmp_path: Path):

@@ -7,70 +7,54 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from testing.cases import Case, build_plan, with_schedule
+from megatron_het.plan import ScheduleSpec
+from testing.cases import Case, build_plan
 from testing.lab import Lab
 from testing.runner import Finished
 from testing.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared, tiers
+from tests.functional.selected import compared, new_case, tiers
 
 BAR = 1e-5
 # Under the fused cross entropy, gradients of logits are rounded to bf16, which enlarges rounding elsewhere.
 ROUNDED_BAR = 1e-3
 
 
-def make(name: str, sizes: list[list[int]], layers: list[int], extra: str = "", **options: object) -> Case:
-    """A case with more flags; what is not an option of a case is one of its plan."""
-    names = ("transport", "clip", "overlap", "family", "own")
-    of_case = {key: options.pop(key) for key in names if key in options}
-    built = build_plan(sizes, layers, random.Random(name), **options)  # type: ignore[arg-type]
-    return Case(name, built, extra=tuple(extra.split()), **of_case)  # type: ignore[arg-type]
-
-
 _SPLIT = {**PLAIN, "vocabulary": True}
+_LATE = {"distributed_optimizer": True, "overlap": True}
+_GATHERED = ("--overlap-param-gather",)
+_FUSED = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
+_V_HALF = ScheduleSpec("v-half")
+
+
+def sliced(name: str, row: dict[str, Any], **fields: Any) -> Case:
+    return replace(sliced_case(row, name, random.Random(0)), **fields)
+
+
 CASES = [
-    replace(
-        sliced_case({**_SPLIT, "microbatches": 2}, "staged-large-microbatches", random.Random(0)), transport="staged"
+    sliced("staged-large-microbatches", {**_SPLIT, "microbatches": 2}, transport="staged"),
+    new_case("skipped-iterations", [[1, 1]], [5], extra="--iterations-to-skip 2 3", even_routing=False),
+    new_case(
+        "skipped-iterations-stages", [[1], [2], [1, 1]], [2, 1, 2], extra="--iterations-to-skip 3", even_routing=False
     ),
-    make("skipped-iterations", [[1, 1]], [5], "--iterations-to-skip 2 3", even_routing=False),
-    make("skipped-iterations-stages", [[1], [2], [1, 1]], [2, 1, 2], "--iterations-to-skip 3", even_routing=False),
-    make("softmax-offset-mixed-tp", [[1], [2, 1]], [2, 3], family="softmax-offset", even_routing=False),
-    make("reset-masks", [[1], [1, 1]], [2, 3], "--reset-attention-mask --reset-position-ids", even_routing=False),
-    make("fused-cross-entropy", [[2], [1]], [2, 3], "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"),
-    replace(
-        sliced_case(_SPLIT, "fused-split-cross-entropy", random.Random(0)),
-        extra=("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"),
+    new_case("softmax-offset-mixed-tp", [[1], [2, 1]], [2, 3], family="softmax-offset", even_routing=False),
+    new_case(
+        "reset-masks", [[1], [1, 1]], [2, 3], extra="--reset-attention-mask --reset-position-ids", even_routing=False
     ),
-    replace(sliced_case(_SPLIT, "mup-split-vocabulary", random.Random(0)), family="mup"),
-    replace(sliced_case(PLAIN, "rope-scaling-slices", random.Random(0)), extra=("--use-rope-scaling",)),
-    replace(
-        sliced_case(
-            {**_SPLIT, "microbatches": 4, "distributed_optimizer": True, "overlap": True},
-            "gathered-late-split-vocabulary",
-            random.Random(0),
-        ),
-        own=("--overlap-param-gather",),
-    ),
+    new_case("fused-cross-entropy", [[2], [1]], [2, 3], extra=_FUSED),
+    sliced("fused-split-cross-entropy", _SPLIT, extra=tuple(_FUSED.split())),
+    sliced("mup-split-vocabulary", _SPLIT, family="mup"),
+    sliced("rope-scaling-slices", PLAIN, extra=("--use-rope-scaling",)),
+    sliced("gathered-late-split-vocabulary", {**_SPLIT, **_LATE, "microbatches": 4}, own=_GATHERED),
     # A replica's first forward depends on the other one's: their gathers of parameters must not wait for forwards.
-    with_schedule(
-        make(
-            "gathered-late",
-            [[1], [1, 1]],
-            [2, 3],
-            distributed_optimizer=True,
-            overlap=True,
-            own=("--overlap-param-gather",),
-        ),
-        "v-half",
-        2,
-        {},
-    ),
-    make("gpt", [[1], [2, 1]], [2, 3], family="gpt", even_routing=False, sequence_parallel=True),
-    make("qkv-bias", [[2], [1]], [2, 3], family="qkv-bias", distributed_optimizer=True),
-    make("sgd", [[1], [1, 1]], [2, 3], "--optimizer sgd", even_routing=False),
-    make("layernorm-1p", [[1], [2, 1]], [2, 3], family="layernorm-1p", even_routing=False, sequence_parallel=True),
+    new_case("v-half-gathered-late", [[1], [1, 1]], [(2, 2), (3, 3)], schedule=_V_HALF, own=_GATHERED, **_LATE),
+    new_case("gpt", [[1], [2, 1]], [2, 3], family="gpt", even_routing=False, sequence_parallel=True),
+    new_case("qkv-bias", [[2], [1]], [2, 3], family="qkv-bias", distributed_optimizer=True),
+    new_case("sgd", [[1], [1, 1]], [2, 3], extra="--optimizer sgd", even_routing=False),
+    new_case("layernorm-1p", [[1], [2, 1]], [2, 3], family="layernorm-1p", even_routing=False, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
 FULL = {"skipped-iterations", "softmax-offset-mixed-tp", "fused-cross-entropy", "qkv-bias", "layernorm-1p"}
@@ -109,14 +93,15 @@ def test_the_norm_of_the_parameters_counts_each_once(precision: str, distributed
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_run_without_training_ends_well(lab: Lab):
+_UNTRAINED = [
+    new_case("skip-train", [[1], [1, 1]], [2, 3], extra="--skip-train"),
+    new_case(
+        "skip-train-chunks", [[1], [1]], [(2, 2), (3, 3)], extra="--skip-train", schedule=ScheduleSpec("interleaved")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", _UNTRAINED, ids=["one-chunk", "chunks"])
+def test_a_run_without_training_ends_well(case: Case, lab: Lab):
     """``--skip-train`` evaluates only; the model is not wrapped then."""
-    case = make("skip-train", [[1], [1, 1]], [2, 3], "--skip-train")
-    done = lab.runner.run(lab.job(case))
-    assert "validation loss at iteration 0" in done.log()
-
-
-def test_several_chunks_evaluate_without_training(lab: Lab):
-    case = with_schedule(make("skip-train", [[1], [1]], [2, 3], "--skip-train"), "interleaved", 2, {})
-    done = lab.runner.run(lab.job(case))
-    assert "validation loss at iteration 0" in done.log()
+    assert "validation loss at iteration 0" in lab.runner.run(lab.job(case)).log()

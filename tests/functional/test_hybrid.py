@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from testing.cases import Case, build_plan, with_schedule
+from megatron_het.plan import ScheduleSpec
+from testing.cases import Case, build_plan
 from testing.compare import compare, plan_losses, reference_losses
 from testing.feature_cases import as_hybrid, packed
 from testing.lab import Lab
 from testing.runner import Finished
-from testing.slimpipe_cases import PLAIN, sliced_case, with_context_parallel_sizes
-from tests.functional.selected import compared, tiers
+from testing.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.selected import compared, new_case, tiers
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 BAR = 1e-5
@@ -25,110 +26,85 @@ TWIN_BAR = 1e-6
 _BALANCING = re.compile(r"seq_load_balancing_loss: (\S+)")
 
 
-def dense(name: str, sizes: list[list[int]], **plan: Any) -> Case:
-    return Case(name, build_plan(sizes, [2] * len(sizes), random.Random(name), **plan))
+def hybrid(name: str, family: str, sizes: list[list[int]], layers: list[list[int]], **plan: Any) -> Case:
+    return as_hybrid(new_case(name, sizes, [2] * len(sizes), **plan), family, layers)
 
 
-def sliced(name: str, **row: Any) -> Case:
-    return sliced_case({**PLAIN, **row}, name, random.Random(name))
+def cut(name: str, family: str, layers: list[list[int]], **row: Any) -> Case:
+    return as_hybrid(sliced_case({**PLAIN, **row}, name, random.Random(name)), family, layers)
 
 
-def in_chunks(case: Case, schedule: str, **parameters: Any) -> Case:
-    return replace(with_schedule(case, schedule, 2, parameters), name=case.name)
-
-
-def in_slices(case: Case) -> Case:
-    return replace(with_schedule(case, "slimpipe", 1, {"slices": 4}), name=case.name)
-
-
+IN_SLICES = ScheduleSpec("slimpipe", {"slices": 4})
+IN_A_V, LOOPED, ZB_H1 = ScheduleSpec("zb-v"), ScheduleSpec("interleaved"), ScheduleSpec("zb-h1")
+WINDOW = ScheduleSpec("ministage", {"window": True})
+_TP = {"sequence_parallel": True}
 _EXCHANGE = {"context_exchange": True}
 CASES = [
     # No experts on the first stage, whose log of the balancing loss has the length of the others'.
-    as_hybrid(dense("experts", [[1], [2, 1]], even_routing=False), "hybrid-experts", [[1], [3]]),
-    as_hybrid(sliced("exchange", exchange=_EXCHANGE), "hybrid", [[5], [3]]),
-    as_hybrid(
-        in_chunks(dense("window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
-        "hybrid-latent",
-        [[1, 0], [3, 4]],  # a chunk without layers, between others
-    ),
-    as_hybrid(in_chunks(dense("later", [[1], [1]]), "zb-v"), "hybrid-later", [[3, 1], [2, 2]]),
-    as_hybrid(sliced("latent-slices", chunks=2, recompute="full"), "hybrid-latent-experts", [[3, 1], [2, 2]]),
-    as_hybrid(in_slices(dense("later-slices", [[1], [1]])), "hybrid-later", [[3], [5]]),
+    hybrid("experts", "hybrid-experts", [[1], [2, 1]], [[1], [3]], even_routing=False),
+    cut("exchange", "hybrid", [[5], [3]], exchange=_EXCHANGE),
+    # A chunk without layers, between others.
+    hybrid("window", "hybrid-latent", [[1], [1]], [[1, 0], [3, 4]], schedule=WINDOW, distributed_optimizer=True),
+    hybrid("later", "hybrid-later", [[1], [1]], [[3, 1], [2, 2]], schedule=IN_A_V),
+    cut("latent-slices", "hybrid-latent-experts", [[3, 1], [2, 2]], chunks=2, recompute="full"),
+    hybrid("later-slices", "hybrid-later", [[1], [1]], [[3], [5]], schedule=IN_SLICES),
     # Without sequence parallelism every TP rank has the whole gradient of the norm of compressed queries.
-    as_hybrid(dense("latent-tp", [[2], [1]]), "hybrid-latent", [[3], [1]]),
-    as_hybrid(sliced("vocabulary", vocabulary=True, tp=2), "hybrid-norms", [[5], [3]]),
-    as_hybrid(
-        in_chunks(dense("interleaved", [[2], [1, 1]], sequence_parallel=True, tied=True), "interleaved"),
-        "hybrid-norms",
-        [[1, 3], [2, 2]],
-    ),
-    as_hybrid(dense("selective", [[2], [1]], recompute="selective", sequence_parallel=True), "hybrid", [[3], [1]]),
+    hybrid("latent-tp", "hybrid-latent", [[2], [1]], [[3], [1]]),
+    cut("vocabulary", "hybrid-norms", [[5], [3]], vocabulary=True, tp=2),
+    hybrid("interleaved", "hybrid-norms", [[2], [1, 1]], [[1, 3], [2, 2]], schedule=LOOPED, tied=True, **_TP),
+    hybrid("selective", "hybrid", [[2], [1]], [[3], [1]], recompute="selective", sequence_parallel=True),
 ]
 DELTA, MAMBA, NEMOTRON = "hybrid-delta", "hybrid-mamba", "hybrid-mamba-experts"
 RECURRENT = [
-    as_hybrid(dense("delta-1f1b", [[1], [1, 1]]), DELTA, [[1], [3]]),
-    as_hybrid(dense("delta-replicas", [[1, 1], [1]], distributed_optimizer=True), DELTA, [[2], [2]]),
-    as_hybrid(in_chunks(dense("delta-interleaved", [[1], [1]]), "interleaved"), DELTA, [[1, 1], [1, 1]]),
-    as_hybrid(in_chunks(dense("delta-zb-v", [[1], [1]]), "zb-v"), DELTA, [[1, 1], [1, 1]]),
-    as_hybrid(
-        in_chunks(dense("delta-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
-        DELTA,
-        [[1, 1], [1, 1]],
-    ),
-    as_hybrid(dense("delta-recompute", [[1], [1]], recompute="full"), DELTA, [[3], [1]]),
-    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "gpipe", 1, {}), name="delta-gpipe"), DELTA, [[1], [3]]),
-    as_hybrid(dense("mamba-1f1b", [[1], [1, 1]]), MAMBA, [[1], [3]]),
-    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="mamba-zb-h1"), MAMBA, [[2], [2]]),
-    as_hybrid(in_chunks(dense("mamba-v-half", [[1], [1]]), "v-half"), MAMBA, [[1, 1], [1, 1]]),
-    as_hybrid(in_chunks(dense("mamba-interleaved", [[1, 1], [1]]), "interleaved"), MAMBA, [[1, 1], [1, 1]]),
-    as_hybrid(
-        in_chunks(dense("mamba-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
-        MAMBA,
-        [[2, 1], [1, 0]],
-    ),
+    hybrid("delta-1f1b", DELTA, [[1], [1, 1]], [[1], [3]]),
+    hybrid("delta-replicas", DELTA, [[1, 1], [1]], [[2], [2]], distributed_optimizer=True),
+    hybrid("delta-interleaved", DELTA, [[1], [1]], [[1, 1], [1, 1]], schedule=LOOPED),
+    hybrid("delta-zb-v", DELTA, [[1], [1]], [[1, 1], [1, 1]], schedule=IN_A_V),
+    hybrid("delta-window", DELTA, [[1], [1]], [[1, 1], [1, 1]], schedule=WINDOW, distributed_optimizer=True),
+    hybrid("delta-recompute", DELTA, [[1], [1]], [[3], [1]], recompute="full"),
+    hybrid("delta-gpipe", DELTA, [[1], [1]], [[1], [3]], schedule=ScheduleSpec("gpipe")),
+    hybrid("mamba-1f1b", MAMBA, [[1], [1, 1]], [[1], [3]]),
+    hybrid("mamba-zb-h1", MAMBA, [[1], [1]], [[2], [2]], schedule=ZB_H1),
+    hybrid("mamba-v-half", MAMBA, [[1], [1]], [[1, 1], [1, 1]], schedule=ScheduleSpec("v-half")),
+    hybrid("mamba-interleaved", MAMBA, [[1, 1], [1]], [[1, 1], [1, 1]], schedule=LOOPED),
+    hybrid("mamba-window", MAMBA, [[1], [1]], [[2, 1], [1, 0]], schedule=WINDOW, distributed_optimizer=True),
     # TP cuts heads, and with them the parts of the input projection.
-    as_hybrid(dense("delta-tp", [[2], [1]], sequence_parallel=True), DELTA, [[1], [3]]),
-    as_hybrid(dense("delta-mixed", [[2, 1], [1]], distributed_optimizer=True), DELTA, [[3], [1]]),
-    as_hybrid(dense("mamba-tp", [[1], [2]]), MAMBA, [[1], [3]]),
-    as_hybrid(dense("mamba-mixed", [[2, 1], [1]], even_routing=False), MAMBA, [[3], [1]]),
-    as_hybrid(dense("mamba-experts", [[1], [2]]), NEMOTRON, [[1], [3]]),
-    as_hybrid(in_chunks(dense("mamba-experts-interleaved", [[1], [1, 1]]), "interleaved"), NEMOTRON, [[1, 1], [1, 1]]),
+    hybrid("delta-tp", DELTA, [[2], [1]], [[1], [3]], sequence_parallel=True),
+    hybrid("delta-mixed", DELTA, [[2, 1], [1]], [[3], [1]], distributed_optimizer=True),
+    hybrid("mamba-tp", MAMBA, [[1], [2]], [[1], [3]]),
+    hybrid("mamba-mixed", MAMBA, [[2, 1], [1]], [[3], [1]], even_routing=False),
+    hybrid("mamba-experts", NEMOTRON, [[1], [2]], [[1], [3]]),
+    hybrid("mamba-experts-interleaved", NEMOTRON, [[1], [1, 1]], [[1, 1], [1, 1]], schedule=LOOPED),
 ]
 # The state passes from slice to slice.
 RECURRENT_SLICES = [
-    as_hybrid(sliced("delta-slices"), DELTA, [[1], [3]]),
-    as_hybrid(sliced("delta-slices-chunks", chunks=2, slices=8), DELTA, [[1, 1], [1, 1]]),
-    as_hybrid(sliced("delta-slices-full", recompute="full", microbatches=3), DELTA, [[3], [1]]),
-    as_hybrid(sliced("delta-slices-tp", tp=2, recompute="selective"), DELTA, [[2], [2]]),
-    as_hybrid(sliced("delta-slices-exchange", exchange=_EXCHANGE), DELTA, [[5], [3]]),
-    as_hybrid(sliced("delta-seq1f1b", schedule="seq1f1b", parameters={"slices": 3}), DELTA, [[1], [3]]),
-    as_hybrid(sliced("delta-terapipe", schedule="terapipe", parameters={"slices": 7}, tp=2), DELTA, [[1], [3]]),
-    as_hybrid(sliced("mamba-slices", microbatches=4), MAMBA, [[3], [1]]),
-    as_hybrid(sliced("mamba-slices-vocabulary", vocabulary=True, offload=0.5), MAMBA, [[1], [3]]),
-    as_hybrid(sliced("mamba-slices-full", recompute="full", chunks=2), MAMBA, [[1, 1], [1, 1]]),
-    as_hybrid(sliced("mamba-slices-tp", tp=2, distributed_optimizer=True), MAMBA, [[2], [2]]),
-    as_hybrid(sliced("mamba-slices-work", parameters={"slice_lengths": "work"}, slices=16), MAMBA, [[5], [3]]),
-    as_hybrid(in_slices(dense("mamba-slices-mixed", [[2, 1], [1]])), MAMBA, [[1], [3]]),
-    as_hybrid(sliced("mamba-experts-slices"), NEMOTRON, [[1], [3]]),
+    cut("delta-slices", DELTA, [[1], [3]]),
+    cut("delta-slices-chunks", DELTA, [[1, 1], [1, 1]], chunks=2, slices=8),
+    cut("delta-slices-full", DELTA, [[3], [1]], recompute="full", microbatches=3),
+    cut("delta-slices-tp", DELTA, [[2], [2]], tp=2, recompute="selective"),
+    cut("delta-slices-exchange", DELTA, [[5], [3]], exchange=_EXCHANGE),
+    cut("delta-seq1f1b", DELTA, [[1], [3]], schedule="seq1f1b", parameters={"slices": 3}),
+    cut("delta-terapipe", DELTA, [[1], [3]], schedule="terapipe", parameters={"slices": 7}, tp=2),
+    cut("mamba-slices", MAMBA, [[3], [1]], microbatches=4),
+    cut("mamba-slices-vocabulary", MAMBA, [[1], [3]], vocabulary=True, offload=0.5),
+    cut("mamba-slices-full", MAMBA, [[1, 1], [1, 1]], recompute="full", chunks=2),
+    cut("mamba-slices-tp", MAMBA, [[2], [2]], tp=2, distributed_optimizer=True),
+    cut("mamba-slices-work", MAMBA, [[5], [3]], parameters={"slice_lengths": "work"}, slices=16),
+    hybrid("mamba-slices-mixed", MAMBA, [[2, 1], [1]], [[1], [3]], schedule=IN_SLICES),
+    cut("mamba-experts-slices", NEMOTRON, [[1], [3]]),
 ]
-
-
-def divided(case: Case, sizes: list[list[int]], shares: tuple[int, ...]) -> Case:
-    return replace(case, plan=replace(case.plan, stages=with_context_parallel_sizes(case.plan.stages, sizes, shares)))
-
-
 # Context-parallel ranks have parts of the tokens outside of these layers, and some of the heads within.
 RECURRENT_SHARED = [
-    as_hybrid(sliced("delta-cp-slices", cp=2, recompute="full"), DELTA, [[1], [3]]),
-    as_hybrid(sliced("mamba-cp", cp=2, schedule="1f1b", tp=2), MAMBA, [[3], [1]]),  # two ranks with one group
-    as_hybrid(divided(dense("mamba-cp-unequal", [[1], [1]]), [[3], [2]], (2, 1, 1)), MAMBA, [[1], [3]]),
-    as_hybrid(sliced("delta-cp-exchange", cp=2, slices=8, chunks=2, exchange=_EXCHANGE), DELTA, [[4, 4], [4, 4]]),
-    as_hybrid(divided(in_slices(dense("mamba-cp-mixed", [[2, 1], [1]])), [[1, 2], [3]], (2, 1)), MAMBA, [[1], [3]]),
+    cut("delta-cp-slices", DELTA, [[1], [3]], cp=2, recompute="full"),
+    cut("mamba-cp", MAMBA, [[3], [1]], cp=2, schedule="1f1b", tp=2),  # two ranks with one group
+    hybrid("mamba-cp-unequal", MAMBA, [[1], [1]], [[1], [3]], cp=[[3], [2]], shares=(2, 1, 1)),
+    cut("delta-cp-exchange", DELTA, [[4, 4], [4, 4]], cp=2, slices=8, chunks=2, exchange=_EXCHANGE),
+    hybrid("mamba-cp-mixed", MAMBA, [[2, 1], [1]], [[1], [3]], cp=[[1, 2], [3]], shares=(2, 1), schedule=IN_SLICES),
 ]
 # Up to the last token of a document: Megatron's recurrent layers do not know it, and go on into the next one.
 RECURRENT_MASKED = [
-    packed(as_hybrid(dense("mamba-masked", [[1], [1]]), MAMBA, [[1], [3]]), "by token", MAMBA),
-    packed(as_hybrid(sliced("delta-masked-slices", cp=2), DELTA, [[3], [1]]), "by token, with positions", DELTA),
+    packed(hybrid("mamba-masked", MAMBA, [[1], [1]], [[1], [3]]), "by token", MAMBA),
+    packed(cut("delta-masked-slices", DELTA, [[3], [1]], cp=2), "by token, with positions", DELTA),
 ]
 CASES += RECURRENT + RECURRENT_SLICES + RECURRENT_SHARED + RECURRENT_MASKED
 BY_NAME = {case.name: case for case in CASES}
@@ -155,20 +131,18 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
 _PACKED = ("--dataloader-inter-document-masking", "--reset-position-ids")
 # Plans of packed documents.  Stock Megatron in one process has none without its kernels; one process under a plan has.
 RECURRENT_PACKED = [
-    as_hybrid(in_slices(dense("mamba-packed", [[2], [1]])), MAMBA, [[1], [3]]),
-    as_hybrid(
-        sliced(
-            "delta-packed-work",
-            cp=2,
-            slices=3,
-            microbatches=6,
-            parameters={"slice_lengths": "work", "cp_documents": "whole"},
-        ),
+    hybrid("mamba-packed", MAMBA, [[2], [1]], [[1], [3]], schedule=IN_SLICES),
+    cut(
+        "delta-packed-work",
         DELTA,
         [[1], [3]],
+        cp=2,
+        slices=3,
+        microbatches=6,
+        parameters={"slice_lengths": "work", "cp_documents": "whole"},
     ),
-    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="delta-packed-zb"), DELTA, [[3], [1]]),
-    as_hybrid(sliced("mamba-packed-full", recompute="full", chunks=2), MAMBA, [[1, 1], [1, 1]]),
+    hybrid("delta-packed-zb", DELTA, [[1], [1]], [[3], [1]], schedule=ZB_H1),
+    cut("mamba-packed-full", MAMBA, [[1, 1], [1, 1]], recompute="full", chunks=2),
 ]
 PACKED = {case.name: replace(case, extra=_PACKED) for case in RECURRENT_PACKED}
 
@@ -176,7 +150,7 @@ PACKED = {case.name: replace(case, extra=_PACKED) for case in RECURRENT_PACKED}
 @pytest.mark.parametrize("name", tiers(PACKED, set(PACKED) - {"delta-packed-work"}))
 def test_recurrent_layers_begin_anew_with_documents(name: str, lab: Lab) -> None:
     case = PACKED[name]
-    one = as_hybrid(dense(f"{name}-one", [[1]]), case.family, [[4]])
+    one = hybrid(f"{name}-one", case.family, [[1]], [[4]])
     one = replace(one, extra=_PACKED, plan=replace(one.plan, model=case.plan.model))
     runs = [done.check() for done in lab.runner.run_all([lab.job(one), lab.job(case)], at_once=2)]
     folders = {done.job.name: done.job.log_dir for done in runs}
@@ -188,20 +162,16 @@ def test_recurrent_layers_begin_anew_with_documents(name: str, lab: Lab) -> None
 
 # A hybrid model of four layers, from the checkpoint of a GPTModel of two.
 TWINS = [
-    as_hybrid(dense("twin-1f1b", [[1], [1, 1]], even_routing=False), "hybrid", [[3], [1]]),
-    as_hybrid(in_slices(dense("twin-slices", [[1], [1]])), "hybrid", [[1], [3]]),
-    as_hybrid(dense("twin-tp", [[2], [1]], sequence_parallel=True), "hybrid", [[1], [3]]),
-    as_hybrid(dense("twin-mixed", [[2, 1], [1]]), "hybrid", [[2], [2]]),
-    as_hybrid(in_chunks(dense("twin-interleaved", [[1], [1]]), "interleaved"), "hybrid", [[1, 1], [1, 1]]),
-    as_hybrid(in_chunks(dense("twin-zb-v", [[1], [1]]), "zb-v"), "hybrid", [[1, 1], [1, 1]]),
-    as_hybrid(
-        in_chunks(dense("twin-window", [[1], [1]], distributed_optimizer=True), "ministage", window=True),
-        "hybrid",
-        [[1, 1], [1, 1]],
-    ),
-    as_hybrid(replace(with_schedule(dense("", [[1], [1]]), "zb-h1", 1, {}), name="twin-zb-h1"), "hybrid", [[3], [1]]),
-    as_hybrid(sliced("twin-vocabulary", vocabulary=True), "hybrid", [[1], [3]]),
-    as_hybrid(sliced("twin-exchange", exchange=_EXCHANGE), "hybrid", [[2], [2]]),
+    hybrid("twin-1f1b", "hybrid", [[1], [1, 1]], [[3], [1]], even_routing=False),
+    hybrid("twin-slices", "hybrid", [[1], [1]], [[1], [3]], schedule=IN_SLICES),
+    hybrid("twin-tp", "hybrid", [[2], [1]], [[1], [3]], sequence_parallel=True),
+    hybrid("twin-mixed", "hybrid", [[2, 1], [1]], [[2], [2]]),
+    hybrid("twin-interleaved", "hybrid", [[1], [1]], [[1, 1], [1, 1]], schedule=LOOPED),
+    hybrid("twin-zb-v", "hybrid", [[1], [1]], [[1, 1], [1, 1]], schedule=IN_A_V),
+    hybrid("twin-window", "hybrid", [[1], [1]], [[1, 1], [1, 1]], schedule=WINDOW, distributed_optimizer=True),
+    hybrid("twin-zb-h1", "hybrid", [[1], [1]], [[3], [1]], schedule=ZB_H1),
+    cut("twin-vocabulary", "hybrid", [[1], [3]], vocabulary=True),
+    cut("twin-exchange", "hybrid", [[2], [2]], exchange=_EXCHANGE),
 ]
 GPT = Case("gpt", build_plan([[1], [1]], [1, 1], random.Random("gpt")))
 

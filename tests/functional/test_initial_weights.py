@@ -2,7 +2,6 @@
 
 import functools
 import json
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,28 +11,21 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import ScheduleSpec, save_plan
-from testing.cases import Case, build_plan, common_flags, with_schedule, words
-from testing.feature_cases import with_expert_parallel
+from testing.cases import Case, common_flags, words
 from testing.lab import Lab
 from testing.runner import Job
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 # One step without a change of any parameter, then a checkpoint.
 STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
 
 
-def case(name: str, sizes: list[list[int]], layers: list[int], eps: list[list[int]] | None = None, **more: Any) -> Case:
-    plan = build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **more)
-    return Case(name, plan if eps is None else with_expert_parallel(plan, eps))
+WINDOW = ScheduleSpec("ministage", {"window": True})
+VOCABULARY = ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True})
 
 
-def both_ends_on_one_stage(name: str) -> Case:
-    """The copies of the embedding are in two ministages of one rank, which are built one after the other."""
-    found = case(name, [[1], [1]], [3, 2], tied=True)
-    first, second = found.plan.stages
-    stages = (replace(first, layers=(1, 2)), replace(second, layers=(2,)))
-    schedule = ScheduleSpec("ministage", {"window": True})
-    return replace(found, plan=replace(found.plan, stages=stages, schedule=schedule))
+def case(name: str, sizes: list[list[int]], layers: list[Any], **more: Any) -> Case:
+    return new_case(name, sizes, layers, distributed_optimizer=True, **more)
 
 
 CASES = {
@@ -41,25 +33,18 @@ CASES = {
     for found in (
         case("mixed-tp", [[1], [2, 1]], [2, 3], even_routing=False, sequence_parallel=True),
         case("three-stages", [[2], [1, 1], [1]], [1, 1, 3]),
-        replace(
-            with_schedule(case("window", [[1, 1], [1, 1]], [2, 3]), "ministage", 2, {"window": True}), name="window"
-        ),
-        replace(
-            with_schedule(case("vocabulary", [[1], [1]], [2, 3]), "slimpipe", 1, {"slices": 4, "vocabulary": True}),
-            name="vocabulary",
-        ),
+        case("window", [[1, 1], [1, 1]], [(2, 2), (3, 3)], schedule=WINDOW),
+        case("vocabulary", [[1], [1]], [2, 3], schedule=VOCABULARY),
         case("tied", [[2, 1], [1]], [1, 4], tied=True),
-        replace(
-            case("experts", [[4], [2, 1]], [3, 2], sequence_parallel=True, eps=[[2], [2, 1]]), family="sequence-balance"
-        ),
-        replace(with_schedule(case("in-a-v", [[2, 1], [1]], [2, 1], tied=True), "zb-v", 2, {}), name="in-a-v"),
-        both_ends_on_one_stage("window-tied"),
+        case("experts", [[4], [2, 1]], [3, 2], family="sequence-balance", ep=[[2], [2, 1]], sequence_parallel=True),
+        case("in-a-v", [[2, 1], [1]], [(2, 2), (1, 1)], schedule=ScheduleSpec("zb-v"), tied=True),
+        # The copies of the embedding are in two ministages of one rank, which are built one after the other.
+        case("window-tied", [[1], [1]], [(1, 2), (2,)], schedule=WINDOW, tied=True),
     )
 }
 
 
 def checkpoint(lab: Lab, case: Case, *more: str) -> Path:
-    """The folder with the weights that a plan starts with."""
     folder = lab.folder / "from-scratch" / f"{case.name}{'-'.join(more)}"
     folder.mkdir(parents=True)
     save_plan(case.plan, folder / "plan.json")
@@ -82,7 +67,6 @@ def alone(lab: Lab) -> Callable[[Case], Path]:
 
 
 def first_loss(checkpoint: Path) -> float:
-    """What the run that made a checkpoint logged of its only step."""
     logs = [log.read_text() for log in checkpoint.parents[1].glob("rank-*.log")]
     (found,) = [float(loss) for log in logs for loss in re.findall(r"\| lm loss: (\S+)", log)]
     return found

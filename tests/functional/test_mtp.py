@@ -1,6 +1,5 @@
 """Multi-token prediction under plans: training and the losses in the log equal those of one process."""
 
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,126 +9,74 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import ScheduleSpec
-from testing.cases import Case, build_plan, common_flags, with_schedule
+from testing.cases import Case, common_flags
 from testing.compare import compare
-from testing.families import ALL_FAMILIES
-from testing.feature_cases import packed, with_expert_parallel
+from testing.feature_cases import packed
 from testing.lab import Lab
 from testing.runner import Finished, Job, words
-from testing.slimpipe_cases import with_context_parallel
 from testing.zorse_cases import MinistageLab
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 
 
-def make(name: str, sizes: list[list[int]], layers: list[int], family: str = "later-tokens", **options: Any) -> Case:
-    """A case; what is not an option of a case is one of its plan."""
-    of_case = {key: options.pop(key) for key in ("overlap", "own") if key in options}
-    plan = build_plan(sizes, layers, random.Random(name), **{"even_routing": False, **options})
-    flags = ALL_FAMILIES[family]
-    later = int(flags[flags.index("--mtp-num-layers") + 1])
-    return Case(name, replace(plan, model=replace(plan.model, mtp_num_layers=later)), family=family, **of_case)
-
-
-def windowed(case: Case, layers: list[tuple[int, ...]], schedule: str = "ministage", **parameters: Any) -> Case:
-    """A case with ministages of so many layers in each stage."""
-    stages = tuple(replace(s, layers=row) for s, row in zip(case.plan.stages, layers, strict=True))
-    return replace(
-        case, plan=replace(case.plan, stages=stages, schedule=ScheduleSpec(schedule, {"window": True, **parameters}))
-    )
-
-
-def cut(case: Case, name: str, schedule: str, chunks: int = 1, cp: int = 1, **parameters: Any) -> Case:
-    """The case with sequences cut into slices, or shared by so many context-parallel ranks."""
-    shared = replace(case.plan, stages=with_context_parallel(case.plan.stages, cp)) if cp > 1 else case.plan
-    return replace(with_schedule(replace(case, plan=shared), schedule, chunks, parameters), name=name)
-
-
 _EXCHANGE = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
-_WINDOW = {"even_routing": True, "distributed_optimizer": True}
+_DIVIDED: dict[str, Any] = {"distributed_optimizer": True}
+_WINDOW: dict[str, Any] = {"even_routing": True, **_DIVIDED}
+_TP: dict[str, Any] = {"sequence_parallel": True}
 
 
-def _shared_window() -> Case:
-    """Ministages whose sequences two ranks share."""
-    case = windowed(make("window-shared", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (1, 1)], offload=True)
-    return replace(case, plan=replace(case.plan, stages=with_context_parallel(case.plan.stages, 2)))
+def make(name: str, sizes: list[list[int]], layers: list[Any], family: str = "later-tokens", **options: Any) -> Case:
+    return new_case(name, sizes, layers, family=family, **{"even_routing": False, **options})
 
 
+def windowed(name: str = "ministage", **parameters: Any) -> ScheduleSpec:
+    return ScheduleSpec(name, {"window": True, **parameters})
+
+
+def slices(count: int, name: str = "slimpipe", **parameters: Any) -> ScheduleSpec:
+    return ScheduleSpec(name, {"slices": count, **parameters})
+
+
+CHUNKS = [(2, 1), (1, 1)]
+_TWO, _REPEATED = [[1], [1]], "later-tokens-repeated"
+_AT_ONCE = windowed(per_layer=False, offload_optimizer=True)
+_WORK, _SHARED = slices(3, "seq1f1b", slice_lengths="work"), slices(3, slice_lengths="work")
 BY_NAME = {
     case.name: case
     for case in (
-        make("mixed-tp", [[1], [2, 1]], [2, 3], sequence_parallel=True, distributed_optimizer=True),
+        make("mixed-tp", [[1], [2, 1]], [2, 3], distributed_optimizer=True, **_TP),
         make("one-stage", [[1, 1]], [5], recompute="full"),
-        replace(
-            with_schedule(make("tied", [[1, 1], [1]], [1, 2], tied=True, overlap=True), "interleaved", 2, {}),
-            name="tied",
+        make("tied", [[1, 1], [1]], [(1, 1), (2, 2)], schedule=ScheduleSpec("interleaved"), tied=True, overlap=True),
+        make("in-a-v", [[2, 1], [1]], [(2, 2), (1, 1)], schedule=ScheduleSpec("zb-v"), distributed_optimizer=True),
+        make("window-mixed-tp", [[1, 1], [2, 1]], CHUNKS, schedule=windowed(offload=True), **_TP, **_WINDOW),
+        make(
+            "window-tied", [[1, 1], [1, 1]], [(1, 2), (2, 0)], schedule=_AT_ONCE, tied=True, recompute="full", **_WINDOW
         ),
-        replace(
-            with_schedule(make("in-a-v", [[2, 1], [1]], [2, 1], distributed_optimizer=True), "zb-v", 2, {}),
-            name="in-a-v",
+        make(
+            "window-one-stage-has-both-copies", [[1, 1], [1]], [(2, 1), (2,)], schedule=windowed(prefetch=0), **_WINDOW
         ),
-        windowed(
-            make("window-mixed-tp", [[1, 1], [2, 1]], [3, 2], sequence_parallel=True, **_WINDOW),
-            [(2, 1), (1, 1)],
-            offload=True,
-        ),
-        windowed(
-            make("window-tied", [[1, 1], [1, 1]], [3, 2], tied=True, recompute="full", **_WINDOW),
-            [(1, 2), (2, 0)],
-            per_layer=False,
-            offload_optimizer=True,
-        ),
-        windowed(
-            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (2,)], prefetch=0
-        ),
-        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(3, 2)], "data-parallel", zero=3),
-        cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
-        cut(
-            make("", [[1], [1]], [2, 1], tied=True, recompute="full"),
-            "slices-exchanged",
-            "slimpipe",
-            chunks=2,
-            slices=8,
-            **_EXCHANGE,
-        ),
-        cut(
-            make("", [[1], [1]], [3, 2], distributed_optimizer=True, recompute="selective"),
-            "shared-slices-of-equal-work",
-            "seq1f1b",
-            cp=2,
-            slices=3,
-            slice_lengths="work",
-        ),
-        cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
-        cut(make("", [[1], [1]], [2, 1], tied=True), "shared-in-a-v", "zb-v", chunks=2, cp=2),
-        cut(
-            make("", [[1], [1]], [1, 4], "later-tokens-experts"),  # no experts on the first stage
-            "experts-in-slices",
-            "slimpipe",
-            slices=4,
-            offload_activations=0.75,
-        ),
-        _shared_window(),
-        make("repeated", [[1], [2]], [2, 3], "later-tokens-repeated", sequence_parallel=True),
-        cut(
-            make("", [[1], [1]], [2, 3], "later-tokens-repeated", recompute="full"),
-            "repeated-in-shared-slices",
-            "slimpipe",
-            cp=2,
-            slices=3,
-            slice_lengths="work",
-        ),
-        packed(make("documents", [[1, 1], [2]], [3, 2], sequence_parallel=True), "by token", "later-tokens"),
+        make("window-zero-3", [[1, 1]], [(3, 2)], schedule=windowed("data-parallel", zero=3), **_WINDOW),
+        make("slices-mixed-tp", [[1], [2, 1]], [3, 2], schedule=slices(5), seed="", **_TP),
+        make("slices-exchanged", _TWO, [(2, 2), (1, 1)], schedule=slices(8, **_EXCHANGE), tied=True, recompute="full"),
+        make("shared-slices-of-equal-work", _TWO, [3, 2], cp=2, schedule=_WORK, recompute="selective", **_DIVIDED),
+        make("context-parallel", [[1, 1], [2]], [3, 2], cp=2, seed="", **_TP),
+        make("shared-in-a-v", [[1], [1]], [(2, 2), (1, 1)], cp=2, schedule=ScheduleSpec("zb-v"), tied=True),
+        # No experts on the first stage.
+        make("experts-in-slices", _TWO, [1, 4], "later-tokens-experts", schedule=slices(4, offload_activations=0.75)),
+        # Ministages whose sequences two ranks share.
+        make("window-shared", [[1, 1], [1]], CHUNKS, cp=2, schedule=windowed(offload=True), **_WINDOW),
+        make("repeated", [[1], [2]], [2, 3], _REPEATED, **_TP),
+        make("repeated-in-shared-slices", _TWO, [2, 3], _REPEATED, cp=2, schedule=_SHARED, recompute="full"),
+        packed(make("documents", [[1, 1], [2]], [3, 2], **_TP), "by token", "later-tokens"),
         packed(
-            cut(make("", [[1], [1]], [3, 2]), "documents-in-slices", "terapipe", slices=4),
+            make("documents-in-slices", [[1], [1]], [3, 2], schedule=slices(4, "terapipe")),
             "by token, with positions",
             "later-tokens",
         ),
-        make("experts", [[1], [2, 1]], [1, 4], "later-tokens-experts", sequence_parallel=True),
+        make("experts", [[1], [2, 1]], [1, 4], "later-tokens-experts", ep=[[1], [2, 1]], **_TP),
     )
 }
-BY_NAME["experts"] = replace(BY_NAME["experts"], plan=with_expert_parallel(BY_NAME["experts"].plan, [[1], [2, 1]]))
 FULL = words(
     """
     one-stage in-a-v window-tied window-zero-3 slices-mixed-tp context-parallel shared-in-a-v window-shared
@@ -154,8 +101,8 @@ def logged_by_stock(folder: Path, case: Case, steps: int) -> list[float]:
 def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], MinistageLab]):
     """Ministages are updated at once and saved: the copy of the embedding waits for that of the first ministage."""
     lab, parameters = lab_of(MinistageLab), {"update": "undo", "offload": True}
-    made = make("window-undo", [[1, 1], [1, 1]], [3, 2], **_WINDOW)
-    case = replace(windowed(made, [(2, 1), (1, 1)], **parameters), chosen={"window": parameters})
+    made = make("window-undo", [[1, 1], [1, 1]], CHUNKS, schedule=windowed(**parameters), **_WINDOW)
+    case = replace(made, chosen={"window": parameters})
     found = lab.differences(case, gradients=False)
     assert max(found.loss, found.validation) <= BAR, found
     assert lab.parameter_difference(case) <= BAR
@@ -185,7 +132,7 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
         packed(case, "by dataset", "later-tokens")
         for case in (
             make("packed", [[1, 1], [1]], [3, 2], recompute="full"),
-            cut(make("", [[1], [2]], [3, 2], sequence_parallel=True), "packed-in-slices", "slimpipe", slices=4),
+            make("packed-in-slices", [[1], [2]], [3, 2], schedule=slices(4), **_TP),
         )
     ]
     reference = within_documents(lab, cases[0], tmp_path / "one")

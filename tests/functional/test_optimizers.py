@@ -8,15 +8,13 @@ import pytest
 
 from megatron_het.plan import Plan
 from testing.cases import MUON_FLAGS, SMALL_STEPS, Case, Weights
-from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
 from testing.runner import Finished
 from testing.slimpipe_cases import PLAIN, sliced_case
 from testing.zorse_cases import with_shares
-from tests.functional.selected import compared, tiers
+from tests.functional.selected import compared, new_case, tiers
 from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
 from tests.functional.test_elastic_state import run
-from tests.functional.test_flags import make
 
 pytest.importorskip("emerging_optimizers", reason="megatron-het[optimizers] is not installed")
 __all__ = ["train"]  # a fixture
@@ -34,21 +32,28 @@ def in_a_window(case: Case) -> Case:
     return replace(case, plan=with_shares(window, ((0, 1), (3, 1))))
 
 
-def with_divided_experts(case: Case, sizes: list[list[int]]) -> Case:
-    return replace(case, plan=with_expert_parallel(case.plan, sizes), family="deepseek")
-
-
 CASES = [
-    make("lion-mixed-tp", [[1], [2, 1]], [2, 3], LION, even_routing=False, tied=True, sequence_parallel=True),
+    new_case("lion-mixed-tp", [[1], [2, 1]], [2, 3], extra=LION, even_routing=False, tied=True, sequence_parallel=True),
     replace(SLICED, extra=tuple(LION.split())),
-    make("lion-shards", [[1, 1], [2, 1]], [2, 3], LION, overlap=True, own=("--overlap-param-gather",), **DIVIDED),
-    in_a_window(make("lion-window", [[1, 1], [2, 1]], [2, 3], LION, even_routing=False, **DIVIDED)),
-    make("muon", [[1], [1, 1]], [2, 3], MUON, even_routing=False, tied=True),
-    make("muon-mixed-tp", [[1], [2, 1]], [2, 3], MUON, even_routing=False, overlap=True),
-    make("muon-distributed", [[2], [1]], [2, 3], f"{MUON} --muon-tp-mode distributed", sequence_parallel=True),
-    make("muon-beside-lion", [[1], [1, 1]], [2, 3], f"{MUON} --muon-scalar-optimizer lion", family="gpt"),
-    with_divided_experts(
-        make("muon-experts", [[1], [2, 2]], [2, 3], MUON, even_routing=False, sequence_parallel=True), [[1], [2, 2]]
+    new_case(
+        "lion-shards", [[1, 1], [2, 1]], [2, 3], extra=LION, overlap=True, own=("--overlap-param-gather",), **DIVIDED
+    ),
+    in_a_window(new_case("lion-window", [[1, 1], [2, 1]], [2, 3], extra=LION, even_routing=False, **DIVIDED)),
+    new_case("muon", [[1], [1, 1]], [2, 3], extra=MUON, even_routing=False, tied=True),
+    new_case("muon-mixed-tp", [[1], [2, 1]], [2, 3], extra=MUON, even_routing=False, overlap=True),
+    new_case(
+        "muon-distributed", [[2], [1]], [2, 3], extra=f"{MUON} --muon-tp-mode distributed", sequence_parallel=True
+    ),
+    new_case("muon-beside-lion", [[1], [1, 1]], [2, 3], extra=f"{MUON} --muon-scalar-optimizer lion", family="gpt"),
+    new_case(
+        "muon-experts",
+        [[1], [2, 2]],
+        [2, 3],
+        family="deepseek",
+        extra=MUON,
+        ep=[[1], [2, 2]],
+        even_routing=False,
+        sequence_parallel=True,
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
@@ -75,7 +80,6 @@ TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("
 
 @pytest.fixture(params=tiers(TRAININGS, {"lion"}))
 def training(request: pytest.FixtureRequest) -> tuple[Plan, Plan, Weights, list[str]]:
-    """Two plans, their weights, and more flags."""
     kind, flags = TRAININGS[request.param]
     first, second = PLANS[kind]
     return first, second, Weights(tied=first.model.tied_embeddings), flags.split()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Stage, save_plan
-from testing.cases import Case, Weights, build_plan, common_flags, with_schedule, words
+from megatron_het.plan import ScheduleSpec, Stage, save_plan
+from testing.cases import Case, Weights, build_plan, common_flags, words
 from testing.compare import compare
 from testing.lab import Lab
 from testing.runner import Finished, Job
-from tests.functional.selected import compared, tiers
+from tests.functional.selected import compared, new_case, tiers
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -25,68 +25,37 @@ FP32_BAR = 1e-5
 BF16_LOSS_BAR, BF16_GRADIENT_BAR = 2e-3, 3e-2
 
 
-def make(
-    name: str, sizes: list[list[int]], layers: list[int], options: dict[str, Any] | None = None, **plan: Any
-) -> Case:
-    built = build_plan(sizes, layers, random.Random(name), **plan)
-    return Case(name, built, **(options or {}))
-
-
+DIVIDED: dict[str, Any] = {"sequence_parallel": True, "distributed_optimizer": True}
+UNEVEN: dict[str, Any] = {"even_routing": False}
 CASES = [
-    make("replicas", [[1], [1, 1]], [2, 3], {"clip": 0.05}, even_routing=False),
-    make(
-        "replicas-distributed-optimizer",
-        [[1, 1], [1]],
-        [3, 2],
-        {"by_samples": True},
-        even_routing=False,
-        distributed_optimizer=True,
+    new_case("replicas", [[1], [1, 1]], [2, 3], clip=0.05, **UNEVEN),
+    new_case(
+        "replicas-distributed-optimizer", [[1, 1], [1]], [3, 2], by_samples=True, distributed_optimizer=True, **UNEVEN
     ),
-    make("tp-by-stage", [[2], [1, 1]], [4, 1], sequence_parallel=True, distributed_optimizer=True),
-    make("tp-4-staged", [[4], [1]], [3, 2], {"transport": "staged"}, sequence_parallel=True, recompute="full"),
-    make(
-        "mixed-tp",
-        [[1], [2, 1]],
-        [2, 3],
-        {"clip": 0.05},
-        even_routing=False,
-        sequence_parallel=True,
-        distributed_optimizer=True,
-    ),
-    make("norms-of-heads", [[1], [2, 1]], [2, 3], {"family": "qk-norm"}, even_routing=False),
-    make("mixed-tp-tied", [[2, 1], [1]], [1, 4], {"by_samples": True, "clip": 0.05}, even_routing=False, tied=True),
-    make("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, even_routing=False),
-    make("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
+    new_case("tp-by-stage", [[2], [1, 1]], [4, 1], **DIVIDED),
+    new_case("tp-4-staged", [[4], [1]], [3, 2], transport="staged", sequence_parallel=True, recompute="full"),
+    new_case("mixed-tp", [[1], [2, 1]], [2, 3], clip=0.05, **UNEVEN, **DIVIDED),
+    new_case("norms-of-heads", [[1], [2, 1]], [2, 3], family="qk-norm", **UNEVEN),
+    new_case("mixed-tp-tied", [[2, 1], [1]], [1, 4], by_samples=True, clip=0.05, tied=True, **UNEVEN),
+    new_case("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, **UNEVEN),
+    new_case("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
     # Replicas of a stage have different TP, so that sums across classes follow what was reduced early.
-    make(
-        "overlap",
-        [[1, 1], [2, 1, 1]],
-        [3, 2],
-        {"overlap": True, "own": ("--overlap-param-gather",)},
-        distributed_optimizer=True,
-        tied=True,
-        sequence_parallel=True,
+    new_case(
+        "overlap", [[1, 1], [2, 1, 1]], [3, 2], overlap=True, own=("--overlap-param-gather",), tied=True, **DIVIDED
     ),
-    make(
+    # Two of three members of the second stage are a class.
+    new_case(
         "scattered-ranks",
-        [[1], [2, 1, 1], [1]],  # two members of a class of two
+        [[1], [2, 1, 1], [1]],
         [1, 2, 2],
-        even_routing=False,
         tied=True,
         shuffle_ranks=True,
         sequence_parallel=True,
+        **UNEVEN,
     ),
-    make("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
-    with_schedule(make("replicas", [[1], [1, 1]], [2, 3], even_routing=False), "gpipe", 1, {}),
-    make(
-        "bf16-mixed-tp",
-        [[1], [2, 1]],
-        [2, 3],
-        even_routing=False,
-        sequence_parallel=True,
-        distributed_optimizer=True,
-        precision="bf16",
-    ),
+    new_case("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
+    new_case("gpipe-replicas", [[1], [1, 1]], [2, 3], seed="replicas", schedule=ScheduleSpec("gpipe"), **UNEVEN),
+    new_case("bf16-mixed-tp", [[1], [2, 1]], [2, 3], precision="bf16", **UNEVEN, **DIVIDED),
 ]
 BY_NAME = {case.name: case for case in CASES}
 FULL = {"tp-4-staged", "norms-of-heads", "one-stage-mixed-tied"}

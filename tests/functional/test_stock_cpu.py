@@ -56,7 +56,6 @@ class Losses:
 
 
 def read_log(text: str) -> Losses:
-    """Reads Megatron's log lines; the last rank writes them."""
     steps = [(int(i), float(loss), float(norm)) for i, loss, norm in _STEP.findall(text)]
     return Losses(
         {i: loss for i, loss, _ in steps},
@@ -89,7 +88,6 @@ class Saved:
 
     @property
     def load_flags(self) -> list[str]:
-        """Flags that resume from the middle of the run."""
         words = f"--load {self.checkpoints} --ckpt-step {SAVED_AT} --exit-on-missing-checkpoint"
         return words.split()
 
@@ -101,7 +99,6 @@ def _save(run: Run, folder: Path, flags: Sequence[str]) -> Saved:
 
 @pytest.fixture(scope="module")
 def saved(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """One process, checkpoints in the format that any layout can load."""
     return _save(run, tmp_path_factory.mktemp("reshardable"), FULLY_RESHARDABLE)
 
 

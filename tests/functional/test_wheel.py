@@ -105,7 +105,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture(scope="module")
 def plan(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the installed command in a folder of its own."""
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "cluster.yaml").write_text(_CLUSTER)
     (folder / "model.yaml").write_text(_MODEL)

@@ -6,29 +6,25 @@ from typing import Any
 
 import pytest
 
-from testing.cases import LAYERS, Case, build_plan, with_schedule
+from megatron_het.plan import ScheduleSpec
+from testing.cases import LAYERS, Case
 from testing.lab import Lab
 from testing.runner import words
 from testing.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 _ROW = {**PLAIN, "slices": 1, "microbatches": 3, "layers": LAYERS, "schedule": "zb-h1"}
 
 
-def made(
-    name: str, sizes: list[list[int]], layers: list[int], options: dict[str, Any] | None = None, **plan: Any
-) -> Case:
-    case = Case(name, build_plan(sizes, layers, random.Random(name), **plan), **(options or {}))
-    return replace(with_schedule(case, "zb-h1", 1, {}), name=name)
-
-
+ZB_H1 = ScheduleSpec("zb-h1")
+_DIVIDED: dict[str, Any] = {"distributed_optimizer": True, "schedule": ZB_H1}
 CASES = [
-    made("plain", [[1], [1]], [2, 3]),
-    made("tp", [[2], [2]], [3, 2], sequence_parallel=True, distributed_optimizer=True, recompute="full"),
-    made("mixed-tp-tied", [[2, 1], [1]], [1, 4], even_routing=False, tied=True, distributed_optimizer=True),
-    made("overlap", [[1, 1], [2]], [3, 2], {"overlap": True}, even_routing=False, distributed_optimizer=True),
-    made("biases", [[1], [2], [1]], [2, 1, 2], {"family": "gpt"}),
+    new_case("plain", [[1], [1]], [2, 3], schedule=ZB_H1),
+    new_case("tp", [[2], [2]], [3, 2], sequence_parallel=True, recompute="full", **_DIVIDED),
+    new_case("mixed-tp-tied", [[2, 1], [1]], [1, 4], even_routing=False, tied=True, **_DIVIDED),
+    new_case("overlap", [[1, 1], [2]], [3, 2], overlap=True, even_routing=False, **_DIVIDED),
+    new_case("biases", [[1], [2], [1]], [2, 1, 2], family="gpt", schedule=ZB_H1),
     sliced_case({**_ROW, "vocabulary": True}, "vocabulary", random.Random(0)),
     sliced_case({**_ROW, "offload": 0.75}, "offload", random.Random(0)),
     sliced_case({**_ROW, "cp": 2, "uneven": True}, "context-parallel", random.Random(0)),
@@ -45,7 +41,7 @@ def in_a_v(case: Case, schedule: str) -> Case:
 _V_OF = {"plain": "zb-v", "mixed-tp-tied": "v-half", "overlap": "zb-v", "vocabulary": "v-half", "offload": "zb-v"}
 CASES += [in_a_v(case, _V_OF[case.name]) for case in CASES if case.name in _V_OF]
 CASES += [
-    in_a_v(made("three-stages", [[1], [2], [1]], [2, 1, 2], sequence_parallel=True, recompute="full"), "v-half"),
+    in_a_v(new_case("three-stages", [[1], [2], [1]], [2, 1, 2], sequence_parallel=True, recompute="full"), "v-half"),
     in_a_v(sliced_case({**_ROW, "cp": 2, "uneven": True}, "context-parallel", random.Random(0)), "zb-v"),
 ]
 BY_NAME = {case.name: case for case in CASES}

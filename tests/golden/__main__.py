@@ -10,7 +10,6 @@ from tests.golden.corpus import KINDS_OF_OUTPUT, RECORDS, differences, plan_json
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("kinds", nargs="*", help=f"kinds of output: {', '.join(KINDS_OF_OUTPUT)} (default: all)")
     parser.add_argument("--update", action="store_true", help="record what there is now")

@@ -38,7 +38,6 @@ Corpus = dict[str, str]
 
 
 def digest(text: str) -> str:
-    """The first 16 digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -82,7 +81,6 @@ def programs() -> Corpus:
 
 
 def nodes(gpu: str, count: int, gpus: int, zone: str = "a-1", usd: float = 1.0) -> dict[str, Any]:
-    """A group of nodes of a cluster file."""
     return {"gpu": gpu, "count": count, "gpus_per_node": gpus, "zone": zone, "usd_per_gpu_hour": usd}
 
 
@@ -190,7 +188,6 @@ def plans() -> Corpus:
 
 
 def sliced() -> Plan:
-    """Slices and a split vocabulary."""
     return replace(even_plan(), schedule=ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True}))
 
 
@@ -215,7 +212,6 @@ EMITTED: dict[str, tuple[Callable[[], Plan], dict[str, Any], bool]] = {
 
 
 def emitted() -> Corpus:
-    """Every file of every launch, whole."""
     found = {}
     for name, (made, options, is_elastic) in EMITTED.items():
         plan = made()
@@ -263,14 +259,12 @@ _HEAD = "=== "
 
 
 def write(kind: str, corpus: Corpus) -> None:
-    """Record outputs."""
     RECORDS.mkdir(exist_ok=True)
     text = "".join(f"{_HEAD}{name}\n{body}\n" for name, body in corpus.items())
     (RECORDS / f"{kind}.txt").write_text(text, encoding="utf-8")
 
 
 def read(kind: str) -> Corpus:
-    """Recorded outputs."""
     text = (RECORDS / f"{kind}.txt").read_text(encoding="utf-8")
     parts = (part.partition("\n") for part in ("\n" + text).split(f"\n{_HEAD}")[1:])
     return {name: body.removesuffix("\n") for name, _, body in parts}

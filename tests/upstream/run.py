@@ -138,7 +138,6 @@ def run_files(files: Sequence[str], world: int, folder: Path, limit_s: float) ->
 
 
 def _become(rank: int, world: int, files: Sequence[str], port: int, folder: Path) -> None:
-    """A rank: run the tests and end."""
     code = 70
     try:
         os.setsid()
@@ -184,7 +183,6 @@ def _end_of(log: Path) -> str:
 
 
 def judge(outcomes: dict[str, dict[str, str]], expected: dict[str, str], whole: bool) -> list[str]:
-    """What is not as expected, one line per test."""
     wrong = []
     for name, result in outcomes.items():
         bad = result["outcome"] in ("failed", "unfinished")
@@ -198,7 +196,6 @@ def judge(outcomes: dict[str, dict[str, str]], expected: dict[str, str], whole: 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="*", help="only these of tests/upstream/files.txt")
     parser.add_argument("--limit-s", type=float, default=300.0, help="per line of files.txt (default %(default)s)")

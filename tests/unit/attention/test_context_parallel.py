@@ -30,7 +30,6 @@ Shares = tuple[int, ...]
 
 
 def local(tensor: torch.Tensor, rank: int, shares: Shares, reach: Reach = UNLIMITED, index: int = 0) -> torch.Tensor:
-    """A rank's tokens of one slice."""
     placed = token_blocks(shares, tensor.shape[0]) if reach.placed is None else reach.placed.by_slice[index]
     return take_blocks(tensor, placed[rank], dim=0)
 
@@ -38,7 +37,6 @@ def local(tensor: torch.Tensor, rank: int, shares: Shares, reach: Reach = UNLIMI
 def run_rank(
     parallel: InThread | None, tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED
 ) -> list[list[torch.Tensor]]:
-    """Outputs and gradients of q, k, v per slice."""
     rank = 0 if parallel is None else parallel.rank
     cache = KVCache(n)
 

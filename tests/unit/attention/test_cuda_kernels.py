@@ -138,7 +138,6 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     kernel: Kernel, tensors: list[torch.Tensor], slices: int, reach: Reach, grows_down: bool = False
 ) -> tuple[list[torch.Tensor], int]:
-    """Output and gradients of q, k, v, and how often a kernel was called."""
     leaves = [[p.clone().requires_grad_() for p in t.chunk(slices)] for t in tensors[:3]]
     cache = KVCache(slices, in_line=kernel.takes_prefix(128, 256))
     if grows_down:  # the pool's other end

@@ -243,7 +243,6 @@ def test_blocks_are_what_is_seen(tokens: int, window: int | None, starts: Starts
 @pytest.mark.parametrize("documents", list(_DOCUMENTS))
 @pytest.mark.parametrize("slices", [1, 4, 12])
 def test_equals_attention_with_a_mask(slices: int, documents: str, window: int | None, sink: bool) -> None:
-    """Outputs and all gradients, two microbatches at a time, grouped queries."""
     torch.manual_seed(slices)
     reach = Reach(_DOCUMENTS[documents], window)
     sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if sink else None

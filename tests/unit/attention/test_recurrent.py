@@ -74,7 +74,6 @@ KINDS = ("delta net", "Mamba")
 
 
 def built(kind: str, tp: Group) -> Any:
-    """A layer of Megatron's, of its part of the heads."""
     config = TransformerConfig(**CONFIG)
     config.activation_func = torch.nn.functional.silu
     groups: Any = SimpleNamespace(tp=tp, cp=Group())
@@ -122,7 +121,6 @@ def over_slices(layer: Any, **params: Any) -> Callable[[torch.Tensor, int, int],
 
 
 def trained(layer: Any, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Output, and gradients of source and parameters."""
     generator, dtype = torch.Generator().manual_seed(1), next(layer.parameters()).dtype
     source = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).to(dtype).requires_grad_()
     grad = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).to(dtype)

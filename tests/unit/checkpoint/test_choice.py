@@ -32,7 +32,6 @@ from megatron_het.megatron_patches import torch_checkpoints
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
-    """A small checkpoint of one rank in torch's format."""
     path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
     save({"weight": torch.arange(64.0) + iteration}, storage_writer=FileSystemWriter(path), no_dist=True)

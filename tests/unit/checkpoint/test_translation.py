@@ -16,7 +16,6 @@ FOLDER = Path("iter_0000001")
 
 
 def saved_as(monkeypatch: pytest.MonkeyPatch, names: list[str], layers: int, pattern: str | None = None) -> None:
-    """A checkpoint of these tensors."""
     found = {name: SimpleNamespace(global_shape=(layers, 4)) for name in names}
     common = {"args": SimpleNamespace(hybrid_layer_pattern=pattern)}
     monkeypatch.setattr(dist_checkpointing.serialization, "load_sharded_metadata", lambda _: found)

@@ -11,7 +11,6 @@ KIB = 1024
 
 
 def kib(count: int) -> torch.Tensor:
-    """A new tensor of ``count`` KiB."""
     return torch.zeros(count * KIB // 4)
 
 

@@ -133,8 +133,6 @@ class Stage:
         return torch.cat([whole.narrow(dim, part.full, part.length) for part in found], dim).clone()
 
     def on_all(self, step: Callable[[ShardExchange, list[ShardedParameter]], object]) -> None:
-        """Run a step on every rank."""
-
         def one(rank: int) -> None:
             Ranks.here.rank = rank
             step(self.exchanges[rank], self.parameters[rank])

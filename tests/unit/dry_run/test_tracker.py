@@ -28,7 +28,6 @@ KIB = 1024
 
 
 def layers() -> Iterator[torch.nn.Module]:
-    """A small network."""
     yield from (torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
 
 
@@ -50,7 +49,6 @@ def train(tracker: Tracker) -> Peak:
 
 
 def tracked(work: Callable[[Tracker], Any], *, is_fake: bool) -> tuple[Any, Tracker]:
-    """What some work returns, and its tracker."""
     tracker = Tracker(is_fake=is_fake)
     if is_fake:
         with FakeTensorMode(allow_non_fake_inputs=True), tracker.running():

@@ -68,12 +68,10 @@ class Notes:
 
 
 def about(number: int, **more: Any) -> dict[str, Any]:
-    """What a worker says of itself."""
     return {"process": number, "node": f"n{number}", "device": "", "signature": "s"} | more
 
 
 def runs(process: int) -> bool:
-    """Whether a process has not ended."""
     try:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as stat:
@@ -163,7 +161,6 @@ class Job:
 
 
 def trained(folder: Path, *plans: Any, **more: Any) -> Job:
-    """Two workers train."""
     job = Job(folder, *plans, **more)
     job.come(1, 2)
     job.step()

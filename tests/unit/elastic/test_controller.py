@@ -30,7 +30,6 @@ def setting_of(port: int, folder: Path, **more: Any) -> Setting:
 
 
 def agent_of(folder: Path, say: Any = print, port: int = 1, **more: Any) -> Agent:
-    """An agent with one worker."""
     return Agent(Node(setting_of(port, folder, **more), 1, folder, (), 3), say)
 
 

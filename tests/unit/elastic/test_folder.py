@@ -234,7 +234,6 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
-    """A free port, and the words that go with it."""
     monkeypatch.setattr(clients, "_RETRY_S", 0.01)
     (tmp_path / "token").write_text(TOKEN)
     save_plan(plan([[1], [1]]), tmp_path / "plan.json")

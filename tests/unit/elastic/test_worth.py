@@ -163,7 +163,6 @@ TAUGHT = {
 
 
 def on(kinds: tuple[str, ...]) -> Plan:
-    """A stage on each kind."""
     plan = plan_of([[1]] * len(kinds))
     stages = tuple(
         replace(s, replicas=(replace(s.replicas[0], device=kind),)) for s, kind in zip(plan.stages, kinds, strict=True)
@@ -400,7 +399,6 @@ def test_the_controller_goes_on_while_a_plan_is_made(plans: SearchedPlans, searc
 
 @pytest.fixture
 def searched(plans: SearchedPlans, searches: Searches, tmp_path: Path) -> Job:
-    """Two nodes train under a plan that was searched."""
     job = Job(tmp_path, planner=plans, nodes=1)
     searches.open.set()
     job.come(1, 2, device="T4")

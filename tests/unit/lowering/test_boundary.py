@@ -60,7 +60,6 @@ def sides(draw: st.DrawFn, first: int) -> Side:
 
 @given(sides(0), sides(100), st.integers(1, 4))
 def test_context_parallel_sizes_and_parts_may_differ(sender: Side, receiver: Side, factor: int) -> None:
-    """Ranks divide sequences in any two ways."""
     check(sender, receiver, 96 * factor)
 
 

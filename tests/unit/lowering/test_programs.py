@@ -46,10 +46,11 @@ from megatron_het.plan import (
 )
 from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
 from megatron_het.plan.validate import check_plan
-from megatron_het.schedule import cost
+from megatron_het.schedule import Memory, Shape, cost, dumps, loads
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators.listing import parts_of
 from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Program
+from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.test_plan import document, read
@@ -147,6 +148,40 @@ def pieces_meet(plan: Plan, program: Program) -> None:
     assert sent == received
 
 
+def memory_of(shape: Shape) -> Memory:
+    chunks = [len(shape.layers[d.stage]) for d in shape.devices]
+    each = lambda size: tuple((size,) * n for n in chunks)  # noqa: E731
+    return Memory(
+        parameter_bytes=each(16.0),
+        gradient_bytes=each(32.0),
+        activation_bytes=each(64.0),
+        kv_bytes=each(8.0),
+        parameter_shard_bytes=each(4.0),
+        gradient_shard_bytes=each(4.0),
+        boundary_bytes=each(2.0),
+        workspace_bytes=each(1.0),
+        logits_bytes=(128.0,) * len(chunks),
+    )
+
+
+def check_complete(program: Program) -> None:
+    """No reader finds fault with a program."""
+    assert validate(program) == []
+    assert loads(dumps(program)) == program
+    costs = Costs.uniform(program.shape, memory=memory_of(program.shape), message_bytes=1.0)
+    for host_blocks in (False, True):
+        result = simulate(program, replace(costs, host_blocks=host_blocks))
+        assert len(list(result.events())) == sum(map(len, program.ops))
+        assert result.makespan_s >= max(result.compute_s) - 1e-9
+        assert all(bubble.total_s >= -1e-9 for bubble in result.bubble)
+        for use in result.memory:
+            for category in CATEGORIES:
+                curve = use.curve(category)
+                assert min(held for _, held in curve) >= -1e-6, (category, curve)
+            for category in ("activations", "kv", "logits", "workspace"):
+                assert use.curve(category)[-1][1] == pytest.approx(0.0, abs=1e-6), category
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_every_program_runs_or_is_refused_before(plan: Plan) -> None:
@@ -161,10 +196,9 @@ def test_every_program_runs_or_is_refused_before(plan: Plan) -> None:
     on = {feature.name for feature, _ in features_of(plan)}
     for forward_only, program in programs.items():
         assert program.forward_only == forward_only
-        assert validate(program) == []
+        check_complete(program)
         assert {op.kind.executor for ops in program.ops for op in ops} <= {"compute", "transfer"} | on
-        for posted in (program, posted_for("gloo", program)):
-            assert simulate(posted, Costs.uniform(program.shape)).makespan_s > 0
+        assert simulate(posted_for("gloo", program), Costs.uniform(program.shape)).makespan_s > 0
         pieces_meet(plan, program)
 
 
@@ -198,7 +232,8 @@ def test_all_features_of_a_plan_are_in_its_program(schedule: str, parameters: di
     assert (Kind.PARAM_GATHER in kinds) == ("window" in parameters)
     assert (Kind.OPTIMIZER_STEP in kinds) == ("update" in parameters)
     assert (Kind.ACT_OFFLOAD in kinds) == ("offload_activations" in parameters)
-    simulate(program, Costs.uniform(program.shape))
+    for whole in build(plan).values():
+        check_complete(whole)
 
 
 def test_a_parameter_that_nobody_reads_is_an_error() -> None:

@@ -24,7 +24,6 @@ platform.activate()
 
 @pytest.fixture
 def clean():
-    """Takes out again what a test installs."""
     before = set(upstream.installed())
     yield
     names = [name for name in upstream.installed() if name not in before]

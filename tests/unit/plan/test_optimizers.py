@@ -21,7 +21,6 @@ NEEDED = ("emerging_optimizers", "absl", "triton")
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is there, whatever this machine has."""
     pretend(monkeypatch, TESTED)
 
 

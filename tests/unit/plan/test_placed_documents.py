@@ -27,7 +27,6 @@ def pieces_of(cuts: set[int]) -> list[Span]:
 
 
 def ranks_of(piece: Span, placed: list[Any]) -> set[int]:
-    """Those that have tokens of a document."""
     return {r for r, own in enumerate(placed) for first, end in own if first < piece[1] and piece[0] < end}
 
 

@@ -255,7 +255,6 @@ def test_hashes_see_what_runs_and_nothing_else() -> None:
 
 
 def test_damaged_documents_never_raise_anything_but_a_plan_error() -> None:
-    """Whatever is put anywhere in a plan, the answer is a plan or a PlanError."""
     chance = random.Random(0)
     values: list[Any] = [None, -1, 0, 3, 10**9, 1.5, "x", [], {}, [0], [[0]], True]
     for _ in range(2000):
@@ -359,7 +358,6 @@ MODEL = ModelShape(3, 64, 8, 4, 32)
 
 
 def plan(tp: tuple[int, ...], shares: Any = None, **parameters: Any) -> Plan:
-    """A pipeline of one replica per stage."""
     stages, first = [], 0
     for size in tp:
         stages.append(Stage((1,), (Replica(tuple(range(first, first + size)), (0, 1)),)))

@@ -29,7 +29,6 @@ FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-
 
 
 def scheduled(name: str, stages: int = 2, chunks: int = 1, **parameters: Any) -> Plan:
-    """Four layers in equal chunks."""
     plan = plan_from_flags(
         [*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters)
     )[0]
@@ -174,7 +173,6 @@ def test_the_plan_is_checked_without_torch() -> None:
 
 
 def later(plan: Plan, layers: int = 1) -> Plan:
-    """The plan with layers for multi-token prediction."""
     return replace(plan, model=replace(plan.model, mtp_num_layers=layers))
 
 

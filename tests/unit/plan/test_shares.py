@@ -13,7 +13,6 @@ from megatron_het.plan.validate import check_plan
 
 
 def plan_with(*shares: float | None, tp: int = 1, cp: int = 1) -> Plan:
-    """One stage; a share of None is not written."""
     replicas: list[dict[str, Any]] = []
     for q, share in enumerate(shares):
         ranks = list(range(q * tp * cp, (q + 1) * tp * cp))

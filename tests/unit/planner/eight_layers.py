@@ -10,11 +10,9 @@ SHAPE: dict[str, object] = {"num_layers": 8, "vocab_size": 32000} | LLAMA_8B
 
 
 def model(**more: object) -> Model:
-    """The model; ``seq_length`` and ``global_batch_size`` have to be said."""
     return Model(**{**SHAPE, **more})
 
 
 def estimator(priced: Model, gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None) -> Estimator:
-    """What prices a model's plans on nodes of eight GPUs."""
     group = NodeGroup(gpu=gpu, count=nodes, gpus_per_node=8, network_bytes_per_s=100e9, intra_node_bytes_per_s=intra)
     return estimator_of(Cluster(nodes=(group,)), priced)

@@ -51,7 +51,6 @@ class Pod:
 
 
 def pods_of(file: Path) -> list[Pod]:
-    """All pods of a rendered file."""
     documents = list(yaml.safe_load_all(file.read_text()))
     return _of_jobset(documents[0]) if file.name == "jobset.yaml" else _of_tasks(*documents)
 

@@ -57,7 +57,6 @@ def costs(**changes) -> CatalogCosts:
     ],
 )
 def test_published_runs(source, kind, bar):
-    """Mean absolute error of the shipped constants."""
     runs = [r for r in read_runs(source) if r.kind == kind]
     assert mean(abs(e) for e in relative_errors(runs, runtime_of(source))) <= bar
 
@@ -196,7 +195,6 @@ def test_context_parallelism_divides_a_layer():
 
 
 def test_attention_is_part_of_a_layer():
-    """Its share grows with the sequence."""
     shares = []
     for length in (2048, 32768):
         found = costs(seq_length=length).cost("A100-80", "layer", 1, 1, "none")

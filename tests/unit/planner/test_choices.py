@@ -27,13 +27,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def estimator(gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None, **changed: object) -> Estimator:
-    """Nodes of eight GPUs, and a model of eight layers."""
     trained = {"seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True, "sequence_parallel": True}
     return eight_layers.estimator(eight_layers.model(**{**trained, **changed}), gpu, nodes, intra)
 
 
 def chosen(priced: Estimator, candidate: Candidate) -> Found:
-    """What becomes of a plan that a search has found."""
     estimate = priced.estimate(candidate)
     assert estimate is not None
     outcome = Outcome("auto")

@@ -32,7 +32,6 @@ def built():
 
 @pytest.fixture
 def fresh():
-    """A process that has not looked for a compiler yet."""
     plain.loops.cache_clear()
     yield
     plain.loops.cache_clear()
@@ -80,7 +79,6 @@ def test_merge_is_that_of_python(built, order):
 
 
 def python_s(monkeypatch: pytest.MonkeyPatch, shape: Shape, program: Program, costs: Costs) -> float:
-    """The time by the loop in Python."""
     with monkeypatch.context() as context:
         context.setattr(plain, "loops", lambda: None)
         return makespan_s(shape, program.ops, costs)

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_het.plan import Plan
-from testing.planner_cases import estimator_of
+from testing.planner_cases import cluster_of, estimator_of
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import simulate_candidate
-from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 
@@ -19,8 +18,7 @@ from tools.planner.inputs.model_parts import Experts
 def estimator(**changes: object) -> Estimator:
     fields = WIDE | {"hidden_size": 2048, "ffn_hidden_size": 8192, "seq_length": 8192, "global_batch_size": 8}
     fields |= {"distributed_optimizer": True, "sequence_parallel": True}
-    nodes = (NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8, network_bytes_per_s=50e9),)
-    return estimator_of(Cluster(nodes=nodes), Model.model_validate(fields | changes))
+    return estimator_of(cluster_of(("H100-SXM", 2, 8, 50e9)), Model.model_validate(fields | changes))
 
 
 EXPERTS = Experts(count=16, top_k=4, ffn_hidden_size=1024)
@@ -31,7 +29,6 @@ def stages(*groups: Group) -> tuple[Stage, ...]:
 
 
 def priced(prices: Estimator, plan: Plan) -> tuple[Candidate, float]:
-    """A plan as read, and its simulated time."""
     candidate, seated = candidate_of(plan, prices.cluster)
     estimate = prices.estimate(candidate)
     assert estimate is not None

@@ -34,7 +34,6 @@ def estimator(**changed: object) -> Estimator:
 
 
 def planned(priced: Estimator, candidate: Candidate) -> tuple[Plan, float]:
-    """A candidate's plan and its simulated seconds."""
     estimate = priced.estimate(candidate)
     assert estimate is not None
     plan = build_plan(priced, candidate, estimate)

@@ -101,7 +101,6 @@ def notes(tmp_path: Path, name: str) -> list[str]:
 
 
 def notice(tmp_path: Path, job: subprocess.Popen[str], agents: int) -> str:
-    """SIGTERM once all are there; what the job said."""
     deadline_s = time.monotonic() + WAIT_S
     while len(notes(tmp_path, "python")) < agents + 1:
         assert time.monotonic() < deadline_s and job.poll() is None, job.communicate()[0]
@@ -231,7 +230,6 @@ A100, V100 = "A100-40", "V100-16"
 
 
 def cluster(count: int = 1, typed: bool = False, **more: Any) -> Cluster:
-    """Nodes with two V100 between two pairs of A100."""
     gpus: list[dict[str, Any]] = [{"type": A100, "count": 2}, {"type": V100, "count": 2}, {"type": A100, "count": 2}]
     if typed:
         gpus = [{**gpu, "gres": "gpu:" + str(gpu["type"]).split("-")[0].lower()} for gpu in gpus]
@@ -239,7 +237,6 @@ def cluster(count: int = 1, typed: bool = False, **more: Any) -> Cluster:
 
 
 def plan_of(first: tuple[int, ...], second: tuple[int, ...], tp: int = 1) -> Plan:
-    """A stage on A100 and one on V100."""
     stages = [
         [Replica(ranks[i : i + tp], tuple(range(i // tp, 4, len(ranks) // tp)), gpu) for i in range(0, len(ranks), tp)]
         for gpu, ranks in ((A100, first), (V100, second))

@@ -61,7 +61,6 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 def request(kinds: dict[str, NodeKind], launch: LaunchOptions = LAUNCH) -> list[str]:
-    """What is asked of Slurm for each component."""
     text = het_sbatch(place(even_plan(), kinds), kinds, launch)
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH --nodes")]
 
@@ -329,7 +328,6 @@ def test_a_job_group_has_a_task_for_each_kind(tmp_path: Path) -> None:
 
 
 def said(tmp_path: Path, emitted: Emitted, target: str) -> dict[str, str]:
-    """What each pod's interpreter was asked to do."""
     found = {}
     for pod in pods_of(emitted.files[f"{target}.yaml"]):
         log = tmp_path / f"{pod.name}.log"

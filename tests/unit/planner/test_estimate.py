@@ -21,7 +21,7 @@ from benchmarks.published.accuracy import (
     reference_profile,
 )
 from megatron_het.schedule.kinds import Kind
-from testing.planner_cases import LLAMA_8B, LLAMA_70B, model_of
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
@@ -33,7 +33,6 @@ from tools.planner.report.tables import summary, summary_tables
 
 
 def test_published_runs_are_predicted():
-    """Bars: 5 % mean error for time and memory, no memory underestimate above 5 %."""
     found = compare()
     assert len(found) == 14
     assert mean(abs(c.time_error) for c in found) <= 0.05
@@ -159,7 +158,6 @@ def gcp() -> Estimator:
     ],
 )
 def test_closed_form_agrees_with_the_simulator(stages, changes):
-    """Within 2 % for plans with matching stages."""
     estimator = gcp()
     candidate = Candidate(tuple(Stage(n, (Group(p, tp, k),)) for n, p, tp, k in stages), 1, **changes)
     estimate = estimator.estimate(candidate)
@@ -171,7 +169,7 @@ def test_closed_form_agrees_with_the_simulator(stages, changes):
 
 def _on_slow_links(layers, batch, rate, **changes):
     """Closed form and simulator for stages of one GPU each, alone in their nodes."""
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=len(layers), gpus_per_node=1, network_bytes_per_s=rate),))
+    cluster = cluster_of(("A100-40", len(layers), 1, rate))
     model = model_of(
         layers=sum(layers),
         hidden=2048,
@@ -275,7 +273,7 @@ def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
     model = model_of(
         layers=8, hidden=2048, words=1000, tokens=512, batch=32, distributed_optimizer=True, micro_batch_sizes=(1,)
     )
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=8, gpus_per_node=1, network_bytes_per_s=1e9),))
+    cluster = cluster_of(("A100-40", 8, 1, 1e9))
     estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
     found = [estimator.estimate(Candidate((Stage(8, (Group(0, 1, 8),)),), 1, zero_stage=z)) for z in (1, 2, 3)]
     assert found[1].memory[0].gradient_bytes < found[0].memory[0].gradient_bytes / 4

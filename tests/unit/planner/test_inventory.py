@@ -205,7 +205,6 @@ def test_without_asking(tmp_path, capsys):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with two V100 and a Slurm that does not answer."""
     for name, script in {
         "nvidia-smi": "echo Tesla V100-SXM2-16GB, 16384; echo Tesla V100-SXM2-16GB, 16384",
         "sinfo": "exit 1",
@@ -314,7 +313,6 @@ SHELLS = ("bash", "zsh", "fish")
 
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, str]:
-    """By shell."""
     with pytest.MonkeyPatch.context() as patch:
         written: list[str] = []
         patch.setattr(sys.stdout, "write", written.append)
@@ -327,7 +325,6 @@ def scripts() -> dict[str, str]:
 
 
 def in_bash(script: str, folder: Path, *words: str) -> list[str]:
-    """What bash offers for the last word."""
     (folder / ".script").write_text(script, encoding="utf-8")
     function = f"_shtab_{words[0].replace('-', '_')}"
     body = 'source ./.script; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); ' + function

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner_gap import best_regular, regular_plans
 from benchmarks.published.accuracy import reference_nodes
-from testing.planner_cases import LLAMA_8B, estimator_of, measured, model_of, search_cases
+from testing.planner_cases import LLAMA_8B, cluster_of, estimator_of, measured, model_of, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import runtime_for
@@ -14,7 +14,7 @@ from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import block_s
 from tools.planner.costs.stages import rows_of
-from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
@@ -22,16 +22,13 @@ from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book, there
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import NORMAL, Goal, Progress, collector_paused
+from tools.planner.search.outcome import NORMAL, Found, Goal, Progress, collector_paused
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import _Cut, even_seeds, tp_choices, with_split_vocabulary
 
 
 def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
     """A model of the shape of Mixtral on nodes of these kinds: their number, GPUs each, bytes per second."""
-    nodes = tuple(
-        NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
-    )
     model = model_of(
         **LLAMA_8B,
         layers=32,
@@ -40,7 +37,7 @@ def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
         distributed_optimizer=True,
         experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
     )
-    return estimator_of(Cluster(nodes=nodes), model)
+    return estimator_of(cluster_of(*kinds), model)
 
 
 H100, A100_80 = ("H100-SXM", 2, 8, 50e9), ("A100-80", 4, 8, 25e9)
@@ -50,6 +47,13 @@ A100_40, L40S = ("A100-40", 4, 8, 25e9), ("L40S", 8, 4, 12.5e9)
 def even(kind: Group, layers: tuple[int, ...]) -> tuple[Stage, ...]:
     """A stage for each of these numbers of layers, all with the same replicas."""
     return tuple(Stage(n, (kind,)) for n in layers)
+
+
+def assert_found(estimator: Estimator, known: Candidate, best: Found | None) -> None:
+    """The known plan can be run, and what was found is no slower."""
+    estimate = estimator.estimate(known)
+    assert estimate is not None and estimator.fits(estimate)
+    assert best is not None and best.iteration_s <= block_s(estimator, known, estimate) * 1.001
 
 
 FAST = even(Group(1, 2, 4), (4, 4, 4, 4)) + even(Group(0, 1, 4), (3, 4, 4, 5))
@@ -72,11 +76,7 @@ SMALL = even(Group(1, 1, 4), (2,) * 8) + even(Group(0, 1, 4), (2,) * 8)
 def test_stages_of_equal_width_over_two_pools(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):
     """Without starting points of both pools the plans found were 8 and 56 % slower."""
     estimator = of_experts(*kinds)
-    estimate = estimator.estimate(known)
-    assert estimate is not None and estimator.fits(estimate)
-    best = search_auto(estimator, Goal()).best
-    assert best is not None
-    assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
+    assert_found(estimator, known, search_auto(estimator, Goal()).best)
 
 
 GH, A100 = 2, 0
@@ -100,11 +100,7 @@ def test_stages_spread_anew_over_a_pool():
     """Without moves that spread and cut the stages of a pool anew the plan found was 6 % slower."""
     estimator = search_cases()["GPT-Neo-2.7, 256 A100-40 + 256 V100-16 + 256 GH-96"]
     known = Candidate(TAPERED, 1)
-    estimate = estimator.estimate(known)
-    assert estimate is not None and estimator.fits(estimate)
-    best = search_auto(estimator, Goal()).best
-    assert best is not None
-    assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
+    assert_found(estimator, known, search_auto(estimator, Goal()).best)
 
 
 @pytest.mark.parametrize("goal", [Goal(schedules=("1f1b",)), Goal()])
@@ -128,21 +124,16 @@ def test_the_best_known_plan_of_10_000_gpus_is_found():
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     stages = tuple(Stage(layers, tuple(Group(p, 1, n) for p, n in pools.items())) for layers, pools in SIX)
     known = Candidate(stages, 1, "none", depths=(1, 1, 5, 1, 1), slack=1.0)
-    estimate = estimator.estimate(known)
-    if estimate is None or not estimator.fits(estimate):
-        pytest.fail("the known plan does not fit")
     best = search_auto(estimator, Goal()).best
-    assert best is not None and best.iteration_s <= min(1.68, block_s(estimator, known, estimate) * 1.001)
+    assert_found(estimator, known, best)
+    assert best is not None and best.iteration_s <= 1.68
 
 
 def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
     """A model of the shape of Llama-3-8B at 8,192 tokens on nodes of these kinds, with the prices that users get."""
-    nodes = tuple(
-        NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
-    )
     model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
-    cluster = Cluster(nodes=nodes)
-    runtime = runtime_for([cluster.gpu(node.gpu) for node in nodes])
+    cluster = cluster_of(*kinds)
+    runtime = runtime_for([cluster.gpu(node.gpu) for node in cluster.nodes])
     return Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
 
 
@@ -168,11 +159,7 @@ TWELFTH = ((1 / 12, 1 / 12),) * 12
 def test_long_pipelines_of_slices_over_slow_networks(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):
     """Pipelines of seven and of twelve stages, whose numbers do not divide the length of a sequence."""
     estimator = of_llama(*kinds)
-    estimate = estimator.estimate(known)
-    assert estimate is not None and estimator.fits(estimate)
-    best = search("auto", estimator, Goal()).best
-    assert best is not None
-    assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
+    assert_found(estimator, known, search("auto", estimator, Goal()).best)
 
 
 # Regular plans are found, and priced by the closed form as the simulator prices them.
@@ -184,14 +171,11 @@ SLIMPIPE = SCHEDULES["slimpipe"]
 def _estimator(
     hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1
 ) -> Estimator:
-    nodes = (
-        NodeGroup(gpu="A100-80", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
-        NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
-    )
+    kinds_of = ("A100-80", 2, 4, 25e9), ("H100-SXM", 2, 4, 25e9)
     model = model_of(
         layers=24, hidden=hidden, words=vocab, tokens=length, batch=batch, precision="bf16", distributed_optimizer=True
     )
-    return estimator_of(Cluster(nodes=nodes[:kinds]), model)
+    return estimator_of(cluster_of(*kinds_of[:kinds]), model)
 
 
 def _plain(stages: int, layers: int = 24, **more: object) -> Candidate:
@@ -280,12 +264,8 @@ def test_vocabularies_are_split_where_every_stage_has_as_few_layers() -> None:
 
 def test_the_search_is_no_worse_than_regular_plans() -> None:
     """Three nodes of 8 A100 and four of 4 L40S over 25 Gbit/s, Llama 3 8B with 8,192 tokens."""
-    nodes = (
-        NodeGroup(gpu="A100-40", count=3, gpus_per_node=8, network_bytes_per_s=3.125e9),
-        NodeGroup(gpu="L40S", count=4, gpus_per_node=4, network_bytes_per_s=3.125e9),
-    )
     model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
-    estimator = estimator_of(Cluster(nodes=nodes), model)
+    estimator = estimator_of(cluster_of(("A100-40", 3, 8, 3.125e9), ("L40S", 4, 4, 3.125e9)), model)
     best = search("auto", estimator, Goal()).best
     assert best is not None
     assert best.iteration_s <= best_regular(estimator, Goal(), 2000)[0] * 1.01
@@ -324,10 +304,6 @@ POINT = Candidate((), 1, "none", zero_stage=1)
 
 def fast_and_small(hidden: int = 2048) -> Estimator:
     """Twelve H200 in two nodes, and 16 V100 with a ninth of their memory."""
-    nodes = (
-        NodeGroup(gpu="H200", count=2, gpus_per_node=6, network_bytes_per_s=25e9),
-        NodeGroup(gpu="V100-16", count=4, gpus_per_node=4, network_bytes_per_s=12.5e9),
-    )
     model = model_of(
         layers=12,
         hidden=hidden,
@@ -337,7 +313,7 @@ def fast_and_small(hidden: int = 2048) -> Estimator:
         distributed_optimizer=True,
         micro_batch_sizes=(1, 2),
     )
-    return estimator_of(Cluster(nodes=nodes), model)
+    return estimator_of(cluster_of(("H200", 2, 6, 25e9), ("V100-16", 4, 4, 12.5e9)), model)
 
 
 def test_replicas_follow_layers():

@@ -182,7 +182,6 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
 
 
 def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
-    """Mixtral from its config.json to launch files."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, MIXTRAL))]
     common += ["--seq-length", "4096", "--global-batch-size", "128"]
@@ -297,7 +296,6 @@ class Evil:
 
 
 def checkpoint(folder, **changes):
-    """As Megatron writes them, with objects that reading must not make."""
     arguments = {
         "num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8,
         "group_query_attention": True, "num_query_groups": 4, "kv_channels": 64, "padded_vocab_size": 32128,

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.schedule.ir import Kind
-from testing.planner_cases import estimator_of, model_of, random_case, random_pool, with_catalog
+from testing.planner_cases import cluster_of, estimator_of, model_of, random_case, random_pool, with_catalog
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -34,10 +34,6 @@ from tools.planner.search.thorough import Ground, thorough
 
 def fast_and_slow() -> tuple[Cluster, Model]:
     """Three nodes of eight H200, and eleven nodes of two A100 behind slow links that only cost time."""
-    nodes = (
-        NodeGroup(gpu="H200", count=3, gpus_per_node=8, network_bytes_per_s=50e9),
-        NodeGroup(gpu="A100-80", count=11, gpus_per_node=2, network_bytes_per_s=1.25e9),
-    )
     model = model_of(
         layers=12,
         hidden=5120,
@@ -51,7 +47,7 @@ def fast_and_slow() -> tuple[Cluster, Model]:
         distributed_optimizer=True,
         recompute=("none",),
     )
-    return Cluster(nodes=nodes), model
+    return cluster_of(("H200", 3, 8, 50e9), ("A100-80", 11, 2, 1.25e9)), model
 
 
 def test_a_part_is_cut_by_its_own_bandwidth_graph():
@@ -173,7 +169,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "slurm"
 
 
 def emitted_s(estimator: Estimator, found: Found) -> float:
-    """The plan as written and read again, simulated as a whole."""
     plan = build_plan(estimator, found.candidate, found.estimate)
     candidate, seated = candidate_of(plan, estimator.cluster)
     estimate = estimator.estimate(candidate)
@@ -201,13 +196,9 @@ def test_random_plans_are_as_fast_as_promised(seed):
 
 def irregular() -> tuple[Estimator, Candidate]:
     """Two pipelines (of three and one replicas per stage) that sit differently in nodes."""
-    nodes = (
-        NodeGroup(gpu="A100-40", count=2, gpus_per_node=3, network_bytes_per_s=1e9),
-        NodeGroup(gpu="A10G", count=2, gpus_per_node=1, network_bytes_per_s=1e9),
-    )
     model = model_of(layers=8, hidden=1024, words=8192, batch=34, precision="fp16", micro_batch_sizes=(1,))
     stages = (Stage(6, (Group(0, 1, 6),)), Stage(2, (Group(1, 1, 2),)))
-    return estimator_of(Cluster(nodes=nodes), model), Candidate(stages, 1)
+    return estimator_of(cluster_of(("A100-40", 2, 3, 1e9), ("A10G", 2, 1, 1e9)), model), Candidate(stages, 1)
 
 
 @pytest.mark.parametrize("order", ["greedy", "alternating", "backward-first"])
@@ -256,8 +247,7 @@ def test_a_plan_is_read_back_in_the_zones_that_it_was_made_for():
 def slow_network() -> Estimator:
     """Four nodes whose links matter."""
     model = model_of(layers=24, hidden=2048, tokens=4096, batch=64, micro_batch_sizes=(1,))
-    node = NodeGroup(gpu="H100-SXM", count=4, gpus_per_node=8, network_bytes_per_s=1.25e9)
-    return estimator_of(Cluster(nodes=(node,)), model)
+    return estimator_of(cluster_of(("H100-SXM", 4, 8, 1.25e9)), model)
 
 
 NODES = tuple(Stage(6, (Group(0, 1, 8),)) for _ in range(4))
@@ -315,7 +305,6 @@ def estimator(gpu: str = "A100-40", **changes) -> Estimator:
 
 
 def pipeline(*widths: int, layers: int = 12, tp: int = 1) -> tuple[Stage, ...]:
-    """Equal stages with these numbers of replicas on the first node group."""
     return tuple(Stage(layers // len(widths), (Group(0, tp, n),)) for n in widths)
 
 

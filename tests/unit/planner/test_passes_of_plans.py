@@ -11,7 +11,7 @@ from scipy.interpolate import PchipInterpolator
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import validate as limits
 from megatron_het.plan.validate import most_chunks
-from testing.planner_cases import estimator_of, model_of, with_catalog
+from testing.planner_cases import cluster_of, estimator_of, model_of, with_catalog
 from tools.planner.__main__ import main
 from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
@@ -22,7 +22,6 @@ from tools.planner.costs.layercost import CatalogCosts, interpolated
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import catalog
-from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search import finish
@@ -36,7 +35,6 @@ BATCH = 64
 
 
 def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
-    """Nodes of one GPU with slow links, where a pipeline is fastest."""
     model = model_of(
         layers=12,
         hidden=2048,
@@ -47,8 +45,7 @@ def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
         micro_batch_sizes=micro_batch_sizes,
         recompute=("none",),
     )
-    nodes = (NodeGroup(gpu="A100-40", count=6, gpus_per_node=1, network_bytes_per_s=2.5e8),)
-    return with_catalog(Cluster(nodes=nodes), model)
+    return with_catalog(cluster_of(("A100-40", 6, 1, 2.5e8)), model)
 
 
 def most(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
@@ -144,7 +141,7 @@ def test_when_larger_micro_batches_are_advised(
 
 
 MODEL = model_of(layers=12, hidden=2048, tokens=2048, batch=64, distributed_optimizer=True)
-CLUSTER = Cluster(nodes=(NodeGroup(gpu="A100-40", count=4, gpus_per_node=1, network_bytes_per_s=1.25e9),))
+CLUSTER = cluster_of(("A100-40", 4, 1, 1.25e9))
 
 
 def found(estimator, stages: int, seconds: float) -> Found:
@@ -227,12 +224,7 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
             assert len(lines) == 1 and lines[0].startswith("a plan of 10 s (") and lines[0].endswith(said)
 
 
-MIXED = Cluster(
-    nodes=(
-        NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
-        NodeGroup(gpu="V100-16", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
-    )
-)
+MIXED = cluster_of(("A100-40", 2, 1, 1.25e9), ("V100-16", 2, 1, 1.25e9))
 HALF = MODEL.model_copy(update={"precision": "fp16"})
 
 
@@ -300,7 +292,7 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
     """As a layer more there at least, the output layer again, and a second table where there is none yet."""
     sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
     more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "tied_embeddings": tied}
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
+    cluster = cluster_of(("A100-80", 2, 1, 25e9))
 
     def priced(later, layers=4):
         model = Model(**sizes, **more, mtp_num_layers=later)
@@ -321,7 +313,7 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
 
 def test_later_tokens_in_slices_are_priced():
     """As with whole sequences the last stage has more to do, and the plan is one that runs."""
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
+    cluster = cluster_of(("A100-80", 2, 1, 25e9))
     sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
     more = {"vocab_size": 32000, "seq_length": 8192, "global_batch_size": 8}
     stage = Stage(4, (Group(0, 1, 1),))
@@ -342,7 +334,7 @@ def test_later_tokens_in_slices_are_priced():
 
 def test_later_tokens_under_a_window_are_priced():
     """The last stage gathers and holds their layers, and the plan is one that runs."""
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=2, network_bytes_per_s=25e9),))
+    cluster = cluster_of(("A100-80", 2, 2, 25e9))
     sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
     more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True}
     stage = Stage(4, (Group(0, 1, 2),))

@@ -13,7 +13,15 @@ import pytest
 import yaml
 
 from megatron_het.schedule.generators.listing import ORDERS
-from testing.planner_cases import estimator_of, model_of, random_case, random_pool, search_cases, with_catalog
+from testing.planner_cases import (
+    cluster_of,
+    estimator_of,
+    model_of,
+    random_case,
+    random_pool,
+    search_cases,
+    with_catalog,
+)
 from tools.planner.__main__ import main
 from tools.planner.cli import commands
 from tools.planner.costs.build import build_plan, candidate_of
@@ -58,11 +66,7 @@ def estimator() -> Estimator:
         micro_batch_sizes=(1, 2),
         recompute=("none", "full"),
     )
-    nodes = (
-        NodeGroup(gpu="A100-80", count=2, gpus_per_node=4, network_bytes_per_s=1.25e9),
-        NodeGroup(gpu="A10G", count=3, gpus_per_node=4, network_bytes_per_s=1.25e9),
-    )
-    return estimator_of(Cluster(nodes=nodes), model)
+    return estimator_of(cluster_of(("A100-80", 2, 4, 1.25e9), ("A10G", 3, 4, 1.25e9)), model)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,6 @@ def test_irregular_plans_take_the_simulated_time(order):
 
 
 def test_a_window_is_simulated():
-    """Its gathers and reductions are operations of the program."""
     found = estimator_of(estimator().cluster, estimator().model.model_copy(update={"distributed_optimizer": True}))
     candidate = Candidate((Stage(12, (Group(0, 1, 4),)),), 1, schedule="ministage", chunks=4, zero_stage=1)
     estimate = found.estimate(candidate)
@@ -160,12 +163,10 @@ STAGES, LAYERS, MARGIN = 4, 160, 1
 
 
 def estimator_of_rooms() -> Estimator:
-    """GPUs that some ten of the model's layers fill."""
     model = model_of(
         layers=LAYERS, hidden=1024, ffn=3072, tokens=2048, batch=64, precision="fp16", micro_batch_sizes=(1, 2)
     )
-    node = NodeGroup(gpu="A100-40", count=16, gpus_per_node=4, network_bytes_per_s=12.5e9)
-    return estimator_of(Cluster(nodes=(node,)), model)
+    return estimator_of(cluster_of(("A100-40", 16, 4, 12.5e9)), model)
 
 
 def most_that_fit(found: Estimator, like: Candidate, widths: tuple[int, ...], s: int) -> int:
@@ -244,7 +245,6 @@ LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})
 
 
 def estimator_of_depths(latency_s: float, model: Model = MODEL, bytes_per_s: float = 1e9):
-    """Two zones of two GPUs, far apart."""
     nodes = tuple(
         NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, zone=zone, network_bytes_per_s=12.5e9)
         for zone in ("a-1", "b-1")
@@ -286,8 +286,7 @@ def test_fast_links_keep_megatrons_order():
 
 def test_wide_stages_are_not_slow_links():
     """A stage of many replicas takes a microbatch every moment, yet each replica takes as long as ever."""
-    nodes = (NodeGroup(gpu="A100-40", count=12, gpus_per_node=4, network_bytes_per_s=12.5e9),)
-    prices = estimator_of(Cluster(nodes=nodes), MODEL)
+    prices = estimator_of(cluster_of(("A100-40", 12, 4, 12.5e9)), MODEL)
     candidate = Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1)
     estimate = prices.estimate(candidate)
     wide = Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
@@ -330,7 +329,6 @@ def test_a_lap_is_the_slowest_stage_or_the_way_around():
 )
 def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
     """Equal and unequal stages, ministages of unequal layers, fewer microbatches than stages."""
-    nodes = (NodeGroup(gpu="A100-80", count=3, gpus_per_node=8, network_bytes_per_s=rate),)
     model = model_of(
         layers=24,
         hidden=4096,
@@ -342,7 +340,7 @@ def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
         micro_batch_sizes=(1,),
         recompute=("full",),
     )
-    estimator = estimator_of(Cluster(nodes=nodes), model)
+    estimator = estimator_of(cluster_of(("A100-80", 3, 8, rate)), model)
     stages = tuple(Stage(n, (Group(0, 2, 2),)) for n in layers)
     candidate = Candidate(stages, 1, "full", "ministage", chunks, zero_stage=1)
     estimate = estimator.estimate(candidate)

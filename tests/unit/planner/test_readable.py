@@ -29,7 +29,6 @@ def estimator(*nodes: NodeGroup, model: Model = MODEL) -> Estimator:
 
 
 def plan(*stages: tuple[int, int, int, int], **changes: object) -> Candidate:
-    """(layers, pool, tp, count) of each stage."""
     return Candidate(tuple(Stage(n, (Group(p, tp, k),)) for n, p, tp, k in stages), 1, **changes)
 
 

@@ -34,7 +34,6 @@ def test_as_good_as_brute_force(seed):
 @given(st.integers(0, 10_000))
 @SETTINGS
 def test_one_more_gpu_is_never_worse(seed):
-    """The added GPU may be left unused."""
     cluster, model = random_case(seed, largest=6)
     before = search_auto(estimator_of(cluster, model), ONE).best
     extra = NodeGroup(
@@ -221,7 +220,6 @@ def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
 @given(st.integers(0, 10_000), st.sampled_from(METHODS[1:]), st.sampled_from(["throughput", "cost"]), st.booleans())
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sharded):
-    """On the same input, all schedules allowed."""
     cluster, model = random_case(seed, largest=6)
     cluster = Cluster(
         nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes))

@@ -19,7 +19,6 @@ EQUAL = (("A100-40", 4),)
 
 
 def estimator(kinds: tuple[tuple[str, int], ...] = MIXED, batch: int = 97, **changes: object) -> Estimator:
-    """Nodes of one kind each, which meet over fast links, and a small model."""
     nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=n, network_bytes_per_s=100e9) for gpu, n in kinds)
     shape = {
         "num_layers": 12,
@@ -36,7 +35,6 @@ def estimator(kinds: tuple[tuple[str, int], ...] = MIXED, batch: int = 97, **cha
 
 
 def emitted_s(priced: Estimator, found: Found) -> float:
-    """The plan as written and read again, simulated as a whole."""
     plan = build_plan(priced, found.candidate, found.estimate)
     again, seated = candidate_of(plan, priced.cluster)
     assert again == found.candidate

@@ -38,7 +38,6 @@ Peaks = Callable[[int, int], float]
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A command line that writes a plan."""
     (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
     (tmp_path / "model.yaml").write_text(MODEL, encoding="utf-8")
     files = ["--cluster", str(tmp_path / "cluster.yaml"), "--model", str(tmp_path / "model.yaml")]
@@ -70,7 +69,6 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[dict[str, Any
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    """What the command prints."""
     assert main(words) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -236,13 +234,11 @@ precision: fp32
 
 
 def plan() -> Plan:
-    """Two equal replicas before one of TP 2."""
     return build_plan([[1, 1], [2]], [2, 3], random.Random(0))
 
 
 @pytest.fixture
 def words_of_run(tmp_path: Path) -> list[str]:
-    """A command line for the plan and its model."""
     save_plan(plan(), tmp_path / "plan.json")
     (tmp_path / "model.yaml").write_text(MODEL_OF_RUN, encoding="utf-8")
     return ["dry-run", str(tmp_path / "plan.json"), "--model", str(tmp_path / "model.yaml"), "--json"]

@@ -24,7 +24,6 @@ def _steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def alone(tmp_path: Path):
-    """A world of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     if dist.is_initialized():

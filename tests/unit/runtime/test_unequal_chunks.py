@@ -18,7 +18,6 @@ from megatron_het.runtime import data  # noqa: E402
 
 
 def plan_of(*layers: tuple[int, ...]) -> Plan:
-    """Single replicas of one rank."""
     stages = tuple(Stage(chunks, (Replica((s,), (0, 1, 2, 3)),)) for s, chunks in enumerate(layers))
     model = ModelShape(sum(map(sum, layers)), 64, 4, 2, 32)
     return Plan(model, TrainingShape(1, 4), stages, ScheduleSpec("interleaved"))

@@ -13,24 +13,20 @@ def unit_memory(shape: Shape) -> Memory:
 
 
 def run(program: Program, forward_s: float = 1.0, backward_s: float = 2.0, **costs: object) -> Result:
-    """Simulates with equal costs per chunk and unit activations."""
     shape = program.shape
     base = Costs.uniform(shape, forward_s=forward_s, backward_s=backward_s, memory=unit_memory(shape))
     return simulate(program, replace(base, **costs))
 
 
 def full(name: str, shape: Shape, **parameters: object) -> Program:
-    """A schedule with its transfers."""
     return add_transfers(generate(name, shape, **parameters))
 
 
 def peaks(result: Result) -> list[float]:
-    """Peak memory per device."""
     return [use.peak_bytes for use in result.memory]
 
 
 def with_device(program: Program, device: int, ops: list[Op]) -> Program:
-    """The program with another list on one device."""
     rows = list(program.ops)
     rows[device] = tuple(ops)
     return replace(program, ops=tuple(rows))

@@ -1,24 +1,17 @@
 """Deliberately broken schedules are rejected, each for the right reason."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from schedule_helpers import full, run, swapped, with_device
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
+from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
-from megatron_het.schedule import Kind, Memory, Op, Program, ScheduleError, Shape, add_transfers, dumps, generate, loads
-from megatron_het.schedule import validate as transports
-from megatron_het.schedule.generators import GENERATORS
+from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.joint import stuck_events
-from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.validate import check, deadlock, validate
 
 
@@ -48,7 +41,6 @@ def swap_slices_forward() -> Program:
 
 
 def swap_slices_backward() -> Program:
-    """Two backward slices swapped on every device."""
     program = generate("slimpipe", SLIM)
     for device in range(4):
         i, j = (
@@ -73,7 +65,6 @@ def crossed_sends() -> Program:
 
 
 def gathered(**options: object) -> Program:
-    """Ministages with their parameter window."""
     return add_parameters(full("ministage", MINI), **options)  # type: ignore[arg-type]
 
 
@@ -203,7 +194,6 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rejected_for_the_right_reason(name: str) -> None:
-    """Rule and words of the first problems."""
     make, rule, words = CASES[name]
     problems = validate(make())
     assert problems and problems[0].rule == rule, [str(p) for p in problems[:3]]
@@ -211,7 +201,6 @@ def test_rejected_for_the_right_reason(name: str) -> None:
 
 
 def test_done_twice() -> None:
-    """The same work listed twice."""
     program = generate("1f1b", Shape.uniform(2, 2))
     problems = validate(with_device(program, 0, [*program.ops[0], program.ops[0][0]]))
     assert [p.rule for p in problems] == ["completeness"]
@@ -219,7 +208,6 @@ def test_done_twice() -> None:
 
 
 def test_fields_that_name_nothing() -> None:
-    """Chunks, microbatches, slices and peers out of range, or of another device."""
     program = full("1f1b", Shape.uniform(2, 2))
     for bad in (
         Op(Kind.FORWARD, 5),
@@ -251,7 +239,6 @@ def test_late_receives_run_on_one_queue_per_edge() -> None:
 
 
 def test_wrong_peer() -> None:
-    """A transfer to a device that does not need the data."""
     shape = Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2))
     program = full("1f1b", shape)
     ops = [op._replace(peer=2) if op.kind == Kind.SEND_FORWARD and op.microbatch == 0 else op for op in program.ops[0]]
@@ -260,7 +247,6 @@ def test_wrong_peer() -> None:
 
 
 def test_backward_in_a_forward_only_program() -> None:
-    """An evaluation program has no backwards."""
     program = replace(generate("1f1b", Shape.uniform(2, 2)), forward_only=True)
     assert "a backward in a forward-only program" in validate(program)[0].message
 
@@ -276,178 +262,3 @@ def test_replicas_that_gather_together_can_wait_for_each_other() -> None:
     with pytest.raises(ScheduleError, match="wait for each other"):
         run(program)
     assert validate(post_together(add_parameters(full("seq1f1b", shape), prefetch=0, keep_at_turn=True))) == []
-
-
-# Complete programs: every schedule with every pass that can follow it, over random shapes.
-#
-# What the passes make passes validator, simulator, memory curves and text, whatever is combined; or a pass refuses the
-# combination before.
-
-
-SLICED = ("slimpipe", "seq1f1b", "terapipe")
-V_SHAPED = ("zb-v", "v-half")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A schedule with what is added to it.
-
-    Attributes:
-        name, shape, forward_only: what is generated.
-        exchange: options of the context exchange, None without.
-        vocabulary, embedding: split output layer, split embeddings.
-        window: options of the parameter pass, None without.
-        offload: activations to the host.
-    """
-
-    name: str
-    shape: Shape
-    forward_only: bool = False
-    exchange: dict[str, object] | None = None
-    vocabulary: bool = False
-    embedding: bool = False
-    window: dict[str, object] | None = None
-    offload: bool = False
-
-    def program(self) -> Program:
-        """All passes, in their order.
-
-        Raises:
-            ValueError: a pass refuses what came before.
-        """
-        passes: list[Callable[[Program], Program]] = []
-        if self.exchange is not None:
-            passes.append(partial(add_exchange, **self.exchange))
-        if self.vocabulary:
-            passes.append(add_vocabulary)
-        if self.embedding:
-            passes.append(add_embedding)
-        passes.append(add_transfers)
-        if self.window is not None:
-            passes.append(partial(add_parameters, **self.window))
-        if self.offload and not self.forward_only:
-            passes.append(add_activation_offload)
-        passes.append(post_together)
-        program = generate(self.name, self.shape, forward_only=self.forward_only)
-        compute = [program.compute(d) for d in range(len(program.ops))]
-        for step in passes:
-            program = step(program)
-            assert [program.compute(d) for d in range(len(program.ops))] == compute
-        return program
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> Request:
-    """A schedule, a shape that it accepts more often than not, and any features."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
-    stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(2, 5))
-    chunks = 2 if name in V_SHAPED else draw(st.integers(1, 3)) if name in ("ministage", "interleaved") else 1
-    if name == "slimpipe":
-        chunks = draw(st.integers(1, 2))
-    slices = draw(st.integers(1, 2)) * stages if name in SLICED else 1
-    replicas = (1,) * stages
-    if name in ("1f1b", "gpipe", "ministage", "interleaved", *V_SHAPED, *SLICED):
-        replicas = tuple(draw(st.integers(1, 2)) for _ in range(stages))
-    route = tuple((*range(r), *(draw(st.integers(0, r - 1)) for _ in range(microbatches - r))) for r in replicas)
-    layers = tuple((draw(st.integers(1, 2)),) * chunks for _ in range(stages))
-    shape = Shape(layers, route, replicas, slices, "v" if name in V_SHAPED else "loop")
-    exchange = None
-    if name in SLICED and draw(st.booleans()):
-        exchange = {"units": draw(st.integers(1, 2)), "helping": draw(st.booleans()), "keep": draw(st.booleans())}
-    window: dict[str, object] | None = None
-    if draw(st.booleans()):
-        window = {"prefetch": draw(st.integers(0, 2)), "step": draw(st.sampled_from(("end", "ministage", "none")))}
-        window |= {key: draw(st.booleans()) for key in ("per_layer", "offload", "keep_at_turn", "per_operation")}
-    return Request(
-        name,
-        shape,
-        draw(st.booleans()),
-        exchange,
-        draw(st.booleans()),
-        draw(st.booleans()),
-        window,
-        draw(st.booleans()),
-    )
-
-
-def memory_of(shape: Shape) -> Memory:
-    """Something of every category."""
-    chunks = [len(shape.layers[d.stage]) for d in shape.devices]
-    each = lambda size: tuple((size,) * n for n in chunks)  # noqa: E731
-    return Memory(
-        parameter_bytes=each(16.0),
-        gradient_bytes=each(32.0),
-        activation_bytes=each(64.0),
-        kv_bytes=each(8.0),
-        parameter_shard_bytes=each(4.0),
-        gradient_shard_bytes=each(4.0),
-        boundary_bytes=each(2.0),
-        workspace_bytes=each(1.0),
-        logits_bytes=(128.0,) * len(chunks),
-    )
-
-
-def accepted(program: Program, deadlock: bool = False) -> None:
-    """No reader finds fault with it, or all agree that it would hang."""
-    problems = validate(program)
-    if deadlock and problems:
-        assert {problem.rule for problem in problems} == {"deadlock"}
-        # The simulator has a queue per directed pair, and no host that waits while a collective is under way.
-        graph = Graph(program)
-        apart = [*stuck_events(graph)] if program.attention_units else []
-        if apart or transports.deadlock_of_collectives(graph) or transports.deadlock(graph, "edge"):
-            with pytest.raises(ScheduleError, match="wait for each other"):
-                run(program)
-        else:
-            run(program)
-        return
-    assert problems == [], str(problems[0])
-    assert loads(dumps(program)) == program
-    for host_blocks in (False, True):
-        result = run(program, host_blocks=host_blocks, memory=memory_of(program.shape), message_bytes=1.0)
-        assert len(list(result.events())) == sum(map(len, program.ops))
-        assert result.makespan_s >= max(result.compute_s) - 1e-9
-        assert all(bubble.total_s >= -1e-9 for bubble in result.bubble)
-        for use in result.memory:
-            for category in CATEGORIES:
-                curve = use.curve(category)
-                assert min(held for _, held in curve) >= -1e-6, (category, curve)
-            for category in ("activations", "kv", "logits", "workspace"):
-                assert use.curve(category)[-1][1] == pytest.approx(0.0, abs=1e-6), category
-
-
-@given(requests())
-def test_complete_programs(request: Request) -> None:
-    """Valid, simulated, written and read; or refused by name."""
-    try:
-        program = request.program()
-    except ValueError as error:
-        assert str(error).startswith(("schedule ", "program ")), error
-        return
-    # Replicas that gather together may wait for each other where each has microbatches of its own to wait for.
-    gathers = request.window is not None and max(request.shape.replicas) > 1
-    accepted(program, deadlock=gathers and request.name != "ministage")
-
-
-SLIM_SHAPE = Shape.uniform(2, 4, slices=8)
-MINI_SHAPE = Shape.uniform(2, 4, chunks=3, layers_per_chunk=2)
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Request("slimpipe", SLIM_SHAPE, exchange={"units": 2}, offload=True),
-        Request("slimpipe", SLIM_SHAPE, exchange={"units": 2, "keep": True, "helping": True}, offload=True),
-        Request("slimpipe", SLIM_SHAPE, exchange={"units": 2}, vocabulary=True, embedding=True, offload=True),
-        Request("slimpipe", SLIM_SHAPE, vocabulary=True, embedding=True, offload=True),
-        Request("ministage", MINI_SHAPE, window={"offload": True, "step": "none"}, offload=True),
-        Request(
-            "ministage", MINI_SHAPE, window={"offload": True, "per_layer": True, "step": "ministage"}, offload=True
-        ),
-        Request("ministage", MINI_SHAPE, vocabulary=True, embedding=True, window={"step": "none"}, offload=True),
-    ],
-)
-def test_what_training_combines(request_: Request, forward_only: bool) -> None:
-    """Programs that are trained with: exchange, window and offload in one program."""
-    accepted(Request(**{**request_.__dict__, "forward_only": forward_only}).program())

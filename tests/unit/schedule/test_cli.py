@@ -19,8 +19,6 @@ from megatron_het.schedule.view.visualize import chrome_trace, draw, text_pictur
 
 @pytest.fixture
 def output(capsys: pytest.CaptureFixture[str]) -> object:
-    """Runs a command; (exit code, stdout, stderr)."""
-
     def call(*arguments: object) -> tuple[int, str, str]:
         code = main([str(a) for a in arguments])
         captured = capsys.readouterr()
@@ -30,7 +28,6 @@ def output(capsys: pytest.CaptureFixture[str]) -> object:
 
 
 def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A list of rows with the promised keys; the table names every schedule."""
     out = tmp_path / "rows.json"
     arguments = [
         "compare",
@@ -67,7 +64,6 @@ def test_compare_says_what_cannot_run(output, tmp_path: Path) -> None:  # type: 
 
 
 def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A good file, a broken one, one that is not a program, none."""
     text = dumps(full("slimpipe", Shape.uniform(2, 2, slices=4)))
     good, broken, other = tmp_path / "good.txt", tmp_path / "broken.txt", tmp_path / "other.txt"
     good.write_text(text)
@@ -102,7 +98,6 @@ def test_check_transports(output) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_simulate(output) -> None:  # type: ignore[no-untyped-def]
-    """Tables and JSON; heterogeneous shapes and all passes by argument."""
     code, out, _ = output("simulate", "1f1b", "--pp", 2, "--microbatches", 2, "--json")
     data = json.loads(out)
     assert code == 0 and (data["makespan_s"], data["bubble_fraction"]) == (9.0, 0.5)
@@ -147,7 +142,6 @@ def test_simulate(output) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Timeline, program text that can be read again, exchange plan, pictures."""
     code, out, _ = output("show", "1f1b", "--pp", 2, "--microbatches", 2, "--width", 27)
     assert code == 0 and out.splitlines()[1] == "1.0 |...F0=B0====F1=B1====......|"
     code, out, _ = output("show", "zb-v", "--program-text")
@@ -176,7 +170,6 @@ def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     ],
 )
 def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]
-    """Exit code 2 and one line that names argument and value."""
     code, out, err = output(*arguments)
     assert code == 2 and words in err and err.startswith("error: ") and not out
 
@@ -205,7 +198,6 @@ def test_nothing_else_is_replaced(output, tmp_path: Path) -> None:  # type: igno
 def test_missing_extras(  # type: ignore[no-untyped-def]
     output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, arguments: tuple[str, ...]
 ) -> None:
-    """A clear message that says what to install."""
     real = builtins.__import__
 
     def fake(name: str, *args: object, **kwargs: object) -> object:
@@ -220,7 +212,6 @@ def test_missing_extras(  # type: ignore[no-untyped-def]
 
 
 def test_pictures(tmp_path: Path) -> None:
-    """PNG and SVG of a program with all streams and memory; an unknown ending is refused."""
     shape = Shape.uniform(3, 4, chunks=2)
     program = add_activation_offload(add_parameters(full("ministage", shape), offload=True))
     two = ((0.5, 0.5),) * 3
@@ -234,14 +225,12 @@ def test_pictures(tmp_path: Path) -> None:
 
 
 def test_text_picture_is_as_wide_as_asked() -> None:
-    """Whatever the program."""
     for width in (20, 200):
         lines = text_picture(run(full("slimpipe", Shape.uniform(4, 2, slices=8))), width=width).splitlines()
         assert len(lines) == 5 and all(len(line) == width + 6 for line in lines[:4])
 
 
 def test_chrome_trace() -> None:
-    """Integer ids, complete events, arrows for transfers, memory counters."""
     from megatron_het.schedule import Link
 
     result = run(full("1f1b", Shape.uniform(2, 2)), link=lambda a, b: Link(0.5))

@@ -14,7 +14,6 @@ HET = Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2,
 
 
 def test_devices_are_numbered_stage_major() -> None:
-    """Indices, devices, routes."""
     assert HET.devices == (Device(0, 0), Device(1, 0), Device(1, 1), Device(2, 0), Device(2, 1))
     assert HET.device(1, 1) == 2
     assert [HET.runner(2, m) for m in range(3)] == [4, 3, 4]
@@ -24,7 +23,6 @@ def test_devices_are_numbered_stage_major() -> None:
 
 
 def test_a_microbatch_visits_chunks_in_order() -> None:
-    """Unequal chunk counts in a loop; a V."""
     assert HET.path == ((0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (2, 2))
     assert HET.next(0, 1) == (2, 1) and HET.previous(0, 1) == (2, 0)
     assert HET.previous(0, 0) is None and HET.next(2, 2) is None
@@ -49,14 +47,12 @@ def test_a_microbatch_visits_chunks_in_order() -> None:
     ],
 )
 def test_bad_shapes(changes: dict[str, object], message: str) -> None:
-    """One error that names field and value."""
     good = {"layers": ((1,), (1,)), "route": ((0, 0), (0, 0)), "replicas": (1, 1)}
     with pytest.raises(ValueError, match=message):
         Shape(**(good | changes))  # type: ignore[arg-type]
 
 
 def test_immutable() -> None:
-    """Shapes, operations and programs cannot be changed and are usable as keys."""
     program = generate("1f1b", Shape.uniform(2, 2))
     with pytest.raises(dataclasses.FrozenInstanceError):
         program.name = "other"  # type: ignore[misc]
@@ -69,7 +65,6 @@ def test_immutable() -> None:
 
 
 def test_partners_mirror_each_other() -> None:
-    """The other end of the other end is the transfer itself."""
     assert {kind.other_end for kind in SENDS} == RECEIVES
     program = full("interleaved", Shape.uniform(3, 3, chunks=2))
     for device, ops in enumerate(program.ops):
@@ -81,7 +76,6 @@ def test_partners_mirror_each_other() -> None:
 
 
 def test_for_device_and_compute() -> None:
-    """Lists by stage and replica."""
     program = full("1f1b", Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2)))
     assert [op.microbatch for op in program.for_device(1, 1)] == [1] * 4
     assert [op.kind for op in program.compute(2)] == [Kind.FORWARD, Kind.BACKWARD]
@@ -92,7 +86,6 @@ NUMBER = st.integers(-1, 300)
 
 @given(st.builds(Op, st.sampled_from(list(Kind)), NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER))
 def test_operations_round_trip(op: Op) -> None:
-    """Text and back, whatever the fields."""
     assert parse_op(str(op)) == op
 
 
@@ -101,7 +94,6 @@ def test_operations_round_trip(op: Op) -> None:
     ["", "F", "F0", "F0.0", "F0.0.0 ", " F0.0.0", "F0.0.0>1", "F0.0.0[1]", "f0.0.0", "F-1.0.0", "F0.0.0F0.0.0", "X0.0"],
 )
 def test_unknown_operations(text: str) -> None:
-    """The whole text must match."""
     with pytest.raises(ScheduleSyntaxError, match="line 3, column 7"):
         parse_op(text, 3, 7)
 
@@ -110,7 +102,6 @@ TEXT = dumps(full("1f1b", Shape(((1,), (2,)), ((0, 0), (0, 1)), (1, 2))))
 
 
 def test_text_is_exact() -> None:
-    """Comments and empty lines are ignored, nothing else."""
     assert dumps(loads(TEXT)) == TEXT
     assert loads("# a comment\n\n" + TEXT) == loads(TEXT)
     assert str(loads(TEXT)) == TEXT
@@ -137,7 +128,6 @@ def test_text_is_exact() -> None:
     ],
 )
 def test_syntax_errors_have_line_and_column(old: str, new: str, line: int, column: int, message: str) -> None:
-    """Whatever is wrong in a file."""
     assert old in TEXT
     with pytest.raises(ScheduleSyntaxError, match=message) as caught:
         loads(TEXT.replace(old, new, 1))

@@ -62,7 +62,6 @@ def test_a_kind_is_copied_and_pickled_by_name() -> None:
 
 
 def test_kinds_have_no_order() -> None:
-    """Comparing kinds as numbers fails at once."""
     for compare in (
         lambda: operator.lt(Kind.FORWARD, 3),
         lambda: operator.ge(Kind.KV_SEND, Kind.KV_RECV),
@@ -73,7 +72,6 @@ def test_kinds_have_no_order() -> None:
 
 
 def test_sets_come_from_the_table() -> None:
-    """Who executes what, and which kinds are transfers."""
     assert executed_by("compute") == {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT}
     assert executed_by("compute") | executed_by("zero_bubble") == COMPUTE
     assert executed_by("transfer") == TRANSFERS - EXCHANGE
@@ -92,7 +90,6 @@ def split(name: str, forward_only: bool = False, **shape: int) -> Program:
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize(("name", "shape"), [("1f1b", {}), ("gpipe", {}), ("slimpipe", {"slices": 4})])
 def test_split_vocabulary_is_simulated(name: str, shape: dict[str, int], forward_only: bool) -> None:
-    """Parts of embeddings are operations of the compute stream like any other."""
     program = split(name, forward_only, **shape)
     assert validate(program) == []
     result = run(program)
@@ -125,7 +122,6 @@ def test_split_embeddings_cost_time() -> None:
 
 
 def test_embedding_costs_must_fit_the_devices() -> None:
-    """One value per device."""
     shape = Shape.uniform(2, 2)
     with pytest.raises(ValueError, match="embed_forward_s: 1 values for 2 devices"):
         simulate(full("1f1b", shape), replace(Costs.uniform(shape), embed_forward_s=(1.0,)))

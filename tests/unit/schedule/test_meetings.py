@@ -117,7 +117,6 @@ def test_transfers_across_a_meeting_are_found(program: Program, monkeypatch: pyt
 
 
 def test_who_meets() -> None:
-    """All devices of a microbatch, once per slice and kind."""
     program = _plain("1f1b", 4, 1, 8)
     found = meetings(Graph(program, open_sends=True))
     assert len(found) == 4 * 8 and all(len(nodes) == 4 for nodes in found)
@@ -146,7 +145,6 @@ def test_can_run(stages: int, slices: int, chunks: int, microbatches: int, optio
 
 
 def test_separate_pipelines() -> None:
-    """Two replicas per stage with unequal shares; nothing is exchanged between them."""
     route = (0, 1, 0, 0, 1)
     shape = Shape(((1,),) * 3, (route,) * 3, (2, 2, 2), slices=6)
     program = add_transfers(add_exchange(generate("slimpipe", shape), helping=True))

@@ -37,7 +37,6 @@ PASSES: dict[str, tuple[Callable[[Program], Program], Program]] = {
 
 @pytest.mark.parametrize("name", PASSES)
 def test_keeps_the_compute_order(name: str) -> None:
-    """Every pass, and it adds something."""
     apply, program = PASSES[name]
     after = apply(program)
     assert [after.compute(d) for d in range(len(after.ops))] == [program.compute(d) for d in range(len(after.ops))]
@@ -68,7 +67,6 @@ def test_global_order_is_a_projection_with_neighbouring_ends() -> None:
 
 
 def test_no_transfer_within_a_device() -> None:
-    """One stage with chunks, and the turn of a V."""
     one = full("ministage", Shape.uniform(1, 3, chunks=3))
     assert all(op.kind in COMPUTE for op in one.ops[0])
     v = full("zb-v", Shape.uniform(3, 4, chunks=2, placement="v"))
@@ -77,7 +75,6 @@ def test_no_transfer_within_a_device() -> None:
 
 
 def test_transfers_are_added_once() -> None:
-    """A second time is an error."""
     with pytest.raises(ValueError, match="already has transfers"):
         add_transfers(add_transfers(SLIM))
     with pytest.raises(ValueError, match="order = 'now'"):
@@ -85,7 +82,6 @@ def test_transfers_are_added_once() -> None:
 
 
 def test_send_follows_its_producer() -> None:
-    """Nothing but its own operation right before it."""
     for ops in add_transfers(SLIM).ops:
         for before, op in zip(ops, ops[1:]):
             received = before.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
@@ -94,7 +90,6 @@ def test_send_follows_its_producer() -> None:
 
 
 def test_exchange_operations() -> None:
-    """Give, help, own pass, merge; keys and values first; everything paired."""
     plan = plan_exchange(SLIM, units=2, helping=True)
     program = add_transfers(add_exchange(SLIM, plan))
     moves = sum(len(slot.moves) for slot in plan.slots)
@@ -124,7 +119,6 @@ def test_earliest_keys_need_no_mask() -> None:
 
 
 def test_kept_keys_and_values_save_traffic() -> None:
-    """Nothing is sent twice to the same helper within a microbatch."""
     plain, kept = (plan_exchange(SLIM, units=2, keep=keep) for keep in (False, True))
     volume = [sum((p.volume() | {}).values()) + sum(p.volume(backward=True).values()) for p in (plain, kept)]
     assert volume[1] < 0.75 * volume[0]
@@ -139,7 +133,6 @@ def test_kept_keys_and_values_save_traffic() -> None:
 
 
 def test_exchange_is_printed_as_data() -> None:
-    """Lines and plain data."""
     plan = plan_exchange(SLIM, units=2)
     assert next(line for line in plan.lines() if " F8 " in line).split("|")[1].strip() == "1 8 7 6"
     first = plan.to_json()[0]
@@ -147,7 +140,6 @@ def test_exchange_is_printed_as_data() -> None:
 
 
 def test_exchange_refuses() -> None:
-    """What it cannot align, and what comes after other passes."""
     with pytest.raises(ValueError, match="not aligned"):
         plan_exchange(generate("1f1b", Shape.uniform(4, 8)))
     with pytest.raises(ValueError, match="not separate pipelines"):
@@ -194,7 +186,6 @@ def test_window_of_the_ministage_schedule() -> None:
 
 
 def test_layers_are_gathered_forwards_and_reduced_backwards() -> None:
-    """Layer ranges."""
     program = add_parameters(generate("ministage", Shape(((3,),), ((0,),), (1,))), per_layer=True)
     assert [op.start for op in program.ops[0] if op.kind == Kind.PARAM_GATHER] == [0, 1, 2]
     assert [op.start for op in program.ops[0] if op.kind == Kind.GRAD_REDUCE] == [2, 1, 0]
@@ -221,7 +212,6 @@ def test_optimizer_steps(step: str) -> None:
 
 
 def test_parameter_pass_refuses() -> None:
-    """Bad options, twice, idle replicas."""
     for options in ({"prefetch": -1}, {"step": "never"}):
         with pytest.raises(ValueError, match="prefetch = "):
             add_parameters(MINI, **options)  # type: ignore[arg-type]
@@ -409,7 +399,6 @@ def test_equal_pipelines_get_the_order_of_one(name: str, chunks: int, slices: in
 
 
 def test_parts_of_a_shape() -> None:
-    """Two pipelines of different width, and a replica without microbatches."""
     shape = Shape(layers=((1,), (1,)), route=((0, 1, 1, 0), (2, 1, 0, 2)), replicas=(2, 4))
     first, second = parts_of(shape)
     assert (first.devices, first.microbatches) == ((0, 4), (0, 3))

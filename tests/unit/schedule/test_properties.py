@@ -53,13 +53,11 @@ def good_when_posted_early(complete: Program) -> None:
 
 
 def order_kept(before: Program, after: Program) -> None:
-    """A pass keeps the compute order of every device."""
     assert [before.compute(d) for d in range(len(before.ops))] == [after.compute(d) for d in range(len(after.ops))]
 
 
 @given(routed_shapes(), st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12))
 def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
-    """Routed microbatches: valid, ascending in both directions, bounded memory."""
     program = generate("1f1b", shape, speeds=speeds[: len(shape.devices)])
     complete = add_transfers(program, speeds=speeds[: len(shape.devices)])
     order_kept(program, complete)
@@ -73,7 +71,6 @@ def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
 
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.integers(1, 2))
 def test_homogeneous(name: str, stages: int, microbatches: int, chunks: int, groups: int) -> None:
-    """Every generator on every shape that it accepts, with transfers, also for evaluation."""
     slices = stages * groups if name in ("slimpipe", "terapipe", "seq1f1b") else 1
     placement = "v" if name in ("zb-v", "v-half") else "loop"
     chunks = 2 if placement == "v" else chunks
@@ -154,7 +151,6 @@ def test_zero_with_a_split_vocabulary(
 @given(routed_shapes(chunks=True, equal_chunks=False, slices=True))
 @example(Shape(((0,), (0,)), ((0,), (0,)), (2, 1)))  # a replica without microbatches
 def test_slimpipe_routed(shape: Shape) -> None:
-    """Slices with several replicas per stage; with the vocabulary split."""
     program = generate("slimpipe", shape)
     good(add_transfers(program))
     good_when_posted_early(add_transfers(program))
@@ -177,7 +173,6 @@ def test_interleaved_routed(shape: Shape) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
 def test_slimpipe_closed_form(stages: int, groups: int, chunks: int, microbatches: int) -> None:
-    """Peak and bubble with equal costs."""
     slices = stages * groups
     result = run(full("slimpipe", Shape.uniform(stages, microbatches, slices=slices, chunks=chunks)))
     expected = formulas.slimpipe(stages, microbatches, slices, chunks)
@@ -186,7 +181,6 @@ def test_slimpipe_closed_form(stages: int, groups: int, chunks: int, microbatche
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_other_closed_forms(stages: int, microbatches: int, chunks: int) -> None:
-    """GPipe, 1F1B, TeraPipe, interleaved and ministages with equal costs."""
     for name, shape, expected in (
         ("gpipe", Shape.uniform(stages, microbatches), formulas.gpipe(stages, microbatches)),
         ("1f1b", Shape.uniform(stages, microbatches), formulas.one_f_one_b(stages, microbatches)),
@@ -244,7 +238,6 @@ def test_makespan_does_not_depend_on_how_receives_are_ordered_without_latency(sh
 
 
 def test_compute_is_what_a_generator_makes() -> None:
-    """Generators emit compute operations only."""
     for name in GENERATORS:
         placement, chunks = ("v", 2) if name in ("zb-v", "v-half") else ("loop", 1)
         stages = 1 if name == "data-parallel" else 4

@@ -80,7 +80,6 @@ def run(name: str, devices: int, microbatches: int) -> list[Order]:
 
 
 def ours(name: str, devices: int, chunks: int, microbatches: int, placement: str = "loop") -> list[Order]:
-    """Our order of every device."""
     program = generate(name, Shape.uniform(devices, microbatches, chunks=chunks, placement=placement))
     return [[(_KINDS[op.kind], op.microbatch, op.chunk) for op in program.compute(d)] for d in range(devices)]
 
@@ -92,14 +91,14 @@ def test_one_chunk_per_stage(name: str, cls: str, devices: int, microbatches: in
 
 
 @pytest.mark.parametrize(
-    ("devices", "chunks", "microbatches"), [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 3, 16), (8, 2, 16)]
+    ("devices", "chunks", "microbatches"), [(2, 2, 4), (2, 3, 6), (3, 2, 3), (4, 2, 8), (4, 3, 16), (8, 2, 16)]
 )
 def test_interleaved(devices: int, chunks: int, microbatches: int) -> None:
     expected = listed("ScheduleInterleaved1F1B", devices, chunks, microbatches)
     assert ours("interleaved", devices, chunks, microbatches) == expected
 
 
-@pytest.mark.parametrize(("devices", "chunks", "microbatches"), [(2, 2, 3), (3, 3, 4), (4, 2, 8)])
+@pytest.mark.parametrize(("devices", "chunks", "microbatches"), [(1, 3, 2), (2, 2, 3), (3, 3, 4), (4, 1, 8), (4, 3, 2)])
 def test_ministages_without_parameters_are_looped_breadth_first(devices: int, chunks: int, microbatches: int) -> None:
     assert ours("ministage", devices, chunks, microbatches) == listed(
         "ScheduleLoopedBFS", devices, chunks, microbatches
@@ -107,7 +106,6 @@ def test_ministages_without_parameters_are_looped_breadth_first(devices: int, ch
 
 
 def of_chunk(order: Order, chunk: int) -> list[tuple[str, int]]:
-    """Forwards and input gradients of one chunk."""
     return [(kind, m) for kind, m, c in order if c == chunk and kind != "W"]
 
 

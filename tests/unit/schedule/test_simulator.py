@@ -60,7 +60,6 @@ def test_first_come_first_served_on_a_shared_link() -> None:
 
 
 def test_speeds_of_devices() -> None:
-    """Costs are per device."""
     shape = Shape.uniform(2, 1)
     result = simulate(full("1f1b", shape), Costs(((1.0,), (3.0,)), ((2.0,), (5.0,))))
     assert result.makespan_s == 1 + 3 + 5 + 2
@@ -151,7 +150,6 @@ def test_causes_of_idle_time_add_up() -> None:
 
 
 def test_causes_by_case() -> None:
-    """Each cause alone."""
     shape = Shape.uniform(2, 8)
     plain = run(full("1f1b", shape))
     assert [b.total_s for b in plain.bubble] == [b.warmup_s for b in plain.bubble] == [3.0, 3.0]
@@ -167,7 +165,6 @@ def test_causes_by_case() -> None:
 
 
 def test_critical_path() -> None:
-    """A gap-free chain from the start to the end of the iteration."""
     result = run(full("slimpipe", Shape.uniform(4, 2, slices=8)), link=lambda a, b: Link(0.1))
     path = result.critical_path()
     assert path[0].start_s == 0 and path[-1].end_s == result.makespan_s
@@ -194,7 +191,6 @@ def test_a_collective_that_one_replica_lacks() -> None:
 
 
 def test_messages_received_in_another_order_than_sent() -> None:
-    """Found by the simulator too."""
     program = full("gpipe", Shape.uniform(2, 2))
     receives = [i for i, op in enumerate(program.ops[1]) if op.kind == Kind.RECV_FORWARD]
     ops = [op for op in program.ops[1] if op.kind != Kind.RECV_FORWARD]
@@ -204,7 +200,6 @@ def test_messages_received_in_another_order_than_sent() -> None:
 
 
 def test_stuck_programs_are_named() -> None:
-    """Operations that wait for each other."""
     program = full("1f1b", Shape.uniform(2, 2))
     backward_first = sorted(program.ops[1], key=lambda op: op.kind != Kind.BACKWARD)
     with pytest.raises(ScheduleError, match=r"wait for each other(.|\n)*waits for F0.0.0"):
@@ -252,7 +247,6 @@ def test_measured_durations_replace_the_tables() -> None:
 
 
 def test_costs_that_do_not_fit() -> None:
-    """One error that names the table."""
     program = full("1f1b", Shape.uniform(2, 2))
     for changes, name in (
         ({"forward_s": ((1.0,),)}, "forward_s"),
@@ -269,7 +263,6 @@ def test_costs_that_do_not_fit() -> None:
 
 
 def test_costs_from_layers() -> None:
-    """Layers, embedding and head per device, head on the slower device."""
     shape = Shape(((2, 1), (1, 3)), ((0,), (0,)), (1, 1))
     costs = Costs.of(
         shape,
@@ -291,7 +284,6 @@ def test_garbage_collection_is_left_as_it_was() -> None:
 
 
 def test_program_without_transfers_runs_with_free_links() -> None:
-    """Compute orders can be simulated alone."""
     program = generate("slimpipe", Shape.uniform(4, 2, slices=8))
     assert run(program).makespan_s == run(add_transfers(program)).makespan_s
 
@@ -304,7 +296,6 @@ def test_empty_devices() -> None:
 
 
 def test_events_name_their_streams() -> None:
-    """Every operation appears once, on the stream where it runs."""
     program: Program = add_parameters(full("ministage", Shape.uniform(2, 2, chunks=2)), offload=True)
     streams = {e.op.kind: e.stream for e in run(program).events()}
     assert streams[Kind.PARAM_GATHER] == "collective" and streams[Kind.PARAM_PREFETCH] == "host_to_device"
@@ -317,7 +308,6 @@ def test_events_name_their_streams() -> None:
 
 
 def test_memory_by_category_by_hand() -> None:
-    """One device, two slices: parameters, gradients, activations, keys and values, logits."""
     shape = Shape.uniform(1, 1, slices=2)
     memory = Memory(
         parameter_bytes=((100.0,),),

@@ -19,7 +19,6 @@ SECRET = "0123456789abcdef0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def _launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a launcher starts a rank."""
     monkeypatch.setattr(job, "_GIVEN", [])
     for name in (job.PLACE, job.TOKEN, job.TOKEN_FILE, *job.IDENTITY):
         monkeypatch.delenv(name, raising=False)

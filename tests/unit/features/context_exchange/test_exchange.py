@@ -151,7 +151,6 @@ class Sample:
 
 
 def lengths_of(bounds: Bounds) -> list[int]:
-    """Tokens of every slice."""
     return [end - first for first, end in itertools.pairwise(bounds)]
 
 
@@ -326,7 +325,6 @@ def shaped(*options: dict[str, Any], small: Sequence[tuple[int, int, int, int]] 
     small=[(2, 4, 1, 2), (4, 4, 1, 1), (3, 6, 2, 2)],
 )
 def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-    """Every layer of every microbatch, outputs and all gradients."""
     made = devices(*shape, **options)
     assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
@@ -349,7 +347,6 @@ DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]
 def test_documents_and_windows(
     shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
 ) -> None:
-    """Helpers attend to what the owner's queries see, and to nothing else."""
     made = devices(*shape, seen_by=seen_by, **options)
     assert seen_by[1] == 3 or any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12

@@ -187,7 +187,6 @@ POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]])
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A world of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -212,7 +211,6 @@ def test_a_batch_without_positions_is_an_error() -> None:
 
 
 def test_all_ranks_know_all_microbatches(alone: None) -> None:
-    """Also of microbatches of different sizes."""
     starts = DocumentStarts(True)
     starts.note(0, {"position_ids": POSITIONS})
     starts.note(1, {"position_ids": POSITIONS[:1]})

@@ -325,7 +325,6 @@ def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
 
 
 def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
-    """The result is that of one pass over everything, in upstream's order."""
     from megatron_het.features.window.chunk import WindowUse, chunk_by_chunk
 
     class Upstream:

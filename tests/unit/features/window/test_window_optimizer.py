@@ -42,7 +42,6 @@ class GroupCountingAdam(torch.optim.Optimizer):
 
 
 def empty_chunk() -> SimpleNamespace:
-    """A ministage without parameters."""
     chunk = fake_chunk()
     chunk.module.layers, chunk.buffers = torch.nn.ModuleList(), []
     return chunk
@@ -96,7 +95,6 @@ class Training:
         self.early = options.updates_early
 
     def open_all(self) -> None:
-        """What the next forward pass does."""
         for c in range(len(self.chunks)):
             self.window.apply_pending(c)
 
