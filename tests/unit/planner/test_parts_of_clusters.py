@@ -25,7 +25,7 @@ from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.finish import _may_compute
-from tools.planner.search.moves import neighbours
+from tools.planner.search.moves import neighbours, trimmed
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.seeds import seeds
@@ -122,6 +122,20 @@ def test_replicas_of_all_nodes_but_one_are_added():
     candidate = Candidate((Stage(12, (Group(0, 1, 24),)),), 1)
     found = {groups for groups, _ in neighbours(estimator, Goal(), candidate, 0, all_gpus(estimator))}
     assert all(((Group(0, 1, 24), Group(1, 1, more)),) in found for more in (1, 20, 22))
+
+
+def test_replicas_that_shorten_nothing_are_left_out():
+    """Of 128 microbatches one of 14 replicas has as many as one of 13; without it a plan was 0.8 % faster."""
+    cluster, model = fast_and_slow()
+    estimator = estimator_of(cluster, model.model_copy(update={"global_batch_size": 128}))
+    wide = Stage(6, (Group(0, 1, 14),)), Stage(6, (Group(1, 1, 17),))
+    mixed = Stage(6, (Group(0, 1, 10), Group(1, 1, 5))), Stage(6, (Group(1, 1, 16),))
+    counts = [[g.count for s in trimmed(estimator, Candidate(c, 1)).stages for g in s.groups] for c in (wide, mixed)]
+    assert counts == [[13, 16], [10, 5, 16]]
+    book = Book(estimator, Goal(), Progress())
+    book.try_candidate(Candidate(wide, 1, zero_stage=1))
+    thorough_search._polish(book)
+    assert any([s.groups[0].count for s in c.stages] == [13, 16] for c in book.good)
 
 
 def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):

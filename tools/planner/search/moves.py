@@ -9,8 +9,8 @@ from math import ceil
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
 
-from ..costs.candidate import Candidate, Group
-from ..costs.estimate import Estimate, Estimator
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
@@ -131,6 +131,30 @@ def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tup
     estimate = estimator.estimate(other)
     fits = estimate is not None and estimator.fits(estimate) and goal.violation(other, estimate) == 0
     return estimate if fits else None
+
+
+def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
+    """The candidate without replicas that shorten nothing: the slowest one of their stage has as much to do without.
+
+    What else it has to do gets less: gradients are summed over fewer replicas.
+    """
+    stages = []
+    total = estimator.model.global_batch_size // candidate.micro_batch_size
+    for s, stage in enumerate(candidate.stages):
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
+        times = [u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None]
+        counts = [g.count for g in stage.groups]
+        whole = allocate(times, counts, total)
+        for i in range(len(counts)) if whole else ():
+            while counts[i] > 1:
+                counts[i] -= 1
+                fewer = allocate(times, counts, total)
+                if whole is None or fewer is None or fewer[0] > whole[0] * (1 + 1e-9):
+                    counts[i] += 1
+                    break
+        groups = tuple([g._replace(count=n) for g, n in zip(stage.groups, counts)])
+        stages.append(Stage(stage.layers, groups))
+    return candidate.with_(stages=tuple(stages), shares=None)
 
 
 def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:

@@ -14,7 +14,7 @@ from ..costs.schedules import PLAIN
 from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
-from .moves import cut_anew, hide_transfers, neighbours, schedule_variants
+from .moves import cut_anew, hide_transfers, neighbours, schedule_variants, trimmed
 from .outcome import Effort, Goal, Outcome, Progress, effort_for
 from .pools import (
     MOST_POOLS,
@@ -541,11 +541,13 @@ def _cut_anew(book: Book, limits: Limits) -> None:
 
 
 def _polish(book: Book) -> None:
-    """Every number of ministages, other orders of stages, layers shifted one by one, for the best of each schedule."""
+    """Change the best of each schedule a little: numbers of ministages, orders, layers, and no useless replicas."""
     for schedule in book.goal.allowed:
         for candidate, _ in book.top(2, schedule.name):
             for refined in schedule.refined(candidate):
                 book.try_groups(tuple(s.groups for s in candidate.stages), refined)
+            if not candidate.sizes and not candidate.across_replicas:
+                book.try_candidate(trimmed(book.estimator, candidate))
         for candidate, _ in book.top(2, schedule.name):
             if book.try_candidate(candidate) < POLISHED * book.to_beat_under(schedule.name):
                 _swap_stages(book, candidate)
