@@ -246,11 +246,11 @@ def test_a_plan_that_loses_less_where_figures_are_off_is_chosen_where_it_takes_h
 
 def test_what_changes_nothing_is_one_line():
     """No line says "-0 %", and kinds that the plan does not use take no line each."""
-    shifts = (Shift("the network is 20 % slower", 0.03), Shift("T4 is 10 % slower", 0.0), Shift("T4 is faster", -1e-4))
-    lines = bound_lines(Outcome("auto", shifts=shifts), Goal())
+    shares = {"the network is 20 % slower": 0.03, "T4 is 10 % slower": 0.0, "T4 is 10 % faster": -1e-4, "A is new": 0.0}
+    lines = bound_lines(Outcome("auto", shifts=tuple(Shift(*pair) for pair in shares.items())), Goal())
     assert lines == [
         "if the network is 20 % slower: +3 %",
-        "if T4 is 10 % slower or T4 is faster: less than 1 % of a difference",
+        "less than 1 % of a difference if T4 is 10 % slower or faster, or if A is new",
     ]
 
 

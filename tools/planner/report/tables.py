@@ -417,9 +417,15 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
             lines.append(f"{said}. That says little: it leaves out {most} ({left_out_s:.3g} s of this plan)")
     if best is not None:
         lines += _passed_over_lines(outcome, best)
-    small = [shift.condition for shift in outcome.shifts if abs(shift.share) < HARDLY]
-    lines += [f"if {s.condition}: {100 * s.share:+.0f} %" for s in outcome.shifts if abs(s.share) >= HARDLY]
-    return lines + ([f"if {' or '.join(small)}: less than 1 % of a difference"] if small else [])
+    small: dict[str, list[str]] = {}
+    for shift in outcome.shifts:
+        if abs(shift.share) >= HARDLY:
+            lines.append(f"if {shift.condition}: {100 * shift.share:+.0f} %")
+        else:
+            what, word = shift.condition.rsplit(maxsplit=1)
+            small.setdefault(what, []).append(word)
+    said = ", or if ".join(f"{what} {' or '.join(words)}" for what, words in small.items())
+    return lines + ([f"less than 1 % of a difference if {said}"] if said else [])
 
 
 def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:

@@ -526,7 +526,8 @@ class Book:
             self.good[candidate] = (score, estimate)
             self.best_of[candidate.schedule] = min(score, self.best_of.get(candidate.schedule, inf))
             if score < self.best:
-                self.best = self.progress.best = score
+                self.best = score
+                self.progress.best = min(score, self.progress.best)
             if len(self.good) > 5 * self.KEEP:
                 self._prune()
         elif self.nearest is None or score < self.nearest[0]:

@@ -134,7 +134,7 @@ def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tup
 
 
 def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
-    """The candidate without replicas that shorten nothing: the slowest one of their stage has as much to do without.
+    """Leave out replicas that shorten nothing: the slowest one of their stage has as much to do without them.
 
     What else it has to do gets less: gradients are summed over fewer replicas.
     """
