@@ -126,10 +126,10 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 79_000,
-    "all_lines": 142_800,
+    "all_lines": 142_700,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_400,
+        "benchmarks": 15_300,
         "examples": 2_300,
         "megatron_het": 1_800,
         "megatron_het/arguments": 1_100,
@@ -146,7 +146,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_150,
         "megatron_het/runtime": 2_600,
         "megatron_het/safe_io": 800,
-        "tests": 41_500,
+        "tests": 41_400,
         "tools/planner": 25_900,
     },
 }

@@ -229,19 +229,29 @@ MINISTAGES = (1, 2, 4, 8)
 ZERO2, ZERO3 = "PP + ZeRO-2", "PP + ZeRO-3"
 PADDED_VOCABULARY = 128
 UNEQUAL = ((4.0, 2.0, 1.0, 1.0), (2.0, 1.0, 1.0, 0.0))
-FLAGS = words(
+_FLAGS = words(
     f"""
-    --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
-    --num-attention-heads {HEADS} --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
     --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
-    --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {MICROBATCHES}
-    --calculate-per-token-loss --clip-grad 0 --train-iters {STEPS} --lr 1e-3
-    --eval-iters 0 --eval-interval 100 --log-interval 1
-    --distributed-timeout-minutes 2 --rerun-mode disabled
+    --mock-data --split 90,10,0 --micro-batch-size 1 --calculate-per-token-loss --clip-grad 0 --lr 1e-3
+    --eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 2 --rerun-mode disabled
     """
 )
+
+
+def arguments(plan: Plan, folder: Path, iterations: int) -> tuple[str, ...]:
+    """The command line of a training under a plan, which is saved in the folder of the reports."""
+    save_plan(plan, folder / "plan.json")
+    model = plan.model
+    shape = f"""
+    --num-layers {model.num_layers} --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}
+    --num-attention-heads {model.num_attention_heads} --seq-length {model.seq_length}
+    --max-position-embeddings {model.seq_length} --global-batch-size {plan.num_microbatches}
+    --train-iters {iterations} --het-transport gloo
+    """
+    where = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
+    return (*words(shape), *_FLAGS, *machine_flags(), *where)
 
 
 @dataclass(frozen=True)
@@ -335,20 +345,8 @@ def measure(runner: Runner, configuration: Configuration, layers: Layers, folder
     """Run one configuration and compare its ranks with formula and simulator."""
     plan = plan_of(configuration)
     folder.mkdir(parents=True)
-    save_plan(plan, folder / "plan.json")
-    argv = (
-        *FLAGS,
-        *machine_flags(),
-        "--global-batch-size",
-        str(configuration.microbatches),
-        "--het-plan",
-        str(folder / "plan.json"),
-        "--het-report",
-        str(folder),
-        "--het-transport",
-        "gloo",
-    )
     watch = ("testing.watches:watch_window", {"out": str(folder)})
+    argv = arguments(plan, folder, STEPS)
     runner.run(Job(configuration.name, plan.world_size, argv, folder, setup=watch, timeout_s=900))
     expected = Prediction(plan, layers)
     ranks = [_rank(configuration, expected, rank, folder) for rank in range(plan.world_size)]

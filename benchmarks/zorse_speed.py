@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
-from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from benchmarks.zorse_memory import arguments
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.placement import route
-from testing.cases import machine_flags
-from testing.runner import Job, Runner, words
+from testing.runner import Job, Runner
 
-LAYERS, HEADS, VOCABULARY = 8, 4, 127
+LAYERS, HEADS = 8, 4
 HIDDEN = {"even": 256, "zero3": 512}  # the feed-forward is three times as wide
 _WARMUP = 3
 BAR_EVEN, BAR_ZERO3 = 1.25, 1.5
@@ -95,31 +95,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> floa
     plan = setting.plan()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    save_plan(plan, folder / "plan.json")
-    flags = words(
-        f"""
-        --num-layers {LAYERS} --hidden-size {setting.hidden} --ffn-hidden-size {3 * setting.hidden}
-        --num-attention-heads {HEADS} --seq-length {setting.tokens}
-        --max-position-embeddings {setting.tokens}
-        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
-        --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {plan.num_microbatches}
-        --calculate-per-token-loss --clip-grad 0 --train-iters {_WARMUP + iterations}
-        --lr 1e-3 --eval-iters 0 --eval-interval 1000 --log-interval 1000
-        --distributed-timeout-minutes 2 --rerun-mode disabled
-        """
-    )
-    argv = (
-        *flags,
-        *machine_flags(),
-        "--het-plan",
-        str(folder / "plan.json"),
-        "--het-report",
-        str(folder),
-        "--het-transport",
-        "gloo",
-    )
+    argv = arguments(plan, folder, _WARMUP + iterations)
     setup = ("benchmarks.zorse_speed:pin", {"cores": unequal_cores(plan.world_size)})
     runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
     reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]

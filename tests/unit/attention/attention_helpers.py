@@ -3,8 +3,11 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
@@ -22,11 +25,7 @@ WAIT_S = 30.0
 
 def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention written out; ``[s, b, heads, d]``."""
-    times = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+    return masked_attention(q, k, v, Reach())
 
 
 def seen(starts: Starts, window: int | None, tokens: int) -> torch.Tensor:
@@ -70,10 +69,14 @@ class Sliced:
         self.leaves = [[p.clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
         self.grads = tensors[3].chunk(n)
 
-    def forward(self, index: int) -> None:
-        q, k, v = (t[index] for t in self.leaves)
+    def attend(self, index: int, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
         place = {"cache": self.cache, "kernel": self.kernel, "microbatch": self.microbatch, "index": index}
-        self.outs.append(slice_attention(q, k, v, SliceContext(scale=SCALE, **place)))
+        return slice_attention(*tensors, SliceContext(scale=SCALE, **place, **more))
+
+    def forward(self, index: int, again: bool = False, **more: Any) -> None:
+        """Attend, or under full recomputation, which does so again in the backward."""
+        tensors, attend = [t[index] for t in self.leaves], partial(self.attend, index, **more)
+        self.outs.append(checkpoint(attend, *tensors, use_reentrant=True) if again else attend(*tensors))
 
     def backward(self, index: int) -> None:
         self.outs[index].backward(self.grads[index])

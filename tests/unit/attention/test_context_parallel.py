@@ -216,9 +216,7 @@ def test_exact_of_exchange(given: list[tuple[int, int]], pieces: list[tuple[int,
     for i in range(3):
         run.forward(i)
     peer = Peer(cache, given, pieces)
-    q, k, v = (t[3] for t in run.leaves)
-    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
-    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
+    run.forward(3, exchange=peer)
     for i in reversed(range(n)):
         run.backward(i)
     assert max(run.errors(tensors)) < 1e-13
@@ -227,17 +225,13 @@ def test_exact_of_exchange(given: list[tuple[int, int]], pieces: list[tuple[int,
 
 
 def test_a_recomputed_forward_exchanges_once() -> None:
-    from torch.utils.checkpoint import checkpoint
-
     n = 2
     tensors = inputs(n, 4, 2, torch.float64)
     cache = KVCache(n)
     run = Sliced(cache, tensors, n)
     run.forward(0)
     peer = Peer(cache, [(0, 8)], [(0, 8)])
-    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 1, "scale": SCALE}
-    attention = lambda q, k, v: slice_attention(q, k, v, SliceContext(exchange=peer, **place))  # noqa: E731
-    run.outs.append(checkpoint(attention, *(t[1] for t in run.leaves), use_reentrant=True))
+    run.forward(1, again=True, exchange=peer)
     run.backward(1)
     run.backward(0)
     assert max(run.errors(tensors)) < 1e-13
@@ -253,9 +247,7 @@ def test_what_is_not_given_away_is_attended_to_here() -> None:
         run.forward(i)
     peer = Peer(run.cache, [(0, 8)], [(0, 8)])
     peer.begin_forward = lambda query: (0, 8)  # type: ignore[method-assign]
-    q, k, v = (t[3] for t in run.leaves)
-    place = {"cache": run.cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
-    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
+    run.forward(3, exchange=peer)
     for i in reversed(range(n)):
         peer.answers = []
         run.backward(i)

@@ -10,7 +10,6 @@ import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.mlp import MLP
-from torch.utils.checkpoint import checkpoint
 
 from megatron_het.attention import kernel_choice, kernels
 from megatron_het.attention.calls import Reach
@@ -87,10 +86,7 @@ def test_recompute_appends_once() -> None:
     cache = KVCache(n)
     run = Sliced(cache, tensors, n)
     for i in range(n):
-        q, k, v = (t[i] for t in run.leaves)
-        place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": i, "scale": SCALE}
-        attend = lambda q, k, v, place=place: slice_attention(q, k, v, SliceContext(**place))  # noqa: E731
-        run.outs.append(checkpoint(attend, q, k, v, use_reentrant=True))
+        run.forward(i, again=True)
         assert cache.live_chunks == i + 1
     for i in reversed(range(n)):
         run.backward(i)

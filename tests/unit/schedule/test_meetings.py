@@ -133,17 +133,6 @@ def exchanging(stages: int, slices: int, chunks: int, microbatches: int, **optio
     return add_transfers(add_exchange(generate("slimpipe", shape), **options))
 
 
-OPTIONS = ({}, {"units": 1}, {"units": 4, "keep": True}, {"helping": True}, {"helping": True, "keep": True})
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("stages", "slices", "chunks", "microbatches"), [(2, 4, 1, 1), (3, 6, 2, 2), (4, 8, 2, 3)])
-def test_can_run(stages: int, slices: int, chunks: int, microbatches: int, options: dict[str, object]) -> None:
-    program = exchanging(stages, slices, chunks, microbatches, **options)
-    assert list(stuck_events(Graph(program))) == []
-    assert validate(program) == []
-
-
 def test_separate_pipelines() -> None:
     route = (0, 1, 0, 0, 1)
     shape = Shape(((1,),) * 3, (route,) * 3, (2, 2, 2), slices=6)
@@ -155,15 +144,6 @@ def test_separate_pipelines() -> None:
     mixed = Shape(((1,),) * 2, ((0, 1), (1, 0)), (2, 2), slices=2)
     with pytest.raises(ValueError, match="not separate pipelines"):
         add_exchange(generate("slimpipe", mixed))
-
-
-@pytest.mark.parametrize("options", [{}, {"helping": True}], ids=str)
-@pytest.mark.parametrize(("stages", "slices", "chunks"), [(2, 4, 1), (4, 8, 2), (4, 4, 1)])
-def test_with_a_split_vocabulary(stages: int, slices: int, chunks: int, options: dict[str, object]) -> None:
-    """Its operations come between slots."""
-    shape = Shape.uniform(stages, 2, slices=slices, chunks=chunks)
-    program = add_exchange(generate("slimpipe", shape), **options)
-    assert validate(add_transfers(add_embedding(add_vocabulary(program)))) == []
 
 
 def test_idle_devices_work_in_their_last_help() -> None:
