@@ -19,7 +19,6 @@ iteration of the runs without the watch.  Beside that are the watch's processor 
 with the watch and without it, which contain what the watch adds to single transfers too.
 """
 
-import argparse
 import json
 import re
 import tempfile
@@ -29,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, machine
 from megatron_het.plan import Plan, load_plan, save_plan
 from testing.planner_cases import model_of, processors
 from testing.runner import Finished, Job, Runner, words
@@ -301,8 +300,7 @@ def summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="OUT")
+    parser = command_line("benchmarks.drift", __doc__)
     parser.add_argument("--pairs", type=int, default=3, help="alternating pairs of runs for the overhead (default 3)")
     parser.add_argument("--only", metavar="NAME", help="device, link, stopped or overhead")
     options = parser.parse_args()

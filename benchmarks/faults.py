@@ -47,7 +47,7 @@ from benchmarks.fault_trials import (
     run,
     wrong_samples,
 )
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, machine
 from megatron_het.lowering.programs import build
 from megatron_het.plan import save_plan
 from testing import rank_server
@@ -349,10 +349,9 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("benchmarks.faults", __doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--trials", type=int, default=100, help="of every seed (default 100)")
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial, to repeat some of a seed")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[], help="only these kinds")
     parser.add_argument("--limit-s", type=float, default=240.0, help="bound on a job (default 240)")

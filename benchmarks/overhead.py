@@ -5,13 +5,12 @@ slow phases of the machine hit both.  A run's figure is the median of the iterat
 Megatron itself logs, without the first iterations; a pair's figure is the ratio of its two runs.
 """
 
-import argparse
 import re
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import write_report
+from benchmarks.machine import command_line, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from testing.runner import Job, Runner, words
 
@@ -79,8 +78,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT", type=Path, help="write the result here")
+    parser = command_line("benchmarks.overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of runs (default 7)")
     parser.add_argument("--iterations", type=int, default=30, help="iterations per run (default 30)")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import planner_gap
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_hybrid import hybrid
 from testing import planner_cases as cases
@@ -171,8 +171,7 @@ def _joined(key: str, before: Any, now: Any) -> Any:
 
 def main() -> None:
     """Run the sections asked for and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, metavar="OUT")
+    parser = command_line("benchmarks.planner", __doc__)
     parser.add_argument("--only", default="accuracy,catalog,families,quality,speed,pools,zorse,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
     planner_gap.add_arguments(parser, 40)
@@ -182,8 +181,8 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other sections and clusters")
     options = parser.parse_args()
     out: dict[str, Any] = {}
-    if options.add and Path(options.json).exists():
-        out = json.loads(Path(options.json).read_text())
+    if options.add and options.json.exists():
+        out = json.loads(options.json.read_text())
     seeds = range(options.first, options.first + options.pools)
 
     def known(name: str) -> list[dict[str, Any]]:

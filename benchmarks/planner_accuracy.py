@@ -5,13 +5,13 @@
 ``--mpt``, ``--bridge`` and ``--dgxc`` take other tables with the same columns: the shipped constants predict them.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.machine import command_line
 from benchmarks.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
@@ -101,8 +101,7 @@ SECTIONS = {"catalog": catalog, "families": families}
 
 def main() -> None:
     """Predict the shipped tables, or those given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, metavar="OUT")
+    parser = command_line("benchmarks.planner_accuracy", __doc__)
     for name in TABLES:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     options = parser.parse_args()

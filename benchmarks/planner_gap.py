@@ -21,10 +21,9 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from math import gcd, inf
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, machine
 from testing.planner_cases import best_value, promised, random_pool, random_search, value_of, with_catalog, without_one
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
@@ -271,8 +270,7 @@ def compared(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterato
 
 def main() -> None:
     """The cases that are asked for and not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = command_line("benchmarks.planner_gap", __doc__)
     add_arguments(parser, 60)
     options = parser.parse_args()
     known = json.loads(options.json.read_text())["cases"] if options.json.exists() else []

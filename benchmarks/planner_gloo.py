@@ -10,7 +10,6 @@ rounds: profile, all plans, profile, all plans, ...  Predictions come from the m
 compared with the medians of the runs.  A file that exists gets further rounds.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, machine
 from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
 from examples.llama.job import CPU_ARGUMENTS, training_arguments
@@ -295,8 +294,7 @@ def measure(case: Case, count: int, out: Path | None = None) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="OUT")
+    parser = command_line("benchmarks.planner_gloo", __doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds to add (0: only compare again)")
     parser.add_argument("--model", choices=CASES, default="dense", help="the model and its plans")
     options = parser.parse_args()

@@ -245,15 +245,12 @@ def _fit(done: Events, kind: str, chunk: int, slices: int) -> tuple[float, float
 
 # The attention context exchange in a mixed pipeline: one fast and one slow process, uneven layers.
 #
-# ``python -m benchmarks.slimpipe_speed --mixed --json OUT`` runs it.  The process of the last stage is stopped half
-# of
-# the time, so that it is half as fast, and has fewer layers.  A traced run without the exchange tells what passes
-# take
+# ``python -m benchmarks.slimpipe_speed --mixed --json OUT`` runs it.  The process of the last stage is stopped half of
+# the time, so that it is half as fast, and has fewer layers.  A traced run without the exchange tells what passes take
 # on both; from that the plan with the exchange is made, and both are simulated.  Then runs without and with it
 # alternate, and each side counts by the median of its iterations.
 #
-# Keys: ``speedup`` of the exchange, ``simulated_speedup``, and ``met``, whether the speedup is at least 1.05 where
-# the
+# Keys: ``speedup`` of the exchange, ``simulated_speedup``, and ``met``, whether the speedup is at least 1.05 where the
 # simulator says so (None where it does not).
 
 

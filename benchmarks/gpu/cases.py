@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine, scratch
+from benchmarks.machine import command_line, machine, scratch
 from megatron_het.safe_io import amount, check_target, count, write_json
 from testing.runner import REPOSITORY, Device, has_gpu, server_environment
 
@@ -84,8 +84,7 @@ def run_part(
         more: Adds arguments of the part.
         at_once: Cases side by side on a GPU.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
-    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser = command_line(module, text)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda", help="cpu: to see that it works (default: %(default)s)"
     )

@@ -5,15 +5,14 @@ they see, and replayed on other values.  Figures: largest difference of outputs 
 without graphs, and time of a replayed sequence relative to it (below 1: graphs are faster).
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import command_line
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Scores, Setting, forward_backward
 from megatron_het.safe_io import check_target, write_json
@@ -24,8 +23,7 @@ _REPEATS = 9
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 3 without a CUDA device."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.graphs", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.gpu.graphs", __doc__)
     options = parser.parse_args(arguments)
     check_target(options.json)
     if not torch.cuda.is_available():

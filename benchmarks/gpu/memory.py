@@ -6,7 +6,6 @@ the largest error of the planner among parameters, gradients, optimizer state an
 takes a tiny model and works on a CPU as well.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alone
+from benchmarks.machine import alone, command_line
 from megatron_het.plan import Plan, load_plan
 from megatron_het.safe_io import check_target, read_json, write_json, write_text
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
@@ -112,8 +111,7 @@ def errors(plan: Plan, measured: dict[str, int]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.memory", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.gpu.memory", __doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
     options = parser.parse_args(arguments)
     check_target(options.json)

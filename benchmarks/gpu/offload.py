@@ -11,7 +11,6 @@ Without a CUDA device it says so and measures nothing; ``--small`` runs everythi
 to see that it works.
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.timings import IS_LOADED, READY_S, Training, Waiting
-from benchmarks.machine import machine, save
+from benchmarks.machine import command_line, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
 
@@ -137,8 +136,7 @@ def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.offload", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.gpu.offload", __doc__)
     parser.add_argument("--tokens", type=int, default=Size.tokens, help="per microbatch (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=Size.microbatches, help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=10, help="timed iterations per run (default: %(default)s)")

@@ -7,16 +7,14 @@ chosen) and peak memory.  A kernel that fails at some length is named and does n
 written after every length.  Runs on the CPU too, with small sizes, to see that it works.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import save
+from benchmarks.machine import command_line, save
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import KERNELS, Kernel, Scores, Setting, forward_backward
 from megatron_het.attention.kv_cache import KVCache
@@ -114,10 +112,9 @@ def report_of(entries: list[dict[str, Any]], kernels: list[Kernel], on_cuda: boo
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.slice_attention", description=__doc__)
+    parser = command_line("benchmarks.gpu.slice_attention", __doc__)
     on_cuda = torch.cuda.is_available()
     defaults = [1 << e for e in (range(15, 19) if on_cuda else range(10, 12))]
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
     parser.add_argument("--tokens", type=int, nargs="+", default=defaults, help="lengths (default: %(default)s)")
     parser.add_argument("--slices", type=int, nargs="+", default=[8, 16, 32], help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="the median counts (default: %(default)s)")

@@ -9,7 +9,6 @@ planner predicts the same runs from its catalog (``catalog_error``) and, with ``
 after every training.  ``--small`` takes a tiny model and works on a CPU as well.
 """
 
-import argparse
 import contextlib
 import functools
 import json
@@ -26,7 +25,7 @@ from itertools import batched, groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alone, machine
+from benchmarks.machine import alone, command_line, machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
 
@@ -368,8 +367,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["--in-turn"]:
         train_in_turn(Path(words[1]), words[2:])
         return 0
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.timings", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.gpu.timings", __doc__)
     parser.add_argument("--profile", action="store_true", help="profile the GPU too, and predict from the profile")
     parser.add_argument("--longest", action="store_true", help="look for the longest sequence too")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=240.0, help="of all (default: %(default)g)")
