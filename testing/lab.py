@@ -3,11 +3,12 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_het.plan import save_plan
+from megatron_het.plan import Plan, save_plan
 from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags
 from testing.compare import Differences, compare
 from testing.runner import Job, Runner
@@ -127,6 +128,26 @@ class Lab:
             setup=(observe, {"out": str(folder), "gradients": True, **options}),
             timeout_s=_CASE_S,
         )
+
+    def training(
+        self, plan: Plan, folder: Path, *more: str, steps: int, every: int | None, precision: str = "fp32", **job: Any
+    ) -> Job:
+        """A short run of a plan without a case: its report, and a checkpoint every so many steps, are in one folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_plan(plan, folder / "plan.json")
+        flags = [*common_flags(Weights(precision), steps=steps), *self.data_flags(), *more]
+        if every is not None:
+            flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(every)]
+        flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+        return Job("training", plan.world_size, tuple(flags), folder, **job)
+
+    def compare_checkpoints(self, first: Path, second: Path, folder: Path) -> dict[str, Any]:
+        """What ``testing.probe:compare_checkpoints`` finds."""
+        options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
+        setup = ("testing.probe:compare_checkpoints", options)
+        self.runner.run(Job("compare", 1, (), folder, "testing.probe:nothing", setup))
+        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        return found
 
     def differences(self, case: Case, *more: str, gradients: bool = True, **of_job: Any) -> Differences:
         """How far a run of a case is from one process of stock Megatron; see :meth:`job` and :func:`compare`."""

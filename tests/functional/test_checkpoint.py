@@ -181,16 +181,8 @@ def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> 
     return {steps - len(kept) + 1 + i: loss for i, loss in enumerate(kept)}
 
 
-def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
-    options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
-    lab.runner.run(
-        Job("compare", 1, (), folder, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options))
-    )
-    return json.loads((folder / "found.json").read_text())
-
-
 def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
-    found = same(lab, first, second, folder)
+    found = lab.compare_checkpoints(first, second, folder)
     assert found["missing"] == [] and found["different"] == {}
     assert any(key.startswith("decoder.layers.4.") for key in found["keys"]), found["keys"]
     assert any("exp_avg_sq" in key and "layers.4." in key for key in found["keys"]), found["keys"]

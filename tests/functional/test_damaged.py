@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.plan import Plan, save_plan
-from testing.cases import Weights, build_plan, common_flags
+from megatron_het.plan import Plan
+from testing.cases import build_plan
 from testing.lab import Lab
 from testing.runner import Finished, Job
 from tests.functional.selected import selected, tiers
@@ -22,13 +22,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def _job(lab: Lab, folder: Path, plan: Plan, *more: str, steps: int = STEPS, save: bool = True) -> Job:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_plan(plan, folder / "plan.json")
-    flags = [*common_flags(Weights(), steps=STEPS), *lab.data_flags(), "--exit-interval", str(steps)]
-    if save:
-        flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(INTERVAL)]
-    flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder), *more]
-    return Job("training", plan.world_size, tuple(flags), folder, timeout_s=120.0)
+    stop = ("--exit-interval", str(steps))
+    every = INTERVAL if save else None
+    return lab.training(plan, folder, *stop, *more, steps=STEPS, every=every, timeout_s=120.0)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -51,18 +51,7 @@ def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab:
         found.append(json.loads((job.log_dir / f"losses-{world_size - 1}.json").read_text()))
     assert len(found[0]["losses"]) == STEPS and found[0] == found[1]
     first, second = (tmp_path / n / "checkpoints" / f"iter_{STEPS:07}" for n in ("stock", "ours"))
-    options = {"first": str(first), "second": str(second), "out": str(tmp_path / "found.json")}
-    lab.runner.run(
-        Job(
-            "compare",
-            1,
-            (),
-            tmp_path / "compare",
-            "testing.probe:nothing",
-            ("testing.probe:compare_checkpoints", options),
-        )
-    )
-    compared = json.loads((tmp_path / "found.json").read_text())
+    compared = lab.compare_checkpoints(first, second, tmp_path / "compare")
     assert compared["missing"] == [] and compared["different"] == {} and compared["equal"] > 20
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Plan, save_plan
+from megatron_het.plan import save_plan
 from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
 from testing.lab import Lab
 from testing.runner import Finished, Job
@@ -134,14 +134,10 @@ def test_a_truncated_or_missing_file_is_refused(lab: Lab, tmp_path: Path):
 SAVED_AT, KILLED_AT = 2, 3
 
 
-def _training(lab: Lab, plan: Plan, folder: Path, *more: str) -> Job:
-    folder.mkdir(exist_ok=True)
-    save_plan(plan, folder / "plan.json")
-    flags = [*common_flags(Weights(), steps=6), *lab.data_flags(), *more]
-    flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVED_AT)]
-    flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+def _training(lab: Lab, folder: Path, *more: str) -> Job:
     # The distributed timeout is one minute.
-    return Job("training", plan.world_size, tuple(flags), folder, timeout_s=240.0, grace_s=90.0)
+    limits = {"timeout_s": 240.0, "grace_s": 90.0}
+    return lab.training(PLAN, folder, *more, steps=6, every=SAVED_AT, **limits)
 
 
 def assert_names(log: str, victim: int) -> None:
@@ -154,7 +150,7 @@ def assert_names(log: str, victim: int) -> None:
 def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     """In the middle of an iteration; the others name operation and peer, the checkpoint is intact."""
     options = {"kill": [victim, KILLED_AT, 1]}
-    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("testing.probe:observe", options))
+    job = replace(_training(lab, tmp_path / "run"), setup=("testing.probe:observe", options))
     finished = lab.runner.run(job, check=False)
     assert finished.returncodes[victim] == -9
     survivors = [rank for rank in range(PLAN.world_size) if rank != victim]
@@ -170,7 +166,7 @@ def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     checkpoints = job.log_dir / "checkpoints"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(SAVED_AT)
-    again = _training(lab, PLAN, tmp_path / "again", "--load", str(checkpoints))
+    again = _training(lab, tmp_path / "again", "--load", str(checkpoints))
     lab.runner.run(again)
     report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
     assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))
@@ -180,7 +176,7 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     """A rank dies while it writes; the next start continues from the checkpoint before."""
     victim = 1
     options = {"which": victim, "save": 2}
-    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("testing.probe:die_while_saving", options))
+    job = replace(_training(lab, tmp_path / "run"), setup=("testing.probe:die_while_saving", options))
     finished = lab.runner.run(job, check=False)
     assert finished.returncodes[victim] == -9 and all(finished.returncodes), finished.returncodes
     assert not finished.timed_out
@@ -189,7 +185,7 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     checkpoints = job.log_dir / "checkpoints"
     assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
-    again = _training(lab, PLAN, tmp_path / "again", "--load", str(checkpoints))
+    again = _training(lab, tmp_path / "again", "--load", str(checkpoints))
     lab.runner.run(again)
     report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
     assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_het.lowering.programs import build
-from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
+from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage
 from megatron_het.schedule.ir import Kind, Op
 from testing.cases import Case, Weights, build_plan, common_flags, with_schedule
 from testing.compare import compare
@@ -136,24 +136,17 @@ def train(
     lab: MinistageLab, plan: Plan, folder: Path, *more: str, setup: Any = None, check: bool = True, fresh: bool = False
 ) -> Finished:
     """A short training that saves every SAVED_AT iterations; ``fresh`` from random weights."""
-    folder.mkdir()
-    save_plan(plan, folder / "plan.json")
-    weights = Weights(plan.training.precision)
-    flags = [*common_flags(weights, steps=STEPS), *lab.data_flags(), *more]
     if "--load" not in more and not fresh:
-        flags += lab.start_flags(Weights())
-    flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVED_AT)]
-    flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
-    job = Job("training", plan.world_size, tuple(flags), folder, setup=setup, timeout_s=240.0, grace_s=90.0)
+        more = (*more, *lab.start_flags(Weights()))
+    options = {"precision": plan.training.precision, "setup": setup, "timeout_s": 240.0, "grace_s": 90.0}
+    job = lab.training(plan, folder, *more, steps=STEPS, every=SAVED_AT, **options)
     return lab.runner.run(job, check=check)
 
 
 def assert_equal_at_the_end(lab: MinistageLab, first: Path, second: Path, out: Path) -> None:
     """Bit-equal parameters and optimizer states after the last step."""
     last = f"checkpoints/iter_{STEPS:07}"
-    options = {"first": str(first / last), "second": str(second / last), "out": str(out / "found.json")}
-    lab.runner.run(Job("compare", 1, (), out, "testing.probe:nothing", ("testing.probe:compare_checkpoints", options)))
-    found = json.loads((out / "found.json").read_text())
+    found = lab.compare_checkpoints(first / last, second / last, out)
     assert found["missing"] == [] and found["different"] == {}
     assert any("exp_avg_sq" in key for key in found["keys"])
 
