@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from testing.compare import Differences
 from testing.lab import Lab
 from testing.runner import Finished, Runner
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared, run_selected
 
 # The gradients of the first step and three updates show any wrong sum; benchmarks.parity trains for longer.
 STEPS = 4
@@ -42,3 +43,9 @@ def lab(lab_of: Callable[[type[Lab]], Lab]) -> Lab:
 def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
     """The runs of all selected cases of the file's ``BY_NAME``, two at a time."""
     return run_selected(request.module.BY_NAME, lab, request)
+
+
+@pytest.fixture
+def found(name: str, lab: Lab, finished: dict[str, Finished], request: pytest.FixtureRequest) -> Differences:
+    """How far the run of one of these cases is from one process of stock Megatron."""
+    return compared(request.module.BY_NAME[name], finished[name], lab)

@@ -11,9 +11,8 @@ import pytest
 from benchmarks.combinations import markdown, refusals
 from testing.cases import row_of
 from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
-from testing.lab import Lab
-from testing.runner import Finished
-from tests.functional.selected import compared, tiers
+from testing.compare import Differences
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
@@ -65,7 +64,5 @@ def test_the_table_is_true(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found

@@ -12,11 +12,11 @@ import pytest
 from benchmarks.nccl_order import in_nccl_order, transports
 from megatron_het.plan import ScheduleSpec
 from testing.cases import Case
-from testing.compare import compare
+from testing.compare import Differences, compare
 from testing.families import EXPERT_FAMILIES
 from testing.lab import Lab
 from testing.runner import Finished, words
-from tests.functional.selected import compared, new_case, tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 _ITERATION = re.compile(r" iteration +(\d+)/(.*)")
@@ -110,9 +110,7 @@ FULL = words(
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
 
 

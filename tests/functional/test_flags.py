@@ -13,10 +13,10 @@ import pytest
 
 from megatron_het.plan import ScheduleSpec
 from testing.cases import Case, build_plan
+from testing.compare import Differences
 from testing.lab import Lab
-from testing.runner import Finished
 from testing.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared, new_case, tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 # Under the fused cross entropy, gradients of logits are rounded to bf16, which enlarges rounding elsewhere.
@@ -61,10 +61,8 @@ FULL = {"skipped-iterations", "softmax-offset-mixed-tp", "fused-cross-entropy", 
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
-    fused = "--cross-entropy-loss-fusion" in case.extra
+def test_equals_one_process(name: str, found: Differences):
+    fused = "--cross-entropy-loss-fusion" in BY_NAME[name].extra
     assert max(found.loss, found.validation) <= BAR, found
     assert found.gradient <= (ROUNDED_BAR if fused else BAR), found
 

@@ -13,11 +13,11 @@ from benchmarks.combinations import start_problems
 from benchmarks.models import case_for
 from testing.cases import TRAINING_FLAGS, machine_flags
 from testing.combination_cases import pair_row
+from testing.compare import Differences
 from testing.families import FOLDER, MODELS, printed
 from testing.feature_cases import is_routed
-from testing.lab import Lab
-from testing.runner import Finished, words
-from tests.functional.selected import compared, tiers
+from testing.runner import words
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 # Different parts of the product; the families under all of them are in the table.
@@ -43,12 +43,10 @@ def test_every_family_is_trained() -> None:
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.gradient, found.norm) <= BAR, found
     # Two scores of experts that are equal up to rounding may be ordered otherwise in a later step.
-    assert found.loss <= (1e-3 if is_routed(case) else BAR), found
+    assert found.loss <= (1e-3 if is_routed(BY_NAME[name]) else BAR), found
 
 
 def test_full_sizes_start_under_a_plan(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from megatron_het.plan import Plan
 from testing.cases import MUON_FLAGS, SMALL_STEPS, Case, Weights
+from testing.compare import Differences
 from testing.lab import Lab
-from testing.runner import Finished
 from testing.slimpipe_cases import PLAIN, sliced_case
 from testing.zorse_cases import with_shares
-from tests.functional.selected import compared, new_case, tiers
+from tests.functional.selected import new_case, tiers
 from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
 from tests.functional.test_elastic_state import run
 
@@ -61,8 +61,7 @@ FULL = {"lion-split-vocabulary", "lion-shards", "muon", "muon-beside-lion", "muo
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    found = compared(BY_NAME[name], finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 

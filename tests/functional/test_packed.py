@@ -12,12 +12,12 @@ import pytest
 
 from megatron_het.plan import ScheduleSpec
 from testing.cases import Case, build_plan, with_schedule
-from testing.compare import compare
+from testing.compare import Differences, compare
 from testing.feature_cases import packed
 from testing.lab import Lab
-from testing.runner import Finished, words
+from testing.runner import words
 from testing.slimpipe_cases import PLAIN, SlicedCase, sliced_case, with_context_parallel_sizes
-from tests.functional.selected import compared, new_case, tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 _SLICED = {**PLAIN, "layers": 5}
@@ -88,9 +88,7 @@ FULL = words(
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from megatron_het.plan import ScheduleSpec, Stage, save_plan
 from testing.cases import Case, Weights, build_plan, common_flags, words
-from testing.compare import compare
+from testing.compare import Differences, compare
 from testing.lab import Lab
-from testing.runner import Finished, Job
-from tests.functional.selected import compared, new_case, tiers
+from testing.runner import Job
+from tests.functional.selected import new_case, tiers
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -62,10 +62,8 @@ FULL = {"tp-4-staged", "norms-of-heads", "one-stage-mixed-tied"}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
-    if case.plan.training.precision == "bf16":
+def test_equals_one_process(name: str, found: Differences):
+    if BY_NAME[name].plan.training.precision == "bf16":
         assert found.loss <= BF16_LOSS_BAR and found.validation <= BF16_LOSS_BAR, found
         assert found.gradient <= BF16_GRADIENT_BAR, found
     else:

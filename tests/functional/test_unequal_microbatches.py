@@ -8,11 +8,10 @@ import random
 import pytest
 
 from testing.cases import Case, build_plan, with_schedule
+from testing.compare import Differences
 from testing.feature_cases import with_sizes
-from testing.lab import Lab
-from testing.runner import Finished
 from testing.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared, tiers
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 _ROW = {**PLAIN, "microbatches": 3}
@@ -39,7 +38,5 @@ FULL = {"sizes-2-3-1-context-parallel"}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found

@@ -9,10 +9,9 @@ import random
 import pytest
 
 from testing.cases import Case
+from testing.compare import Differences
 from testing.feature_cases import zero_case
-from testing.lab import Lab
 from testing.runner import Finished
-from tests.functional.selected import compared
 
 BAR = 1e-5
 
@@ -32,9 +31,7 @@ BY_NAME = {case.name: case for case in made()}
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case = BY_NAME[name]
-    found = compared(case, finished[name], lab)
+def test_equals_one_process(name: str, found: Differences) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
