@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.kernels import Gradients, Kernel, Scores
 from megatron_het.attention.kv_cache import Run
@@ -151,14 +152,12 @@ def _before(rows: Span, keys: Span, window_tokens: int | None) -> Iterator[Block
 # Online-softmax merge of two partial attention results.
 
 
-def in_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in a type; itself, without a call, if it has it: a slice asks many times, and seldom needs it."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def merge_(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, *, both_empty: bool = False
-) -> torch.Tensor:
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, both_empty: bool = False) -> Tensor:
     """Merge attention over other keys into ``out``, in place.
 
     ``out * exp(lse - n) + other * exp(other_lse - n)`` with ``n = logaddexp(lse, other_lse)`` is a
@@ -200,8 +199,8 @@ class Call:
     """
 
     form: Form
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     rows: slice = EVERY
     sequences: slice = EVERY
     run: Run | None = None
@@ -223,22 +222,22 @@ class Attended:
         has_blanks: Whether there may be queries that see nothing: zero, and minus infinity.
     """
 
-    query: torch.Tensor
+    query: Tensor
     has_blanks: bool = False
-    _out: torch.Tensor | None = None
-    _lse: torch.Tensor | None = None
+    _out: Tensor | None = None
+    _lse: Tensor | None = None
 
     @property
-    def out(self) -> torch.Tensor:
+    def out(self) -> Tensor:
         """Output ``[s, b, heads, d]``, in the query's type or a wider one."""
         return self._room()[0] if self._out is None else self._out
 
     @property
-    def lse(self) -> torch.Tensor:
+    def lse(self) -> Tensor:
         """Log-sum-exp ``[b, heads, s]``."""
         return self._room()[1] if self._lse is None else self._lse
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(self, out: Tensor, lse: Tensor) -> None:
         """Add attention of all queries to other keys."""
         if self._out is None or self._lse is None:
             self._out, self._lse = out, lse
@@ -246,7 +245,7 @@ class Attended:
         self._out = in_type(self._out, _wide(self.query))
         self._lse = merge_(self._out, self._lse, out, lse, both_empty=self.has_blanks)
 
-    def merge_rows(self, rows: Sequence[slice], out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge_rows(self, rows: Sequence[slice], out: Tensor, lse: Tensor) -> None:
         """Add attention of some queries to other keys."""
         whole, total = self._room()
         at = 0
@@ -269,7 +268,7 @@ class Attended:
             else:
                 lse[batch, :, rows] = merge_(out[rows, batch], lse[batch, :, rows], part, part_lse)
 
-    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _room(self) -> tuple[Tensor, Tensor]:
         """Output, in a wide type, and log-sum-exp, to which results of some queries can be added."""
         query = self.query
         if self._out is None or self._lse is None:
@@ -282,17 +281,17 @@ class Attended:
 class Sum:
     """Gradients of one tensor, added up; in a wide type as soon as there are two."""
 
-    def __init__(self, like: torch.Tensor) -> None:
+    def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._total: torch.Tensor | None = None
+        self._total: Tensor | None = None
 
     @property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """The sum; may be changed."""
         like = self._like
         return torch.zeros_like(like, dtype=_wide(like)) if self._total is None else self._total
 
-    def add_rows(self, rows: Sequence[slice], part: torch.Tensor) -> None:
+    def add_rows(self, rows: Sequence[slice], part: Tensor) -> None:
         """Add a gradient of some rows."""
         at = 0
         for own in rows:
@@ -300,7 +299,7 @@ class Sum:
             self.add(part[at:end], own)
             at = end
 
-    def add(self, part: torch.Tensor, rows: slice = EVERY, sequences: slice = EVERY) -> None:
+    def add(self, part: Tensor, rows: slice = EVERY, sequences: slice = EVERY) -> None:
         """Add a gradient of some rows of some sequences."""
         is_whole = part.shape == self._like.shape
         if self._total is None and is_whole:
@@ -315,11 +314,11 @@ Sums = tuple[Sum, Sum, Sum]  # of queries, keys and values
 
 def differentiate(
     calls: Iterable[Call],
-    mine: Sequence[torch.Tensor],
+    mine: Sequence[Tensor],
     sums: Sums,
     kernel: Kernel,
     scale: float,
-    cached: Callable[[Run, torch.Tensor, torch.Tensor, slice | None], None] | None = None,
+    cached: Callable[[Run, Tensor, Tensor, slice | None], None] | None = None,
 ) -> None:
     """Add up the gradients of calls.
 
@@ -348,11 +347,11 @@ def differentiate(
             cached(call.run, *earlier, None if batch is EVERY else batch)
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _forward(kernel: Kernel, call: Call, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(kernel: Kernel, call: Call, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call."""
     if call.form is not Form.REVERSED:
         return kernel.forward(q, call.keys, call.values, Scores(call.form is Form.CAUSAL, scale, call.window))
@@ -360,9 +359,7 @@ def _forward(kernel: Kernel, call: Call, q: torch.Tensor, scale: float) -> tuple
     return out.flip(0), lse.flip(-1)
 
 
-def _backward(
-    kernel: Kernel, call: Call, grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float
-) -> Gradients:
+def _backward(kernel: Kernel, call: Call, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> Gradients:
     """Gradients of a call, from the output and log-sum-exp of the whole attention."""
     k, v = call.keys, call.values
     if call.form is not Form.REVERSED:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import Tensor
 
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
@@ -110,7 +111,7 @@ class SliceCoreAttention(torch.nn.Module):
         *,
         in_line: bool = False,
         window_tokens: int | None = None,
-        softmax_offset: torch.Tensor | None = None,
+        softmax_offset: Tensor | None = None,
         tp_group: Any = None,
         expansion: Expansion | None = None,
         rotates: bool = True,
@@ -140,15 +141,15 @@ class SliceCoreAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attention of the slice that ``packed_seq_params`` names.
 
         Args:
@@ -339,7 +340,7 @@ def _cut_positions(
     Attention gets them where it can rotate, and then the layers get none.
     """
     table, params = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
-    if isinstance(table, torch.Tensor) and isinstance(params, SliceParams):
+    if isinstance(table, Tensor) and isinstance(params, SliceParams):
         params.rotation = None if rotations is None else rotations.part(table, params.blocks)
         own = take_blocks(table, params.blocks, dim=0) if params.rotation is None else None
         kwargs = {**kwargs, "rotary_pos_emb": own}

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 1024
 
@@ -24,7 +24,7 @@ def _add_pair(
         tl.store(second + at, total.to(second.dtype.element_ty), mask=here)
 
 
-def add_pair(first: torch.Tensor, second: torch.Tensor, more_first: torch.Tensor, more_second: torch.Tensor) -> None:
+def add_pair(first: Tensor, second: Tensor, more_first: Tensor, more_second: Tensor) -> None:
     """Add to two tensors in place, by way of fp32; all are contiguous and have at most its precision."""
     blocks = triton.cdiv(max(first.numel(), second.numel()), _BLOCK)
     _add_pair[blocks, 2](first, second, more_first, more_second, first.numel(), second.numel(), block=_BLOCK)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.kernels import KERNELS, Kernel, Scores, Setting, forward_backward
 from megatron_het.attention.kv_pool import fused_addition
@@ -87,7 +88,7 @@ def is_timed(setting: Setting) -> bool:
 
 def _computes() -> bool:
     """Whether there is a CUDA device that computes: a dry run has none."""
-    return torch.cuda.is_available() and type(torch.empty(0, device="cuda")) is torch.Tensor
+    return torch.cuda.is_available() and type(torch.empty(0, device="cuda")) is Tensor
 
 
 def _failed(kernel: Kernel, setting: Setting) -> str | None:
@@ -110,7 +111,7 @@ def _failed(kernel: Kernel, setting: Setting) -> str | None:
     return None
 
 
-def _trial(setting: Setting, queries: int, keys: int) -> list[torch.Tensor]:
+def _trial(setting: Setting, queries: int, keys: int) -> list[Tensor]:
     """Queries, keys, values of half as many heads, and a gradient; training's random numbers stay as they are."""
     generator = torch.Generator(device=setting.device).manual_seed(0)
     shapes = [
@@ -119,9 +120,7 @@ def _trial(setting: Setting, queries: int, keys: int) -> list[torch.Tensor]:
     return [torch.randn(s, generator=generator, device=setting.device, dtype=setting.dtype) for s in shapes]
 
 
-def written_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, ...]:
+def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients of q, k, v, by plain operations in fp32, to judge kernels by."""
     with torch.enable_grad():
         leaves = [t.detach().float().requires_grad_() for t in (q, k, v)]

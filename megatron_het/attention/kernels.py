@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, override
 
 import torch
+from torch import Tensor
 
 aten = torch.ops.aten
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Output = tuple[torch.Tensor, torch.Tensor]  # output and log-sum-exp
-Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+Output = tuple[Tensor, Tensor]  # output and log-sum-exp
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values of a call, merged output and merged log-sum-exp."""
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -46,7 +47,7 @@ class Setting:
     capability: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, query: torch.Tensor) -> Setting:
+    def of(cls, query: Tensor) -> Setting:
         """The setting of a query ``[s, b, heads, d]``."""
         return cls.on(query.device, query.dtype, query.shape[-1])
 
@@ -94,7 +95,7 @@ class Kernel(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``.
 
         Args:
@@ -103,13 +104,11 @@ class Kernel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         """Gradients of q, k, v from those of the merged output."""
 
 
-def forward_backward(
-    kernel: Kernel, qkv: Sequence[torch.Tensor], grad: torch.Tensor, call: Scores
-) -> tuple[torch.Tensor, ...]:
+def forward_backward(kernel: Kernel, qkv: Sequence[Tensor], grad: Tensor, call: Scores) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients of q, k and v of one call that is all there is."""
     q, k, v = qkv
     out, lse = kernel.forward(q, k, v, call)
@@ -127,14 +126,14 @@ class CpuFlash(Kernel):
         return None if setting.device == "cpu" else "runs on the CPU only"
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
             q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, call.causal, scale=call.scale
         )
         return out.permute(2, 0, 1, 3), lse
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse, 0.0, call.causal, scale=call.scale
@@ -158,7 +157,7 @@ class CudaFlash(Kernel):
         return True
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse, *_ = aten._flash_attention_forward.default(
             *(_swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, call.causal, False),
             scale=call.scale,
@@ -167,7 +166,7 @@ class CudaFlash(Kernel):
         return _swap(out), lse
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
         offset = torch.empty(0, dtype=torch.uint64, device=q.device)
@@ -200,14 +199,14 @@ class CudaFlash3(Kernel):
         return True
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse, *_ = importlib.import_module("flash_attn_interface")._flash_attn_forward(
             *(_swap(q), _swap(k), _swap(v)), softmax_scale=call.scale, causal=call.causal, **self._window(call)
         )
         return _swap(out), lse
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         tensors = [_swap(t) for t in (grad, q, k, v, out)]
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors[1:4])
@@ -251,7 +250,7 @@ class CudaEfficient(Kernel):
         return True
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         k, v = (_repeat(t, q.shape[2]) for t in (k, v))
         out, lse, *_ = aten._efficient_attention_forward.default(
             *(_swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, self._mask(call.causal, q, k), True),
@@ -260,7 +259,7 @@ class CudaEfficient(Kernel):
         return _swap(out), lse[..., : q.shape[0]]  # the kernel pads to a multiple of 32
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         groups = k.shape[2]
         padded = torch.nn.functional.pad(lse, (0, -q.shape[0] % 32), value=math.inf).contiguous()
@@ -274,7 +273,7 @@ class CudaEfficient(Kernel):
         return _swap(dq), _fold(_swap(dk), groups), _fold(_swap(dv), groups)
 
     @staticmethod
-    def _mask(causal: bool, q: torch.Tensor, k: torch.Tensor) -> int:
+    def _mask(causal: bool, q: Tensor, k: Tensor) -> int:
         """PyTorch's number of a mask: none, causal of a square, causal aligned bottom-right."""
         return 0 if not causal else 1 if q.shape[0] == k.shape[0] else 2
 
@@ -292,7 +291,7 @@ class CudnnFlash(Kernel):
         return _refused(setting, (8, 0), 128)
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=call.causal, scale=call.scale
@@ -300,7 +299,7 @@ class CudnnFlash(Kernel):
         return out.permute(2, 0, 1, 3), lse.reshape(q.shape[:3])
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         queries, keys = q.shape[0], k.shape[0]
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
@@ -335,7 +334,7 @@ class TransformerEngineFused(Kernel):
         return queries % self.granule_tokens == keys % self.granule_tokens == 0
 
     @override
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Scores) -> Output:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         library = importlib.import_module(self.module)
         q, k, v = (t.contiguous() for t in (q, k, v))
         out, auxiliary, *_ = library.fused_attn_fwd(
@@ -347,7 +346,7 @@ class TransformerEngineFused(Kernel):
         return out, auxiliary[0].squeeze(-1)
 
     @override
-    def backward(self, grad: torch.Tensor, saved: Saved, call: Scores) -> Gradients:
+    def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         library = importlib.import_module(self.module)
         q, k, v, out, grad = (t.contiguous() for t in (q, k, v, out, grad))
@@ -361,12 +360,12 @@ class TransformerEngineFused(Kernel):
         return dq, dk, dv
 
     @staticmethod
-    def _lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+    def _lengths(q: Tensor, k: Tensor) -> tuple[Any, ...]:
         (queries, batch), keys = q.shape[:2], k.shape[0]
         return queries, keys, _cumulative(batch, queries, q.device), _cumulative(batch, keys, q.device)
 
     @staticmethod
-    def _options(q: torch.Tensor, k: torch.Tensor, call: Scores) -> dict[str, Any]:
+    def _options(q: Tensor, k: Tensor, call: Scores) -> dict[str, Any]:
         square = "causal" if q.shape[0] == k.shape[0] else "causal_bottom_right"
         return {
             "attn_scale": call.scale,
@@ -377,13 +376,13 @@ class TransformerEngineFused(Kernel):
 
 
 @functools.lru_cache(maxsize=256)
-def _cumulative(batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+def _cumulative(batch: int, tokens: int, device: torch.device) -> Tensor:
     """Where the sequences of a batch begin, and the end of the last one."""
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=16)
-def _unused_seed(device: torch.device) -> torch.Tensor:
+def _unused_seed(device: torch.device) -> Tensor:
     """The state of dropout, which there is none of."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
@@ -414,18 +413,18 @@ def _flash_window(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window, "window_size_right": 0}
 
 
-def _swap(tensor: torch.Tensor) -> torch.Tensor:
+def _swap(tensor: Tensor) -> Tensor:
     """``[s, b, h, d]`` to ``[b, s, h, d]`` and back."""
     return tensor.transpose(0, 1)
 
 
-def _repeat(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
     """Keys or values once per query head."""
     times = heads // tensor.shape[2]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=2)
 
 
-def _fold(gradient: torch.Tensor, groups: int) -> torch.Tensor:
+def _fold(gradient: Tensor, groups: int) -> Tensor:
     """The transpose of ``_repeat``."""
     if gradient.shape[2] == groups:
         return gradient

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.kv_pool import CacheError, GradientTotals, KVPool, Part, Place, add_
 
@@ -31,8 +32,8 @@ class Run:
         parts: What the rows are, in the order of the views.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     parts: tuple[Part, ...]
 
     @property
@@ -103,7 +104,7 @@ class KVCache:
         """Size of the pool, 0 before its first use."""
         return self._pool.nbytes
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The pool and the gradients collected so far."""
         totals = [tensor for sequence in self._sequences.values() for tensor in sequence.totals.tensors()]
         return [*self._pool.tensors(), *totals]
@@ -112,7 +113,7 @@ class KVCache:
         """Have room for so many tokens at once, in place of equal slots; nothing may be held."""
         self._pool.reserve(rows)
 
-    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor, unread: int = 0) -> bool:
+    def append(self, microbatch: int, index: int, key: Tensor, value: Tensor, unread: int = 0) -> bool:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
         Args:
@@ -187,13 +188,11 @@ class KVCache:
         sequence = self._sequences.get(microbatch)
         return () if sequence is None else tuple(chunk.begin for chunk in sequence.chunks)
 
-    def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def shown(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values that are attended to, of what is appended."""
         return key, value
 
-    def of_appended(
-        self, key: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_appended(self, key: Tensor, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of what is appended, of those of what is attended to.
 
         Args:
@@ -235,7 +234,7 @@ class KVCache:
         found = [run for _, run in self._by_chunk(microbatch, start, stop)]
         return Run(torch.cat([run.keys for run in found]), torch.cat([run.values for run in found]), parts)
 
-    def joined(self, microbatch: int, index: int, unread: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def joined(self, microbatch: int, index: int, unread: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns what was appended of a slice: what is not held, and what is.
 
         Args:
@@ -294,9 +293,7 @@ class KVCache:
             runs.append(Run(keys, values, tuple(part for _, _, part in group)))
         return runs + apart
 
-    def copy_tokens(
-        self, microbatch: int, start: int, stop: int, out: torch.Tensor, groups: slice = slice(None)
-    ) -> None:
+    def copy_tokens(self, microbatch: int, start: int, stop: int, out: Tensor, groups: slice = slice(None)) -> None:
         """Copy the keys and values of tokens ``[start, stop)`` of a sequence, as far as they are held.
 
         Args:
@@ -344,12 +341,7 @@ class KVCache:
             )
 
     def add_gradient(
-        self,
-        microbatch: int,
-        run: Run,
-        grad_keys: torch.Tensor,
-        grad_values: torch.Tensor,
-        sequences: slice | None = None,
+        self, microbatch: int, run: Run, grad_keys: Tensor, grad_values: Tensor, sequences: slice | None = None
     ) -> None:
         """Add a later slice's contribution to the gradients of cached chunks.
 
@@ -364,14 +356,14 @@ class KVCache:
         self._sequences[microbatch].totals.add(run.parts, grad_keys, grad_values, sequences)
 
     def add_token_gradient(
-        self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
+        self, microbatch: int, start: int, stop: int, grad_keys: Tensor, grad_values: Tensor
     ) -> None:
         """Add a later slice's contribution to the gradients of tokens ``[start, stop)``, as far as they are held."""
         for first, run in self._by_chunk(microbatch, start, stop, gaps=True):
             part = slice(first - start, first - start + run.keys.shape[0])
             self.add_gradient(microbatch, run, grad_keys[part], grad_values[part])
 
-    def release(self, microbatch: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def release(self, microbatch: int, index: int) -> tuple[Tensor, Tensor] | None:
         """Give the last slice's chunk back.
 
         Returns:
@@ -393,9 +385,7 @@ class KVCache:
             del self._sequences[microbatch]
         return gradients
 
-    def settle(
-        self, microbatch: int, index: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def settle(self, microbatch: int, index: int, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
         """Give the last slice's chunk back.
 
         Args:

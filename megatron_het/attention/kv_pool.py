@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # Gradients of cached keys and values, added up until the backward of their own slice.
 #
@@ -20,13 +21,13 @@ import torch
 
 
 Part = tuple[int, int, int]  # Slice, first and end row of its chunk
-Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, ``[rows, b, ...]``
+Pair = tuple[Tensor, Tensor]  # of keys and of values, ``[rows, b, ...]``
 
 
-Addition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Addition = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
-def add_(keys: torch.Tensor, values: torch.Tensor, more_keys: torch.Tensor, more_values: torch.Tensor) -> None:
+def add_(keys: Tensor, values: Tensor, more_keys: Tensor, more_values: Tensor) -> None:
     """Add to keys and values in place: by one kernel where there is one for the device and the types."""
     if not keys.is_cuda:
         keys.add_(more_keys)
@@ -34,7 +35,7 @@ def add_(keys: torch.Tensor, values: torch.Tensor, more_keys: torch.Tensor, more
         return
     tensors = keys, values, more_keys, more_values
     fused = None
-    if type(keys) is torch.Tensor and all(t.is_contiguous() for t in tensors):  # not in a dry run
+    if type(keys) is Tensor and all(t.is_contiguous() for t in tensors):  # not in a dry run
         fused = fused_addition(keys.device, keys.dtype, more_keys.dtype)
     if fused is not None:
         fused(*tensors)
@@ -56,7 +57,7 @@ def fused_addition(device: torch.device, dtype: torch.dtype, more_dtype: torch.d
     return add_pair if is_right else None
 
 
-def _widened(keys: torch.Tensor, values: torch.Tensor) -> Pair:
+def _widened(keys: Tensor, values: Tensor) -> Pair:
     """Gradients in the type in which they are added up, in memory of their own."""
     keys, values = (
         t.clone() if wide is t.dtype and t.untyped_storage().nbytes() > t.nbytes else t.to(wide)
@@ -71,8 +72,8 @@ class _Total:
     """Gradients of neighbouring rows of chunks, in the order of ``parts``."""
 
     parts: tuple[Part, ...]
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     def rows_of(self, parts: tuple[Part, ...], rows: int) -> slice | None:
         """Where so many rows are that other parts have; None if they are not here, next to each other."""
@@ -98,9 +99,7 @@ class GradientTotals:
         self._of: dict[int, Pair] = {}
         self._totals: list[_Total] = []
 
-    def add(
-        self, parts: tuple[Part, ...], grad_keys: torch.Tensor, grad_values: torch.Tensor, sequences: slice | None
-    ) -> None:
+    def add(self, parts: tuple[Part, ...], grad_keys: Tensor, grad_values: Tensor, sequences: slice | None) -> None:
         """Add a later slice's contribution; the first one to whole chunks is kept as it is.
 
         Args:
@@ -137,7 +136,7 @@ class GradientTotals:
         """The gradients of a slice's chunk, which goes; None if there are none."""
         return self._of.pop(piece, None)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Returns what is held."""
         return [tensor for pair in self._of.values() for tensor in pair]
 
@@ -155,8 +154,8 @@ class Place:
         at: First row in the slab; -1 with memory of its own.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     at: int
 
 
@@ -176,7 +175,7 @@ class KVPool:
         self._taken: list[tuple[int, int]] = []
         self._held_rows = 0
         self._apart: list[Place] = []
-        self.slabs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.slabs: tuple[Tensor, Tensor] | None = None
         """``[rows, batch, ...]`` of keys and of values; None before the first use."""
 
     @property
@@ -185,7 +184,7 @@ class KVPool:
         apart = [part for place in self._apart for part in (place.keys, place.values)]
         return sum(tensor.nbytes for tensor in (*(self.slabs or ()), *apart))
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Returns what the pool holds in memory."""
         return [*(self.slabs or ()), *(part for place in self._apart for part in (place.keys, place.values))]
 
@@ -197,7 +196,7 @@ class KVPool:
         if self.slabs is not None and self._reserved > self._rows:
             self.slabs = None
 
-    def take(self, key: torch.Tensor, value: torch.Tensor, *, from_bottom: bool = False, at: int = -1) -> Place:
+    def take(self, key: Tensor, value: Tensor, *, from_bottom: bool = False, at: int = -1) -> Place:
         """Copy keys and values into the pool.
 
         Args:
@@ -270,7 +269,7 @@ class KVPool:
             high = first
         return high - rows if high >= rows else -1
 
-    def _slab(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slab(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The slabs, made at the first use."""
         rows, batch, *rest = key.shape
         if self.slabs is None:

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from torch import Tensor
 
 from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.places import take_blocks
@@ -53,13 +54,13 @@ class Expansion:
         weight: ``[heads * (plain + value), rank]``; asked for at every use.
     """
 
-    def __init__(self, widths: Widths, weight: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, widths: Widths, weight: Callable[[], Tensor]) -> None:
         self.widths = widths
         self._weight = weight
-        self._weight_gradient: torch.Tensor | None = None
+        self._weight_gradient: Tensor | None = None
 
     @torch.no_grad()
-    def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[tokens, b, heads, width]`` of latents ``[tokens, b, 1, rank + rotary]``."""
         w = self.widths
         both = latents[:, :, 0, : w.rank] @ self._weight().t()
@@ -71,7 +72,7 @@ class Expansion:
         return keys, values
 
     @torch.no_grad()
-    def project(self, latents: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor) -> torch.Tensor:
+    def project(self, latents: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
         """Gradient of the latents; that of the weight is added up here.
 
         Args:
@@ -88,7 +89,7 @@ class Expansion:
         rotary = grad_keys[..., w.plain : w.plain + w.rotary].to(wide).sum(2)
         return torch.cat(((both @ weight).to(wide), rotary), dim=-1).unsqueeze(2)
 
-    def take_weight_gradient(self, like: torch.Tensor) -> torch.Tensor:
+    def take_weight_gradient(self, like: Tensor) -> Tensor:
         """Returns what was added up since the last time."""
         found, self._weight_gradient = self._weight_gradient, None
         return torch.zeros_like(like) if found is None else found.to(like.dtype)
@@ -98,13 +99,13 @@ class _Weighted(torch.autograd.Function):
     """Latents as they are; gives the weight the gradient that the attention after it has added up."""
 
     @staticmethod
-    def forward(ctx: Any, latents: torch.Tensor, weight: torch.Tensor, expansion: Expansion) -> torch.Tensor:
+    def forward(ctx: Any, latents: Tensor, weight: Tensor, expansion: Expansion) -> Tensor:
         ctx.expansion = expansion
         ctx.save_for_backward(weight)
         return latents.view_as(latents)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (weight,) = ctx.saved_tensors
         return grad, ctx.expansion.take_weight_gradient(weight), None
 
@@ -146,12 +147,10 @@ class LatentCache(KVCache):
         super().__init__(slots, batch)
         self._expansion = expansion
 
-    def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def shown(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return self._expansion.expand(key)
 
-    def of_appended(
-        self, key: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_appended(self, key: Tensor, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
         gradient = self._expansion.project(key, grad_keys, grad_values)
         return gradient, gradient[..., :0]
 
@@ -160,12 +159,7 @@ class LatentCache(KVCache):
         return _Chunks([run for _, run in self._by_chunk(microbatch, start, stop)], self._expand)
 
     def add_gradient(
-        self,
-        microbatch: int,
-        run: Run,
-        grad_keys: torch.Tensor,
-        grad_values: torch.Tensor,
-        sequences: slice | None = None,
+        self, microbatch: int, run: Run, grad_keys: Tensor, grad_values: Tensor, sequences: slice | None = None
     ) -> None:
         packed = self._packed(run)
         gradients = self.of_appended(packed.keys[:, sequences or slice(None)], grad_keys, grad_values)
@@ -205,7 +199,7 @@ def attend_by_latents(attention: Any) -> Expansion:
     return expansion
 
 
-def _carry_weight(linear: Any, expansion: Expansion, config: Any, latents: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _carry_weight(linear: Any, expansion: Expansion, config: Any, latents: Tensor) -> tuple[Tensor, None]:
     """In place of the up projection: latents after its norm, if it has one, whose backward knows the weight."""
     scale = getattr(linear, "layer_norm_weight", None)
     if scale is not None:  # Transformer Engine's layer is norm and projection in one
@@ -222,12 +216,12 @@ def _carry_weight(linear: Any, expansion: Expansion, config: Any, latents: torch
 def _queries_and_latents(
     attention: Any,
     widths: Widths,
-    hidden_states: torch.Tensor,
-    key_value_states: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    position_ids: Tensor | None = None,
     packed_seq_params: Any = None,
     **_unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """In place of ``get_query_key_value_tensors``.
 
     Args:
@@ -265,7 +259,7 @@ def _queries_and_latents(
     return query, key, key[..., :0], queries, latents
 
 
-def _rotation(attention: Any, params: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rotation(attention: Any, params: Any) -> Callable[[Tensor], Tensor]:
     """Rotates ``[s, b, heads, rotary]`` of the slice that runs."""
     # "Packed": the table of the whole sequence, of which context parallelism has not taken its part yet.
     table, mscale = attention.rotary_pos_emb(params.max_seqlen_q, packed_seq=True), 1.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.calls import Call, Form, Reach
 from megatron_het.attention.kernels import Kernel
@@ -27,13 +28,13 @@ from megatron_het.plan.placement import Blocks
 # The tokens of some blocks of a sequence.
 
 
-def take_blocks(tensor: torch.Tensor, blocks: Blocks, dim: int) -> torch.Tensor:
+def take_blocks(tensor: Tensor, blocks: Blocks, dim: int) -> Tensor:
     """The tokens of some blocks; a view if there is only one."""
     parts = [tensor.narrow(dim, first, end - first) for first, end in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def take_rows(tensor: torch.Tensor, rows: Sequence[slice], dim: int) -> torch.Tensor:
+def take_rows(tensor: Tensor, rows: Sequence[slice], dim: int) -> Tensor:
     """Some rows of a tensor; a view if they are next to each other."""
     parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in rows]
     return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
@@ -63,23 +64,21 @@ class Rotation:
         interleaved: Whether neighbouring channels are a pair; otherwise a pair is half of ``r`` apart.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     interleaved: bool = False
 
-    def turn(self, tensor: torch.Tensor) -> torch.Tensor:
+    def turn(self, tensor: Tensor) -> Tensor:
         """Rotate ``[s, b, heads, d]`` by its positions; a new tensor."""
         sines = self._halves(self.sin)
         return self._turned(tensor, (sines[0], -1.0), (sines[1], 1.0))
 
-    def turn_back(self, gradient: torch.Tensor) -> torch.Tensor:
+    def turn_back(self, gradient: Tensor) -> Tensor:
         """The gradient of what was rotated, of that of the result; a new tensor."""
         sines = self._halves(self.sin)
         return self._turned(gradient, (sines[1], 1.0), (sines[0], -1.0))
 
-    def _turned(
-        self, tensor: torch.Tensor, first: tuple[torch.Tensor, float], second: tuple[torch.Tensor, float]
-    ) -> torch.Tensor:
+    def _turned(self, tensor: Tensor, first: tuple[Tensor, float], second: tuple[Tensor, float]) -> Tensor:
         """``tensor * cos``, to each half of which the other one is added, times a sine and a factor."""
         width = self.cos.shape[-1]
         if width == tensor.shape[-1]:
@@ -93,7 +92,7 @@ class Rotation:
             half.addcmul_(other, sine, value=factor)
         return out
 
-    def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _halves(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the second channel of every pair."""
         if self.interleaved:
             return tensor[..., ::2], tensor[..., 1::2]
@@ -111,7 +110,7 @@ class Rotations:
     def __init__(self, config: Any, factor: float = 1.0) -> None:
         self._config = config
         self._factor = factor
-        self._table: torch.Tensor | None = None
+        self._table: Tensor | None = None
         self._whole: Rotation | None = None
 
     @classmethod
@@ -122,7 +121,7 @@ class Rotations:
             return None
         return cls(config, float(layers[0].layer.self_attention._yarn_concentration_factor))
 
-    def part(self, table: torch.Tensor, blocks: Blocks) -> Rotation | None:
+    def part(self, table: Tensor, blocks: Blocks) -> Rotation | None:
         """The rotation of the tokens of a slice.
 
         Args:
@@ -147,12 +146,12 @@ class Rotations:
 # Several tensors as one message of bytes: what goes to one rank at one time.
 
 
-def pack(*tensors: torch.Tensor) -> torch.Tensor:
+def pack(*tensors: Tensor) -> Tensor:
     """Tensors as one message; those of larger elements first, so that all are aligned."""
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
-def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+def unpack(message: Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Views of the tensors in a message."""
     found, at = [], 0
     for shape, dtype in parts:
@@ -164,7 +163,7 @@ def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.d
 
 Given = tuple[int, int]  # tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them
 NOTHING: Given = 0, 0
-TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
+TokenGradient = tuple[int, int, Tensor, Tensor]
 """First token, end of tokens, gradients of their keys and values."""
 
 
@@ -179,22 +178,22 @@ class LayerExchange(Protocol):
     def is_active(self) -> bool:
         """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
 
-    def begin_forward(self, query: torch.Tensor) -> Given:
+    def begin_forward(self, query: Tensor) -> Given:
         """Hand the query out; returns the tokens that are given away."""
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
         """Attend for other devices."""
 
-    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Output and log-sum-exp of the parts given away."""
 
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+    def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
         """Hand the gradient of the output out; returns the tokens given away."""
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """Differentiate attention for other devices."""
 
-    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+    def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
         """Parts given away: gradient of the query, and what is complete of those of keys and values."""
 
 
@@ -203,25 +202,25 @@ class NoExchange:
 
     is_active = False
 
-    def begin_forward(self, query: torch.Tensor) -> Given:
+    def begin_forward(self, query: Tensor) -> Given:
         """See :class:`LayerExchange`."""
         return NOTHING
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
         """See :class:`LayerExchange`."""
 
-    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
         """See :class:`LayerExchange`."""
         return ()
 
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+    def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
         """See :class:`LayerExchange`."""
         return NOTHING
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """See :class:`LayerExchange`."""
 
-    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+    def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
         """See :class:`LayerExchange`."""
         return ()
 
@@ -230,7 +229,7 @@ NO_EXCHANGE = NoExchange()
 
 
 UNLIMITED = Reach()
-Own = tuple[torch.Tensor, torch.Tensor]  # a slice's own keys and values
+Own = tuple[Tensor, Tensor]  # a slice's own keys and values
 
 
 class Keys(enum.Enum):
@@ -281,7 +280,7 @@ class Sharing(Protocol):
     def by_rank(self, own: int) -> Sequence[Blocks]:
         """Tokens of a slice that each rank has, of which this one has so many."""
 
-    def swap(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    def swap(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
         """Send each rank its tensor, and get one of each, of these shapes and one type."""
 
     def seen(self, own: int) -> Sequence[tuple[slice, slice]]:
@@ -291,12 +290,10 @@ class Sharing(Protocol):
             own: How many keys this rank has.
         """
 
-    def gather(self, *tensors: torch.Tensor, travels: Travels | None = None) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def gather(self, *tensors: Tensor, travels: Travels | None = None) -> Callable[[], tuple[Tensor, ...]]:
         """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``, all of them or those that travel."""
 
-    def give_back(
-        self, *tensors: torch.Tensor, travels: Travels | None = None
-    ) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
+    def give_back(self, *tensors: Tensor, travels: Travels | None = None) -> Callable[[], Sequence[tuple[Tensor, ...]]]:
         """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.calls import Attended, Call, Form, Reach, Sum, Sums, differentiate, in_type
 from megatron_het.attention.kv_cache import Run
@@ -269,7 +270,7 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
 # The softmax offset of a head, also called its sink: the score of a further key, whose value is zero.
 
 
-def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Output, in a wide type, and log-sum-exp of attention with the sinks among the keys.
 
     Args:
@@ -283,7 +284,7 @@ def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[
     return out.to(wide) * weight.to(wide), torch.logaddexp(lse, score.expand_as(lse))
 
 
-def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Gradient of the sinks, from the output and log-sum-exp with them and the gradient of that output."""
     wide = torch.promote_types(out.dtype, torch.float32)
     score = sink.detach().to(lse.dtype).view(1, -1, 1)
@@ -295,13 +296,8 @@ def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sink: torch.Tensor | None,
-        context: SliceContext,
-    ) -> torch.Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, context: SliceContext
+    ) -> Tensor:
         cache, rotation = context.cache, context.rotation
         if rotation is not None:
             query, key = rotation.turn(query), rotation.turn(key)
@@ -321,7 +317,7 @@ class _SliceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, out, lse, *unread = ctx.saved_tensors
         sink = unread.pop() if ctx.has_sink else None
         context, place = ctx.context, ctx.place
@@ -341,8 +337,8 @@ class _SliceAttention(torch.autograd.Function):
 
 
 def slice_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: SliceContext, sink: torch.Tensor | None = None
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, context: SliceContext, sink: Tensor | None = None
+) -> Tensor:
     """Attention of one slice of a microbatch.
 
     Args:
@@ -358,7 +354,7 @@ def slice_attention(
     Raises:
         CacheError: Slices come out of order.
     """
-    out: torch.Tensor = _SliceAttention.apply(query, key, value, sink, context)
+    out: Tensor = _SliceAttention.apply(query, key, value, sink, context)
     return out
 
 
@@ -415,7 +411,7 @@ def _attend_shared(
             rows.merge_rows(travels.sent[i], out, lse)
 
 
-def _differentiate(sums: Sums, mine: Sequence[torch.Tensor], own: Own, place: Place, context: SliceContext) -> None:
+def _differentiate(sums: Sums, mine: Sequence[Tensor], own: Own, place: Place, context: SliceContext) -> None:
     """Add up the gradients of a slice; in the order of the forward."""
     cache, exchange, batch = context.cache, context.exchange, mine[1].shape[1]
     given = context.kernel, context.scale, functools.partial(cache.add_gradient, context.microbatch)
@@ -435,7 +431,7 @@ def _differentiate(sums: Sums, mine: Sequence[torch.Tensor], own: Own, place: Pl
 
 
 def _differentiate_shared(
-    sums: Sums, mine: Sequence[torch.Tensor], own: Own, place: Place, context: SliceContext, parallel: Sharing
+    sums: Sums, mine: Sequence[Tensor], own: Own, place: Place, context: SliceContext, parallel: Sharing
 ) -> None:
     """Add up the gradients of a slice that other ranks share."""
     cache, exchange, batch = context.cache, context.exchange, mine[1].shape[1]
@@ -469,11 +465,11 @@ def _differentiate_shared(
             sums[0].add_rows(travels.sent[i], part)
 
 
-def _joined_rows(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _joined_rows(others: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of all ranks; log-sum-exps have theirs last."""
     return tuple(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in zip(others, own, strict=True))
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: Tensor) -> Tensor:
     """A tensor without others in its memory: a view would keep the fused projection of queries, keys and values."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_het.distributed import PlanGroups
 from megatron_het.plan import topology_hash
@@ -80,7 +81,7 @@ def restore(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-Copies = Callable[[Sequence[torch.Tensor]], Mapping[torch.Tensor, torch.Tensor]]
+Copies = Callable[[Sequence[Tensor]], Mapping[Tensor, Tensor]]
 
 
 class StateDictHook:
@@ -143,9 +144,7 @@ class StateDictHook:
         watch_writer()
         return staged(kept, copies)
 
-    def _with_copies(
-        self, state: dict[str, Any], *, freed: bool = False
-    ) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:
+    def _with_copies(self, state: dict[str, Any], *, freed: bool = False) -> tuple[dict[str, Any], Sequence[Tensor]]:
         """The state with copies of parameters that are not whole, and these copies.
 
         The optimizer has found its parameters by the tensors of the model's entries, so that the copies come last.
@@ -158,9 +157,9 @@ class StateDictHook:
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-        def tensor_of(value: Any) -> torch.Tensor | None:
+        def tensor_of(value: Any) -> Tensor | None:
             is_sharded = isinstance(value, ShardedTensor | ShardedTensorFactory)
-            return value.data if is_sharded and isinstance(value.data, torch.Tensor) else None
+            return value.data if is_sharded and isinstance(value.data, Tensor) else None
 
         model = {key: part for key, part in state.items() if key.startswith("model")}
         found = [tensor for value in nested_values(model) if (tensor := tensor_of(value)) is not None]
@@ -311,20 +310,19 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
         state: Of ``generate_state_dict``.
         copies: Tensors in it that are such copies already.
     """
-    import torch
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     known = set(map(id, copies))
 
     def copied(value: Any) -> Any:
-        if id(getattr(value, "data", None)) in known and not isinstance(value, torch.Tensor):
+        if id(getattr(value, "data", None)) in known and not isinstance(value, Tensor):
             return value
-        if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, Tensor):
             entry = copy.copy(value)
             entry.data = value.data.detach().to("cpu", copy=True)
             return entry
-        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
     found: dict[str, Any] = dict_list_map_outplace(copied, state)
     return found

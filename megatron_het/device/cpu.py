@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_het.device.simulated import host_wait
 
@@ -96,21 +97,19 @@ def install_unequal_parts() -> None:
     dist.all_to_all_single = _all_to_all_single
 
 
-def _is_for_gloo(parts: Sequence[torch.Tensor], group: Any) -> bool:
+def _is_for_gloo(parts: Sequence[Tensor], group: Any) -> bool:
     """Whether a blocking collective has parts that the group does not take."""
     return dist.get_backend(group) == "gloo" and len({part.shape for part in parts}) > 1
 
 
-def _owned(parts: Sequence[torch.Tensor], group: Any) -> list[tuple[torch.Tensor, int]]:
+def _owned(parts: Sequence[Tensor], group: Any) -> list[tuple[Tensor, int]]:
     """Parts that are not empty, with the world ranks that they belong to."""
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     return [(part, rank) for part, rank in zip(parts, ranks, strict=True) if part.numel()]
 
 
 @functools.wraps(_gather)
-def _all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> Any:
+def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """Every member broadcasts its own part."""
     if async_op or not _is_for_gloo(tensor_list, group):
         return _gather(tensor_list, tensor, group=group, async_op=async_op)
@@ -122,11 +121,7 @@ def _all_gather(
 
 @functools.wraps(_scatter)
 def _reduce_scatter(
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
+    output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """Every member's part is reduced to the member."""
     if async_op or not _is_for_gloo(input_list, group):
@@ -140,8 +135,8 @@ def _reduce_scatter(
 
 @functools.wraps(_exchange)
 def _all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     output_split_sizes: Any = None,
     input_split_sizes: Any = None,
     group: Any = None,
@@ -154,7 +149,7 @@ def _all_to_all_single(
 
 
 def _as_list(sizes: Any) -> Any:
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
 
 
 _CPU = torch.device("cpu")
@@ -349,7 +344,7 @@ def _streams_and_events() -> None:
     cuda.set_stream = _idle()
     cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
     cuda.synchronize = _host_wait("torch.cuda.synchronize()")
-    torch.Tensor.record_stream = _nothing
+    Tensor.record_stream = _nothing
 
 
 class _Generators:
@@ -454,23 +449,23 @@ def _tensor_placement() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    for owner in (torch.Tensor, torch.nn.Module):
+        setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
+    for owner in (Tensor, torch.nn.Module):
         owner.to = _to_cpu(owner.to)
         owner.cuda = _itself
-    torch.Tensor.pin_memory = _pinned_itself
+    Tensor.pin_memory = _pinned_itself
     torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)
 
 
 def _tensor_type_names() -> None:
     """``Tensor.type()`` says ``torch.cuda.FloatTensor``: the optimizers compare such strings."""
-    type_of = torch.Tensor.type
+    type_of = Tensor.type
 
     @functools.wraps(type_of)
-    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cuda_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
         if isinstance(result, str) and not result.startswith("torch.cuda."):
             return "torch.cuda." + result.removeprefix("torch.")
         return result
 
-    torch.Tensor.type = cuda_type
+    Tensor.type = cuda_type

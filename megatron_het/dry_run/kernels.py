@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 CountFlops = Callable[[float], None]
@@ -40,7 +41,7 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    def accumulate(source: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(source: Tensor, grad: Tensor, main_grad: Tensor) -> None:
         count(2.0 * source.shape[0] * source.shape[1] * grad.shape[1])
 
     layers._grad_accum_fusion_available = True
@@ -55,9 +56,7 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     fused_bias_swiglu.weighted_swiglu_back = _weighted_back
     torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
 
-    def attend(
-        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
-    ) -> torch.Tensor:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **_options: Any) -> Tensor:
         output = _Attention.apply(query, key, value, count)
         return output.reshape(*output.shape[:2], -1)
 
@@ -69,9 +68,7 @@ class _Attention(torch.autograd.Function):
     """``[s, b, heads, d]`` queries over ``[s, b, groups, d]`` keys and values, causal."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: CountFlops
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: CountFlops) -> Tensor:
         length, batch, heads, width = query.shape
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         statistics = torch.empty(batch, heads, length, dtype=torch.float32, device=query.device)
@@ -82,7 +79,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         ctx.count(2.5 * ctx.flops)  # five products
         return (*(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)), None)
@@ -92,62 +89,53 @@ class _Norm(torch.autograd.Function):
     """RMSNorm over the last dimension."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, source: Tensor, weight: Tensor) -> Tensor:
         scale = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
         ctx.save_for_backward(source, weight, scale)
         return torch.empty_like(source)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         source, weight, _ = ctx.saved_tensors
         return torch.empty_like(source), torch.empty_like(weight)
 
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return torch.empty(gradients[0].shape, dtype=gradients[0].dtype, device=gradients[0].device)
 
 
-def _rotated(tensor: torch.Tensor, frequencies: torch.Tensor, **_options: Any) -> torch.Tensor:
+def _rotated(tensor: Tensor, frequencies: Tensor, **_options: Any) -> Tensor:
     return _Rotated.apply(tensor)
 
 
 def _latent_keys(
-    both: torch.Tensor,
-    shared: torch.Tensor,
-    _cos: torch.Tensor,
-    _sin: torch.Tensor,
-    _rotary: int,
-    plain: int,
-    value: int,
-    *_options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    both: Tensor, shared: Tensor, _cos: Tensor, _sin: Tensor, _rotary: int, plain: int, value: int, *_options: Any
+) -> tuple[Tensor, Tensor]:
     """Keys and values out of ``[s, b, heads, plain + value]`` and the keys' rotary part ``[s, b, 1, rotary]``."""
     keys, values = torch.split(both, [plain, value], dim=-1)
     return torch.cat((keys, shared.expand(*keys.shape[:-1], -1)), dim=-1), values.clone()
 
 
-def _gated(both: torch.Tensor) -> torch.Tensor:
+def _gated(both: Tensor) -> Tensor:
     return torch.empty((*both.shape[:-1], both.shape[-1] // 2), dtype=both.dtype, device=both.device)
 
 
-def _like_second(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+def _like_second(gradient: Tensor, both: Tensor) -> Tensor:
     return torch.empty_like(both)
 
 
-def _weighted(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted(both: Tensor, weights: Tensor) -> Tensor:
     """Gates with a weight per token, as experts do."""
     return _gated(both)
 
 
-def _weighted_back(
-    gradient: torch.Tensor, both: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighted_back(gradient: Tensor, both: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(both), torch.empty_like(weights)
 
 
@@ -203,7 +191,7 @@ def balance_experts() -> None:
     preprocess, sort, forward = dispatcher.preprocess, token_dispatcher.sort_chunks_by_idxs, SequentialMLP.forward
 
     @functools.wraps(preprocess)
-    def known_splits(self: Any, routing_map: torch.Tensor) -> Any:
+    def known_splits(self: Any, routing_map: Tensor) -> Any:
         counts = preprocess(self, routing_map)
         if self.output_splits_tp is not None:  # every rank of a replica has an equal part of the sequence
             sent = equal_shares(self.num_out_tokens, self.ep_size)
@@ -214,16 +202,14 @@ def balance_experts() -> None:
         return counts
 
     @functools.wraps(sort)
-    def sort_equal(
-        source: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, *positional: Any, **keywords: Any
-    ) -> Any:
+    def sort_equal(source: Tensor, sizes: Tensor, order: Tensor, *positional: Any, **keywords: Any) -> Any:
         del sizes
         parts = order.numel()
         shares = _List(equal_shares(source.shape[0], parts))
         return sort(source, shares, _List(range(parts)), *positional, **keywords)
 
     @functools.wraps(forward)
-    def forward_equal(self: Any, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
+    def forward_equal(self: Any, tokens: Tensor, counts: Tensor, probs: Tensor) -> Any:
         del counts
         return forward(self, tokens, _List(equal_shares(tokens.shape[0], self.num_local_experts)), probs)
 
@@ -232,7 +218,7 @@ def balance_experts() -> None:
     SequentialMLP.forward = forward_equal
 
 
-def selected(arguments: tuple[Any, ...], top_k: int) -> torch.Tensor:
+def selected(arguments: tuple[Any, ...], top_k: int) -> Tensor:
     """Returns what :data:`SELECT` gives: ``[tokens * top_k]`` of a ``[experts, tokens]`` mask.
 
     Args:
@@ -251,7 +237,7 @@ def equal_shares(tokens: int, parts: int) -> list[int]:
 class _Sizes(list[int]):
     """Sizes beside the tensor that a real run keeps them in, for as long."""
 
-    def __init__(self, values: Iterable[int], counted: torch.Tensor) -> None:
+    def __init__(self, values: Iterable[int], counted: Tensor) -> None:
         super().__init__(values)
         self.counted = counted
 
@@ -330,7 +316,7 @@ class Remembered:
         show_new: Told of every tensor that is made here and has a storage of its own.
     """
 
-    def __init__(self, mode: FakeTensorMode, show_new: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, mode: FakeTensorMode, show_new: Callable[[Tensor], None]) -> None:
         self._mode, self._show_new = mode, show_new
         self._attributes = dict(FakeTensor(mode, torch.empty(0, device="meta"), _CPU).__dict__)
         self._known: dict[tuple[Any, ...], Result] = {}
@@ -354,7 +340,7 @@ class Remembered:
             return None, []
         return tuple(key), tensors
 
-    def find(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Result | None:
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Result | None:
         """Returns what the operator did when it was called with equal arguments."""
         result = self._known.get(key)
         if result is not None:
@@ -363,7 +349,7 @@ class Remembered:
                     return None  # a view of what has been freed, which must not bring it back
         return result
 
-    def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], result: Any, flops: int) -> None:
+    def keep(self, key: tuple[Any, ...], tensors: Sequence[Tensor], result: Any, flops: int) -> None:
         """Remember a call, if what it returned can be made again.
 
         Args:
@@ -371,7 +357,7 @@ class Remembered:
             result: What the operator returned.
         """
         kind = type(result) if isinstance(result, tuple | list) else None
-        found: list[torch.Tensor] = list(result) if isinstance(result, tuple | list) else [result]
+        found: list[Tensor] = list(result) if isinstance(result, tuple | list) else [result]
         outputs = []
         for i, tensor in enumerate(found):
             if any(tensor is one for one in found[:i]):
@@ -384,14 +370,14 @@ class Remembered:
         if len(set(storages)) == len(storages):
             self._known[key] = Result(tuple(outputs), kind, flops)
 
-    def again(self, result: Result, tensors: Sequence[torch.Tensor]) -> Any:
+    def again(self, result: Result, tensors: Sequence[Tensor]) -> Any:
         """Do what was remembered with the tensors of this call."""
         if result.kind is None:
             return self._tensor(result.outputs[0], tensors)
         made = [self._tensor(output, tensors) for output in result.outputs]
         return made if result.kind is list else tuple(made)
 
-    def _tensor(self, output: _Output, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _tensor(self, output: _Output, tensors: Sequence[Tensor]) -> Tensor:
         if output.given >= 0:
             return tensors[output.given]
         with torch._C._DisableTorchDispatch():
@@ -401,7 +387,7 @@ class Remembered:
                 plain.set_(storage, output.offset, output.shape, output.stride)
             else:
                 plain = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
-        tensor: torch.Tensor = torch.Tensor._make_subclass(
+        tensor: Tensor = Tensor._make_subclass(
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
         torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -441,7 +427,7 @@ def _describe_one(value: Any, key: list[Any], tensors: list[Any]) -> None:
         raise _Unknown
 
 
-def _output(tensor: Any, tensors: Sequence[torch.Tensor]) -> _Output | None:
+def _output(tensor: Any, tensors: Sequence[Tensor]) -> _Output | None:
     """How to make a tensor again; None where that is not known."""
     for i, given in enumerate(tensors):
         if tensor is given:

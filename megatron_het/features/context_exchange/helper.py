@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from megatron_het.attention.calls import EVERY, Attended, Call, Form, Reach, Sum, differentiate
 from megatron_het.attention.core import SliceCoreAttention
@@ -26,7 +27,7 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.cutting import Span, Starts
 from megatron_het.schedule.ir import Kind
 
-Part = tuple[torch.Tensor, torch.Tensor]
+Part = tuple[Tensor, Tensor]
 """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""
 
 
@@ -69,7 +70,7 @@ class AttentionShape:
         """Shape of the keys, or the values, of so many tokens."""
         return tokens, self.batch, self.groups, self.channels
 
-    def message(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> torch.Tensor:
+    def message(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensor:
         """An empty message for tensors of these shapes and types."""
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -91,26 +92,24 @@ class AttentionShape:
         return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
 
 
-def heads_of(tensors: Sequence[torch.Tensor], first: int, count: int) -> list[torch.Tensor]:
+def heads_of(tensors: Sequence[Tensor], first: int, count: int) -> list[Tensor]:
     """Some heads of tensors ``[s, b, heads, d]`` and of log-sum-exps ``[b, heads, s]``."""
     return [tensor.narrow(_head_dim(tensor), first, count) for tensor in tensors]
 
 
-def joined_heads(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def joined_heads(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Joins tensors with some heads each to tensors with all of them."""
     if len(parts) == 1:
         return list(parts[0])
     return [torch.cat(tensors, dim=_head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
 
 
-def _head_dim(tensor: torch.Tensor) -> int:
+def _head_dim(tensor: Tensor) -> int:
     """Where the heads, or groups, are: log-sum-exps have three dimensions."""
     return 1 if tensor.dim() == 3 else 2
 
 
-def attend(
-    query: torch.Tensor, keys: Sequence[Part], kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(query: Tensor, keys: Sequence[Part], kernel: Kernel, scale: float) -> tuple[Tensor, Tensor]:
     """Full attention over several pieces of keys and values; output in the query's type."""
     rows = Attended(query)
     rows.attend((Call(Form.FULL, *piece) for piece in keys), kernel, scale)
@@ -118,8 +117,8 @@ def attend(
 
 
 def attend_backward(
-    mine: Sequence[torch.Tensor], keys: Sequence[Part], kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mine: Sequence[Tensor], keys: Sequence[Part], kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query, and of the pieces' keys and values, joined in the order of the pieces.
 
     Args:
@@ -153,7 +152,7 @@ class Reached:
     rows: tuple[Span, ...]
     keys: tuple[Span, ...]
 
-    def calls(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Iterator[Call]:
+    def calls(self, query: Tensor, keys: Tensor, values: Tensor) -> Iterator[Call]:
         """The calls of the kernel that the owner would make."""
         at: dict[Span, int] = {}
         for span in self.keys:
@@ -171,8 +170,8 @@ class Reached:
 
 
 def attend_reached(
-    query: torch.Tensor, parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output in the query's type and log-sum-exp; of queries that reach nothing zero, and minus infinity."""
     rows = Attended(query, has_blanks=True)
     rows.attend(reached.calls(query, *_joined(parts)), kernel, scale)
@@ -180,7 +179,7 @@ def attend_reached(
 
 
 def attend_reached_backward(
-    mine: Sequence[torch.Tensor], parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
+    mine: Sequence[Tensor], parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
 ) -> Gradients:
     """Gradients of the query, keys and values, in the query's type.
 
@@ -384,8 +383,8 @@ class ExchangedKeys:
         self._returned = returned_units(program, Kind.ATTEND_HELP_BACKWARD, keep)
         uses = Counter(use.source for op in self._returned for use in self._plan.uses[op])
         self._shared = {source for source, count in uses.items() if count > 1}
-        self._gradients: dict[RankOp, torch.Tensor] = {}
-        self._held: dict[RankOp, torch.Tensor] = {}
+        self._gradients: dict[RankOp, Tensor] = {}
+        self._held: dict[RankOp, Tensor] = {}
         self._pending: dict[RankOp, PendingReceive] = {}
 
     def send(self, op: RankOp, modules: Sequence[SliceCoreAttention], shape: AttentionShape) -> None:
@@ -409,7 +408,7 @@ class ExchangedKeys:
             if pending is not None:
                 self._channels.wait_receive(pending)
 
-    def parts(self, op: RankOp, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def parts(self, op: RankOp, layer: int) -> list[tuple[Tensor, Tensor]]:
         """(keys, values) of an ATTEND_HELP in a layer, in the order of their tokens."""
         found = []
         for use in self._plan.uses[op]:
@@ -421,9 +420,7 @@ class ExchangedKeys:
         """The units of each of the ``parts`` of an ATTEND_HELP."""
         return tuple((use.start, use.stop) for use in self._plan.uses[op])
 
-    def collect(
-        self, op: RankOp, layer: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def collect(self, op: RankOp, layer: int, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
         """Take the gradients that an ATTEND_HELP_BACKWARD made of its units; gives those to return now."""
         uses = self._plan.uses[op]
         if not self._keep or self._shared.isdisjoint(use.source for use in uses):
@@ -471,7 +468,7 @@ class ExchangedKeys:
         self._gradients.clear()
         self._pending.clear()
 
-    def _empty(self, op: RankOp, layers: int, shape: AttentionShape) -> torch.Tensor:
+    def _empty(self, op: RankOp, layers: int, shape: AttentionShape) -> Tensor:
         """``[layers, 2, tokens, b, groups, d]``."""
         tokens = self._first_token(op, op.stop) - self._first_token(op, op.start)
         return torch.empty((layers, 2, *shape.keys(tokens)), dtype=shape.dtype, device=shape.device)

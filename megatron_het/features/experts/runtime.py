@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
 from megatron_het.features.experts.spec import GLOBAL, balancing_of
@@ -92,23 +93,23 @@ class Sums:
         whole: ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted.
     """
 
-    chosen: torch.Tensor
-    scores: torch.Tensor
+    chosen: Tensor
+    scores: Tensor
     slices: set[int] = field(default_factory=set)
-    whole: torch.Tensor | None = None
+    whole: Tensor | None = None
 
 
 class _WithLoss(torch.autograd.Function):
     """Hands on what is given to it; the backward adds the gradient of a balancing loss to the scores."""
 
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, scores: torch.Tensor, sums: Sums, factor: float) -> torch.Tensor:
+    def forward(ctx: Any, probs: Tensor, scores: Tensor, sums: Sums, factor: float) -> Tensor:
         ctx.sums, ctx.factor, ctx.like = sums, factor, (scores.shape, scores.dtype)
         return probs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        whole: torch.Tensor | None = ctx.sums.whole
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        whole: Tensor | None = ctx.sums.whole
         if whole is None:
             raise RuntimeError(
                 f"slices {sorted(ctx.sums.slices)} of a microbatch have been counted, and a backward pass needs all: "
@@ -129,9 +130,7 @@ class BalancedRouter(TopKRouter):
     passes: Passes
     sums: dict[tuple[str, int], Sums]
 
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Megatron.  A pass that will be recomputed counts as well: its recomputation comes too late."""
         counts = self.training and not torch.is_grad_enabled() and self.passes.current is not None
         if counts and self.is_aux_loss_enabled():
@@ -148,7 +147,7 @@ class BalancedRouter(TopKRouter):
                     self._count(kind, scores.reshape(rows, -1), chosen.reshape(rows, -1))
         return super().routing(logits, padding_mask)
 
-    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """See Megatron, whose log has the mean over passes: each counts as long as it is."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -169,31 +168,29 @@ class BalancedRouter(TopKRouter):
         return number
 
     def _apply_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
-    ) -> torch.Tensor:
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
         return self._with_loss(_MEAN_OF_MICROBATCH, probs, scores, routing_map, with_padding_mask)
 
     def _apply_seq_aux_loss(
         self,
-        probs: torch.Tensor,
-        scores: torch.Tensor,
-        routing_map: torch.Tensor,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
         seq_length: int,
         bsz: int,
         with_padding_mask: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         del bsz
         scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
         return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, with_padding_mask)
 
     def _apply_global_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
-    ) -> torch.Tensor:
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
         return self._with_loss(_MEAN_OF_BATCH, probs, scores, routing_map, with_padding_mask)
 
-    def _with_loss(
-        self, kind: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, is_padded: bool
-    ) -> torch.Tensor:
+    def _with_loss(self, kind: str, probs: Tensor, scores: Tensor, routing_map: Tensor, is_padded: bool) -> Tensor:
         """The routing probabilities with a loss attached; ``scores`` is ``[t, e]``, or ``[s, b * e]`` per sequence."""
         if not self.get_aux_loss_coeff(kind):
             return probs
@@ -204,14 +201,14 @@ class BalancedRouter(TopKRouter):
         tokens = self.passes.whole(probs.shape[0]) if self.calculate_per_token_loss else 1
         return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
 
-    def _factor(self, kind: str, scores: torch.Tensor) -> float:
+    def _factor(self, kind: str, scores: Tensor) -> float:
         """Returns what the product of the two sums is multiplied by: ``E c / (k T^2)``."""
         experts, tokens = self.config.num_moe_experts, self.passes.whole(scores.shape[0])
         sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
         return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)
 
     @torch.no_grad()
-    def _count(self, kind: str, scores: torch.Tensor, routing_map: torch.Tensor) -> Sums:
+    def _count(self, kind: str, scores: Tensor, routing_map: Tensor) -> Sums:
         """The sums of the pass's microbatch, with this pass; a recomputed pass is in them already."""
         if self.passes.current is None:
             raise RuntimeError("a layer of experts runs outside of the schedule, which balances whole microbatches")
@@ -349,7 +346,7 @@ class Experts(RuntimeFeature):
             if entry.values.numel() < self._layers:
                 # A hybrid model's log is as long as its number of experts' layers on a rank without one.
                 entry.values = entry.values.new_zeros(self._layers)
-            values: torch.Tensor = entry.values
+            values: Tensor = entry.values
             if entry.avg_group is not None:  # a mean over the tokens of every pass and rank, not a share of a sum
                 values /= self._passes.parts
             dist.all_reduce(values)
