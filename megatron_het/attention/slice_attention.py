@@ -301,7 +301,8 @@ class _SliceAttention(torch.autograd.Function):
         cache, rotation = context.cache, context.rotation
         if rotation is not None:
             query, key = rotation.turn(query), rotation.turn(key)
-        place = _place_of(context, query.shape[0])
+        kind = LimitedPlace.of if context.reach.is_limited else WholePlace
+        place: Place = kind(context, query.shape[0])
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         is_new = cache.append(context.microbatch, context.index, key, value, place.unread)
         rows = Attended(query)
@@ -356,10 +357,6 @@ def slice_attention(
     """
     out: Tensor = _SliceAttention.apply(query, key, value, sink, context)
     return out
-
-
-def _place_of(context: SliceContext, tokens: int) -> Place:
-    return LimitedPlace.of(context, tokens) if context.reach.is_limited else WholePlace(context, tokens)
 
 
 def _attend(rows: Attended, own: Own, place: Place, context: SliceContext, now: LayerExchange) -> None:
@@ -446,7 +443,10 @@ def _differentiate_shared(
     theirs = gathering()
     before = theirs[1].shape[0]
     others = Sum(theirs[1]), *sums[1:]
-    taken = exchange.begin_backward(*_joined_rows(theirs, mine)) if exchange.is_active else NOTHING
+    taken = NOTHING
+    if exchange.is_active:  # rows of all ranks; log-sum-exps have theirs last
+        pairs = zip(theirs, mine, strict=True)
+        taken = exchange.begin_backward(*(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in pairs))
     differentiate(there.calls(Keys.OWN, own, batch, others=True), theirs, others, *given)
     exchange.help_backward(context.kernel, context.scale)
     differentiate(there.without(taken).calls(Keys.EARLIER, own, batch, others=True), theirs, others, *given)
@@ -463,11 +463,6 @@ def _differentiate_shared(
             sums[0].add(part)
         else:
             sums[0].add_rows(travels.sent[i], part)
-
-
-def _joined_rows(others: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Rows of all ranks; log-sum-exps have theirs last."""
-    return tuple(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in zip(others, own, strict=True))
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -251,18 +252,14 @@ class MeasuringSession(HetSession):
         self, config: HetConfig, platform: Platform, rank: int, commands: Commands, memory: contextlib.ExitStack
     ) -> None:
         super().__init__(config, platform, rank)
-        self._links: dict[str, list[float]] = {}
+        self.links_s: dict[str, list[float]] = {}
         self._commands, self._memory = commands, memory
         self._rank = rank
         self._pass_s = 0.0
 
-    def know_links(self, seconds: dict[str, list[float]]) -> None:
-        """Sets what collectives take, for the first answer."""
-        self._links = seconds
-
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """Measures until there is nothing more to be measured; never returns."""
-        self._commands.answer(open=True, amounts=_amounts(keywords["model"]), links=self._links)
+        self._commands.answer(open=True, amounts=_amounts(keywords["model"]), links=self.links_s)
         while True:
             command = self._commands.next()
             if command["do"] == "try":
@@ -317,7 +314,8 @@ class MeasuringSession(HetSession):
             model.zero_grad_buffer()
         optimizer = optimizer_of(get_model_config(models[0]))
         optimizer.zero_grad()
-        batches = _repeated(_batch(get_args(), size))
+        batch = _batch(get_args(), size)
+        batches = (dict(batch) for _ in itertools.count())  # Megatron changes what it gets
         iterators: Any = [batches] * len(models) if isinstance(keywords["data_iterator"], list) else batches
         count = self.plan.world_size
         self._platform.synchronize()
@@ -330,12 +328,6 @@ class MeasuringSession(HetSession):
         self._platform.synchronize()
         self._pass_s = time.perf_counter() - self._started_s
         super()._finalize(call, state, force_all_reduce)
-
-
-def _repeated(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The batch again and again, in a dictionary of its own: Megatron changes what it gets."""
-    while True:
-        yield dict(batch)
 
 
 def _amounts(models: Any) -> dict[str, int]:
@@ -437,7 +429,7 @@ def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitSta
     if device.is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if request["store"]:
-        sessions[0].know_links(measure_links(request, args.distributed_backend, device.device))
+        sessions[0].links_s = measure_links(request, args.distributed_backend, device.device)
     join_alone(rank, world_size, args.distributed_backend)
     memory.enter_context(limited_memory(device, request["limit_bytes"]))
     train_alone(args)

@@ -455,11 +455,6 @@ def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
             )
 
 
-def _is_legacy(folder: Path) -> bool:
-    """Whether a checkpoint is of Megatron's older format, with a folder for each rank of the layout."""
-    return not (folder / "metadata.json").exists() and any(folder.glob("mp_rank_*"))
-
-
 def check_tracked_form(args: Any) -> None:
     """Calls :func:`check_optimizer_state` for what the tracker names, before process groups exist.
 
@@ -471,7 +466,7 @@ def check_tracked_form(args: Any) -> None:
     if not isinstance(iteration, int):
         return
     folder = Path(args.load) / f"iter_{iteration:07d}"
-    if _is_legacy(folder):
+    if not (folder / "metadata.json").exists() and any(folder.glob("mp_rank_*")):  # Megatron's older format
         raise CheckpointError(
             f"--load: {folder} is of the format torch, which a plan cannot load: it has a part for each rank of one "
             "layout. Convert it with stock Megatron in that layout: --ckpt-format torch "

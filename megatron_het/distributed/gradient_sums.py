@@ -127,7 +127,9 @@ class GradientFinalizer:
 
         def gathered(exchange: ShardExchange, parameters: Sequence[ShardedParameter]) -> None:
             if held:
-                exchange.gather_reduced(parameters, [_span(held, p.tensor) for p in parameters])
+                gradients = (p.tensor for p in parameters)  # an expert of other ranks has no elements here
+                spans = [held[_beginning(g)] if g.numel() else (0, 0) for g in gradients]
+                exchange.gather_reduced(parameters, spans)
 
         copies = self._tied_weights(model)
         for exchange, named, _ in self._exchanges(model, copies):
@@ -220,11 +222,6 @@ def _compare_copies(model: list[torch.nn.Module], held: dict[tuple[int, int], tu
     for copy in copies:
         start, stop = held.get(_beginning(copy.main_grad), (0, copy.numel()))
         check.see(start, copy.main_grad.view(-1)[start:stop])
-
-
-def _span(held: dict[tuple[int, int], tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
-    """Returns the elements of one gradient; an expert of other ranks has none here."""
-    return held[_beginning(gradient)] if gradient.numel() else (0, 0)
 
 
 def class_exchange(groups: PlanGroups) -> ShardExchange | None:

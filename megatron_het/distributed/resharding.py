@@ -276,7 +276,9 @@ class ShardExchange:
             self._reduce_to_leader(bucket)
             if self._is_leader:
                 self._sum_over_classes(bucket)
-            self._leave_total_once(bucket)
+            for parameter in bucket:  # the total stays in one place
+                if not self._is_leader or (parameter.partial and self._tp_rank > 0):
+                    parameter.tensor.zero_()
 
     def gather_reduced(self, parameters: Sequence[ShardedParameter], held: Sequence[tuple[int, int]]) -> None:
         """Bring gradients that were reduced inside the class, but not exchanged, to its leader.
@@ -338,11 +340,6 @@ class ShardExchange:
     def _broadcast_in_class(self, bucket: Sequence[ShardedParameter]) -> None:
         leader = dist.get_global_rank(self._class_group, 0)
         _in_one_message([p.tensor for p in bucket], lambda flat: dist.broadcast(flat, leader, group=self._class_group))
-
-    def _leave_total_once(self, bucket: Sequence[ShardedParameter]) -> None:
-        for parameter in bucket:
-            if not self._is_leader or (parameter.partial and self._tp_rank > 0):
-                parameter.tensor.zero_()
 
     # -- across classes ----------------------------------------------------------------------
 

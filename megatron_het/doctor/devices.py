@@ -276,7 +276,8 @@ class Devices(Check):
         if what == "gemm_s" or expected is None:
             note = next((a["note"] for a in members.values() if a["note"]), "")
             more = f" ({note})" if note else ""
-            return [*found, self.ok(names.of(times), f"{text}{more}, {_speed(members)}")]
+            rate = 2 * _GEMM**3 / statistics.median(a["gemm_s"] for a in members.values())
+            return [*found, self.ok(names.of(times), f"{text}{more}, {amount(rate, 'FLOP/s')} in a GEMM")]
         text += f", {usual / expected:.2f} times the {duration(expected)} of the profile"
         if self.slow_ratio * expected < usual <= self.slow_ratio * spread * expected:
             found.append(self.warning(names.of(times), text, doubt))
@@ -296,11 +297,6 @@ def _doubt(members: dict[int, dict[str, Any]]) -> str:
         f"The figure is not to be trusted: repeats differ by a factor of {worst['spread']:.1f}, at a load of "
         f"{worst['load']:.1f} on {worst['cores']} cores. Repeat it on an idle machine"
     )
-
-
-def _speed(members: dict[int, dict[str, Any]]) -> str:
-    """Returns what the GEMM says of the devices of one kind."""
-    return amount(2 * _GEMM**3 / statistics.median(a["gemm_s"] for a in members.values()), "FLOP/s") + " in a GEMM"
 
 
 def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[LayerModel, dict[str, Any]]:

@@ -110,7 +110,9 @@ def tiny_plan(plan: Plan) -> Plan:
     if plan.training.micro_batch_sizes:
         return whole
     whole = _with_microbatches(whole, range(plan.num_microbatches))
-    most, kept = plan.num_microbatches, _least(plan)
+    most = plan.num_microbatches
+    # The shortest prefix of the microbatches in which every replica has one.
+    kept = max(max(min(r.microbatches, default=0) for r in s.replicas) for s in plan.stages) + 1
     while kept < most:
         try:
             found = _with_microbatches(whole, range(kept))
@@ -121,11 +123,6 @@ def tiny_plan(plan: Plan) -> Plan:
         except PlanError:
             kept *= 2
     return whole
-
-
-def _least(plan: Plan) -> int:
-    """The shortest prefix of the microbatches in which every replica has one."""
-    return max(max(min(r.microbatches, default=0) for r in s.replicas) for s in plan.stages) + 1
 
 
 def _with_microbatches(plan: Plan, kept: Sequence[int]) -> Plan:

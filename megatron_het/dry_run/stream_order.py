@@ -156,7 +156,8 @@ class StreamOrder:
             history = self._histories[storage._cdata] = _History(home=stream)
             weakref.finalize(storage, self._died, storage._cdata).atexit = False
             if writes:
-                self._pay_debts(stream, clock)
+                for before in self._debts.pop(stream, ()):
+                    self._check(before, clock, stream, "memory that was freed and is given out again")
         lo, hi = _bytes_of(tensor)
         for before in history.accesses:
             if (writes or before.writes) and before.lo < hi and lo < before.hi:
@@ -168,11 +169,6 @@ class StreamOrder:
             if not (lo <= a.lo and a.hi <= hi and (writes or (a.stream == stream and not a.writes)))
         ]
         history.accesses.append(_Access(stream, clock[stream], label, writes, lo, hi))
-
-    def _pay_debts(self, stream: int, clock: Clock) -> None:
-        """New memory may be what was given back before."""
-        for before in self._debts.pop(stream, ()):
-            self._check(before, clock, stream, "memory that was freed and is given out again")
 
     def record(self, storage: Any, stream: int) -> None:
         """``record_stream``: the memory is not given away before the stream's work so far has run."""

@@ -298,7 +298,8 @@ class Agent:
                 _end_session(worker.process.pid)
                 self._workers.remove(worker)
                 self._codes.append(code)
-                why = _why(code) + _last_words(worker.log.ended())
+                why = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                why += _last_words(worker.log.ended())
                 if code and not (self._asked or worker.is_refused or worker.comes_again):
                     self._say(f"worker {worker.number} {why}")
                 self._perhaps_restart(worker, code)
@@ -351,11 +352,6 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
 def _end_session(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def _why(code: int) -> str:
-    """An exit code in words."""
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def _last_words(said: bytes) -> str:

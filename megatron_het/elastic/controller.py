@@ -143,7 +143,9 @@ class Controller:
                 return True  # the last iteration came before the change
             self._next(*self._wanted)
         elif self._wanted is None:
-            self._perhaps_learn(generation)
+            if reason := self._lessons.reason(generation, self._members):
+                self._considered, self._prepared = frozenset(p.number for p in self._pool()), frozenset()
+                self._want(reason)
             self._perhaps_change(generation)
         return False
 
@@ -384,12 +386,6 @@ class Controller:
         self._prepared = numbers
         without = ([p for p in pool if p.node != node] for node in sorted({p.node for p in pool}))
         self._planner.prepare([pool, *(left for left in without if left)])
-
-    def _perhaps_learn(self, generation: Generation) -> None:
-        """A better plan for what the run has measured."""
-        if reason := self._lessons.reason(generation, self._members):
-            self._considered, self._prepared = frozenset(process.number for process in self._pool()), frozenset()
-            self._want(reason)
 
     def _perhaps_change(self, generation: Generation) -> None:
         """Nodes that leave, and newcomers with whom there is a better plan; every pool is looked at once."""

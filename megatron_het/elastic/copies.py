@@ -206,7 +206,9 @@ class Copies:
         block, views = _packed(pieces)
         check()
         snapshot = described(trainee, iteration, state, views)
-        self._forget_old()
+        with self._lock:
+            newest = sorted({one.iteration for one in self._snapshots})[1 - _KEPT :]
+            self._snapshots = [one for one in self._snapshots if one.iteration in newest]
         self.add(snapshot)
         cost = Cost(time.monotonic() - began_s, held_bytes=block.numel(), sent_bytes=_end(snapshot.pieces[:number]))
         if not self._broken and (self._keeper is not None or self._clients):
@@ -231,11 +233,6 @@ class Copies:
         links, self._links, self._blocks, self._thread = self._links, None, None, None
         if links is not None:
             links.close()
-
-    def _forget_old(self) -> None:
-        with self._lock:
-            newest = sorted({snapshot.iteration for snapshot in self._snapshots})[1 - _KEPT :]
-            self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration in newest]
 
     def _agree(self, own: Sequence[Piece], host_computes: bool) -> None:
         """At the first, second, fourth, eighth, ... copy: what others hold, and how often copies are taken.
@@ -307,7 +304,7 @@ class Copies:
     def _swap(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
         sent = snapshot.pieces[:number]
         size = _end(sent)
-        head = _bytes(_head(snapshot, sent))
+        head = torch.frombuffer(bytearray(json.dumps(_head(snapshot, sent)).encode()), dtype=torch.uint8)
         receivers = [] if self._keeper is None else [self._keeper]
         counts = [(client, torch.empty(2, dtype=torch.int64)) for client in self._clients]
         links.swap([(r, torch.tensor([len(head), size])) for r in receivers], counts)
@@ -365,10 +362,6 @@ def _unpacked(head: dict[str, Any], body: torch.Tensor) -> Snapshot:
 def _head(snapshot: Snapshot, sent: Sequence[tuple[Piece, torch.Tensor]]) -> dict[str, Any]:
     names = ("iteration", "rank", "topology", "common", "numbers", "random")
     return {name: getattr(snapshot, name) for name in names} | {"pieces": [piece.to_json() for piece, _ in sent]}
-
-
-def _bytes(document: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
 
 
 def _end(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> int:

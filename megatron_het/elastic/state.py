@@ -160,9 +160,10 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
     sent = 0
     outgoing = _batches([m for m in mine if m.sender == links.rank != m.receiver], lambda m: held[m.source][0])
     incoming = _batches([m for m in mine if m.receiver == links.rank != m.sender], lambda m: needed[m.target][0])
-    for turn in range(_turns(links, max(len(outgoing), len(incoming)))):
+    turns = links.gather(max(len(outgoing), len(incoming)))
+    for turn in range(max(map(int, turns))):  # as many as the busiest member needs
         messages = [
-            (peer, _pack([(held[m.source][1], m.taken) for m in batch]))
+            (peer, torch.cat([_read(held[m.source][1], m.taken) for m in batch]).cpu())
             for (_, peer), batch in (outgoing[turn] if turn < len(outgoing) else {}).items()
         ]
         arriving = incoming[turn] if turn < len(incoming) else {}
@@ -178,11 +179,6 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
                 _write(needed[m.target][1], m.put, buffers[pair][at : at + m.size])
                 at += m.size
     return sent
-
-
-def _turns(links: Links, own: int) -> int:
-    """How many turns the exchange has: as many as the busiest member needs."""
-    return max(int(turns) for turns in links.gather(own))
 
 
 def _batches(moves: Sequence[_Move], piece_of: Any) -> list[dict[tuple[int, int], list[_Move]]]:
@@ -203,11 +199,6 @@ def _batches(moves: Sequence[_Move], piece_of: Any) -> list[dict[tuple[int, int]
             turns.append({})
         turns[turn].setdefault(pair, []).append(m)
     return turns
-
-
-def _pack(parts: Sequence[tuple[torch.Tensor, Runs]]) -> torch.Tensor:
-    """One flat message in host memory."""
-    return torch.cat([_read(tensor, runs) for tensor, runs in parts]).cpu()
 
 
 def _read(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:

@@ -58,7 +58,9 @@ def planned_costs(costs: Costs, program: Program) -> PlannedCosts:
     """
     rows: dict[tuple[Any, ...], list[int]] = {}
     for device in range(len(program.ops)):
-        chunks = tuple(_rounded(table[device]) if (table := getattr(costs, name)) else () for name in PER_CHUNK)
+        chunks = tuple(
+            tuple(map(_short, table[device])) if (table := getattr(costs, name)) else () for name in PER_CHUNK
+        )
         figures = tuple(_short(row[device]) if (row := getattr(costs, name)) else 0.0 for name in PER_DEVICE)
         rows.setdefault((*chunks, *figures), []).append(device)
     names = (*PER_CHUNK, *PER_DEVICE)
@@ -74,10 +76,6 @@ def _links(costs: Costs, program: Program) -> tuple[LinkCosts, ...]:
         if math.isfinite(link.bytes_per_s):  # others are free
             found.setdefault((_short(link.latency_s), _short(link.bytes_per_s)), []).append(edge)
     return tuple(LinkCosts(tuple(pairs), *figures) for figures, pairs in found.items())
-
-
-def _rounded(row: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(map(_short, row))
 
 
 def _short(value: float) -> float:

@@ -52,10 +52,6 @@ UPSTREAM_VERSION = RELEASES[0].version
 Builder = Callable[[Any], Any]  # takes the original object and returns what replaces it
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Patch:
     """One rebinding of an upstream name.
@@ -81,7 +77,7 @@ class Patch:
     reason: str
     sources: Mapping[str, str]
     build: Builder | None = None
-    applies: Callable[[], bool] = _always
+    applies: Callable[[], bool] = lambda: True
     version: str = UPSTREAM_VERSION
 
     def __post_init__(self) -> None:

@@ -105,10 +105,6 @@ def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-def _no_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is None
-
-
 def _none_of_inference(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(original)
     def is_inference_column_parallel_linear(module: Any) -> bool:
@@ -130,7 +126,7 @@ OF_RELEASES: Mapping[str, tuple[Patch, ...]] = {
             ),
             sources={_INFERENCE: "3467e044ab79edf8f7e498769e5748a0f73bc9ab59e3ed4016a6941d5eb2939a"},
             build=_none_of_inference,
-            applies=_no_transformer_engine,
+            applies=lambda: importlib.util.find_spec("transformer_engine") is None,
             version="0.20.0",
         ),
     )

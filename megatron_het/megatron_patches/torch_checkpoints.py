@@ -117,7 +117,8 @@ class _Reader(pickle.Unpickler):
             found = super().find_class(module, name)
             if module == "torch" and _is_constant(found):
                 return found
-            if module != "torch" and isinstance(found, type) and (_is_record(found) and found.__module__ == module):
+            is_record = dataclasses.is_dataclass(found) or (isinstance(found, type) and issubclass(found, enum.Enum))
+            if module != "torch" and isinstance(found, type) and is_record and found.__module__ == module:
                 return found
         raise pickle.UnpicklingError(
             f"it names {f'{module}.{name}'[:200]!r}, which is no part of a checkpoint's description; give "
@@ -129,10 +130,6 @@ def _is_constant(found: Any) -> bool:
     import torch
 
     return isinstance(found, torch.dtype | torch.layout | torch.memory_format)
-
-
-def _is_record(found: type) -> bool:
-    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
 class _GuardedPickle:

@@ -52,17 +52,13 @@ def stage_rows(plan: Plan, total: int) -> tuple[int, ...]:
         if total % (stages * tp):
             raise ValueError(f"a vocabulary of {total} rows does not divide over {stages} stages of {tp} TP ranks")
         return (total // stages,) * stages
-    parts = 0 if total % tp else _parts(total // tp)
+    units = total // tp
+    parts = 0 if total % tp else next(n for n in range(min(units, _MOST_PARTS), 0, -1) if units % n == 0)
     if parts < stages:
         raise ValueError(
             f"a vocabulary of {total} rows has {parts} equal parts that {tp} TP ranks divide, for {stages} stages"
         )
     return tuple(count * (total // parts) for count in _rounded(parts, shares))
-
-
-def _parts(units: int) -> int:
-    """The largest divisor up to ``_MOST_PARTS``."""
-    return next(parts for parts in range(min(units, _MOST_PARTS), 0, -1) if units % parts == 0)
 
 
 def _rounded(parts: int, shares: Sequence[int]) -> list[int]:

@@ -108,7 +108,9 @@ class _Events:
         self.graph = graph
         self.parent = list(range(len(graph.ops)))
         self.skipped: set[int] = set()
-        self._merge_transfers()
+        for node, other in enumerate(graph.other_end):
+            if other > node:  # of both ends one
+                self.parent[self.of(node)] = self.of(other)
         for rules in RULES:
             skipped, pairs = rules.joined(graph)
             self.skipped |= skipped
@@ -132,11 +134,6 @@ class _Events:
         while node in self.skipped and node > first:
             node -= 1
         return node
-
-    def _merge_transfers(self) -> None:
-        for node, other in enumerate(self.graph.other_end):
-            if other > node:  # of both ends one
-                self.parent[self.of(node)] = self.of(other)
 
 
 def event_places(

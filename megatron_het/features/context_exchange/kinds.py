@@ -59,10 +59,6 @@ def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:
 # Values that they need.
 
 
-def _keys_made(deps: Dependencies) -> Rule:
-    return lambda device, op: [_newest_keys(deps, device, op)]
-
-
 def _keys(deps: Dependencies) -> Rule:
     def needs(device: int, op: Op) -> list[Need]:
         if _newest_slice(deps, op) >= op.slice:  # its own keys: made in this very pass
@@ -239,7 +235,8 @@ add_kinds({
         "mnemonic": "AMB", "needs": _of_helper(PARTIAL_BACKWARD), "makes": Value.GRADIENT, "sent_by": "SEND_BACKWARD"},
     # As in the forward, for the attention's backward pass (when the peer did not keep them).
     "KV_SEND_BACKWARD": _SEND | _BACKWARD | {
-        "mnemonic": "KSB", "needs": Needs(_keys_made), "other_end": "KV_RECV_BACKWARD"},
+        "mnemonic": "KSB", "other_end": "KV_RECV_BACKWARD",
+        "needs": Needs(lambda deps: lambda device, op: [_newest_keys(deps, device, op)])},
     "KV_RECV_BACKWARD": _RECEIVE | _BACKWARD | {
         "mnemonic": "KRB", "makes": KV_BACKWARD, "other_end": "KV_SEND_BACKWARD"},
 })

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
-from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.lowering.ranks import RankProgram
 from megatron_het.runtime.data import Batches, Reports
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature, open_half
 from megatron_het.schedule.cutting import Starts
@@ -145,16 +145,11 @@ class DocumentsFeature(RuntimeFeature):
     def begin(self, call: Call, state: Iteration) -> None:
         """Read what the iteration begins with, as far as this rank does, and learn the rest from the others."""
         self._starts.clear()
-        for op in self._reading(call.forward_only):
-            self._sequences.whole(op, call.data_iterators[op.chunk])
+        for op in self._programs[call.forward_only].ops:  # each microbatch once, in the order in which it is read
+            if op.kind is Kind.FORWARD and op.chunk == self._first_chunk and op.slice == 0:
+                self._sequences.whole(op, call.data_iterators[op.chunk])
         self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
         self._sequences.documents_known()
-
-    def _reading(self, forward_only: bool) -> Iterator[RankOp]:
-        """The forwards that read, each microbatch once, in the order in which it is read."""
-        for op in self._programs[forward_only].ops:
-            if op.kind is Kind.FORWARD and op.chunk == self._first_chunk and op.slice == 0:
-                yield op
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:

@@ -257,7 +257,7 @@ class DriftWatch:
         if not off:
             return
         if len(off) == len(self.profile[key]) and max(off.values()) / min(off.values()) < 1 + 2 * self._threshold:
-            yield Finding("profile", group, _mean(off), 0, iteration, group)
+            yield Finding("profile", group, sum(off.values()) / len(off), 0, iteration, group)
             return
         for operation, factor in off.items():
             yield Finding(
@@ -345,7 +345,3 @@ def lower_median(values: Sequence[float]) -> float:
 
 def _operations(subjects: Sequence[Subject]) -> list[str]:
     return list(dict.fromkeys(operation for s in subjects for operation in s.recent))
-
-
-def _mean(factors: Mapping[str, float]) -> float:
-    return sum(factors.values()) / len(factors)

@@ -58,7 +58,8 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
         samples: Of the same iteration, by rank.
         clocks: By rank; see :class:`~megatron_het.features.watch.samples.Hello`.
     """
-    pairs = {edge: found for edge in _edges(samples) if (found := _paired(samples, *edge))}
+    edges = ((peer, rank) for rank, sample in samples.items() for peer in sample.received if peer in samples)
+    pairs = {edge: found for edge in edges if (found := _paired(samples, *edge))}
     out: dict[Edge, Moved] = {}
     for (source, target), found in pairs.items():
         back = pairs.get((target, source))
@@ -74,10 +75,6 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
             total = samples[target].counts.get(source, len(found))
             out[source, target] = Moved(median(times), min(len(times), len(found)) * total / len(found))
     return out
-
-
-def _edges(samples: Mapping[int, Sample]) -> list[Edge]:
-    return [(peer, rank) for rank, sample in samples.items() for peer in sample.received if peer in samples]
 
 
 _Ends = list[tuple[float, Arrived]]  # when the send was posted, and the receive's marks

@@ -265,10 +265,6 @@ class _Window:
         for start, stop in self._layers(device, chunk):
             yield Op(Kind.PARAM_GATHER, chunk=chunk, start=start, stop=stop)
 
-    def _reduce(self, device: int, chunk: int) -> Iterator[Op]:
-        for start, stop in reversed(self._layers(device, chunk)):
-            yield Op(Kind.GRAD_REDUCE, chunk=chunk, start=start, stop=stop)
-
     def device(self, device: int, visits: Sequence[_Visit]) -> tuple[Op, ...]:
         """The device's list."""
         ops = self.program.ops[device]
@@ -304,7 +300,8 @@ class _Window:
             final = last_visit[visit.chunk] == i and not self.program.forward_only
             stepping = final and self.step == "ministage" and visit.chunk not in late
             if final:
-                place += self._reduce(device, visit.chunk)
+                for start, stop in reversed(self._layers(device, visit.chunk)):
+                    place.append(Op(Kind.GRAD_REDUCE, chunk=visit.chunk, start=start, stop=stop))
             if stepping:
                 steps.append(Op(Kind.OPTIMIZER_STEP, chunk=visit.chunk))
             ahead = {visits[j].chunk for j in opened if j > i}

@@ -419,15 +419,13 @@ def interleaved(
             return tuple(map(tuple, forward))
         backward = [_order(part, d, group, Kind.BACKWARD) for d in range(len(part.devices))]
         if single_replicas(part) and equal_chunks(part):
-            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, _warmup(stages, chunks, group)))
+            # Megatron's forwards before the first backward.
+            first, each = (chunks - 1) * group * (chunks > 1), 1 + (chunks > 1)
+            warmup = (first + each * (stages - 1 - s) for s in range(stages))
+            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, warmup))
         return merge(part, forward, backward, _limits(part, chunks, group), Speeds.of(part, own), order)
 
     return Program(INTERLEAVED, shape, by_part(shape, parts, given, make), forward_only)
-
-
-def _warmup(stages: int, chunks: int, group: int) -> list[int]:
-    """Megatron's forwards before the first backward, by stage."""
-    return [(chunks - 1) * group * (chunks > 1) + (1 + (chunks > 1)) * (stages - 1 - s) for s in range(stages)]
 
 
 def _whole_groups(shape: Shape, group: int) -> bool:

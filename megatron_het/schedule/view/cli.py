@@ -140,15 +140,10 @@ def result_tables(result: Result) -> Iterator[Table]:
 
 def _path(result: Result) -> str:
     path = result.critical_path()
-    names = [f"{program_device(result, e.device)}:{e.op!s}" for e in path]
+    names = [f"{result.program.devices[e.device]}:{e.op!s}" for e in path]
     if len(names) > 12:
         names = [*names[:6], f"... {len(names) - 12} more ...", *names[-6:]]
     return " ".join(names)
-
-
-def program_device(result: Result, device: int) -> str:
-    """Name of a device."""
-    return str(result.program.devices[device])
 
 
 def result_json(result: Result) -> dict[str, object]:

@@ -76,7 +76,9 @@ def support(options: argparse.Namespace) -> int:
         with zipfile.ZipFile(options.out, "x", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("versions.json", json.dumps(_versions(), indent=1))
             for number, file in enumerate(kept):
-                archive.writestr(f"{number:03}-{file.name}", _end(file))
+                with file.open("rb") as stream:
+                    stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MOST_BYTES))
+                    archive.writestr(f"{number:03}-{file.name}", stream.read(_MOST_BYTES))
     except FileExistsError:
         raise PlannerError(str(options.out), "--out", None, "the file is there", "Name another one") from None
     sys.stdout.write(f"wrote {options.out}: versions and {len(kept)} files. Look into it before you send it\n")
@@ -92,12 +94,6 @@ def _texts(given: Path) -> Iterator[Path]:
         is_text = file.suffix in _TEXTS and not any(part.startswith("iter_") for part in file.parts)
         if is_text and stat.S_ISREG(os.lstat(file).st_mode):
             yield file
-
-
-def _end(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MOST_BYTES))
-        return stream.read(_MOST_BYTES)
 
 
 def _versions() -> dict[str, str]:

@@ -73,11 +73,6 @@ def model_shape(model: Model) -> ModelShape:
     return ModelShape(**found | {"num_query_groups": model.groups})
 
 
-def _stored(model: Model) -> str:
-    """Precision of weights as plans name it: tf32 is how a GPU multiplies fp32."""
-    return "fp32" if model.precision == "tf32" else model.precision
-
-
 def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) -> None:
     """Compare a plan with the model that it is used with.
 
@@ -210,7 +205,7 @@ def build_plan(
         training=TrainingShape(
             micro_batch_size=candidate.micro_batch_size,
             global_batch_size=batch,
-            precision=_stored(model),
+            precision="fp32" if model.precision == "tf32" else model.precision,  # tf32 is how a GPU multiplies fp32
             sequence_parallel=model.sequence_parallel,
             recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,

@@ -226,14 +226,9 @@ def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
         reasons.append(f"replicas get {sorted(shares)} microbatches")
     if len({len(s.layers) for s in plan.stages}) > 1:
         reasons.append("stages have different numbers of chunks")
-    if not reasons and list(_stock_ranks(plan)) != [k for s in plan.stages for r in s.replicas for k in r.ranks]:
+    if not reasons and list(range(plan.world_size)) != [k for s in plan.stages for r in s.replicas for k in r.ranks]:
         reasons.append("ranks are not numbered in Megatron's order (TP, then replicas, then stages)")
     return reasons
-
-
-def _stock_ranks(plan: Plan) -> Sequence[int]:
-    """Ranks in the order tp, dp, pp, which is 0, 1, 2, ... stage by stage."""
-    return range(plan.world_size)
 
 
 def stock_arguments(plan: Plan) -> list[str]:

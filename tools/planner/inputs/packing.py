@@ -316,7 +316,7 @@ def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
         devices, ranks, there = zip(*sorted(members), strict=True)
         kind = kinds[there[0]]
         more = (there, devices) if kind.shared_node else ((), ())
-        nodes.append(Node(there[0], ranks, _host(kind.hosts, number), *more))
+        nodes.append(Node(there[0], ranks, kind.hosts[number] if number < len(kind.hosts) else "", *more))
     return nodes
 
 
@@ -373,10 +373,6 @@ def whole_kind(node: Node, kinds: Mapping[str, NodeKind]) -> NodeKind:
     gpus = dict.fromkeys(kinds[name].gpu or name for name in node.kinds)
     devices = sum(k.devices for k in _in_same_nodes(kind, kinds))
     return replace(kind, gpu=" + ".join(gpus), gres=asked_gres(node, kinds), devices=devices)
-
-
-def _host(hosts: Sequence[str], index: int) -> str:
-    return hosts[index] if index < len(hosts) else ""
 
 
 def components(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[Component]:

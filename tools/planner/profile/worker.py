@@ -212,7 +212,7 @@ class _Run:
     def _links(self) -> None:
         from .links import links_to_measure, measure_link
 
-        stored = {_link_key(k) for k in self.profile.links}
+        stored = {(k.scope, k.first_kind, k.second_kind, k.operation, k.participants) for k in self.profile.links}
         for link in links_to_measure(self.seats):
             key = (link.scope, link.first_kind, link.second_kind, link.operation, len(link.ranks))
             if key in stored:
@@ -244,10 +244,6 @@ def _least(values: list[tuple[str, int]]) -> dict[str, int]:
     for kind, value in values:
         found[kind] = min(value, found.get(kind, value))
     return found
-
-
-def _link_key(link: LinkProfile) -> tuple[str, str, str, str, int]:
-    return (link.scope, link.first_kind, link.second_kind, link.operation, link.participants)
 
 
 def _words(point: Point) -> str:

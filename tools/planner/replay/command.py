@@ -142,7 +142,8 @@ def plan_of_pool(
     """Add the plan of a pool to those found; one that was found for a part of the pool counts too."""
     best = _search_pool(estimator, goal, method, pool, limit_s)
     for smaller in found.values():
-        fits = smaller.iteration_s is not None and _is_part(smaller.pool, pool)
+        is_part = all(a <= b for a, b in zip(smaller.pool, pool, strict=True))
+        fits = smaller.iteration_s is not None and is_part
         if fits and (smaller.iteration_s or 0.0) < (best.iteration_s or inf):
             best = replace(smaller, pool=pool)
     found[pool] = best
@@ -164,10 +165,6 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
     share_bytes_per_s = min(node.network_bytes_per_s / node.gpus_per_node for node in cluster.nodes)
     seconds = grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in memory))
     return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), state_bytes, seconds)
-
-
-def _is_part(small: Pool, large: Pool) -> bool:
-    return all(a <= b for a, b in zip(small, large, strict=True))
 
 
 def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
@@ -230,7 +227,8 @@ def replay(options: argparse.Namespace) -> int:
     trace = load_trace(options.trace, estimator.cluster)
     costs, sources, each_byte_s = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
-    pools = [*trace.pools(), *_between(trace, costs), full]
+    ready = (change.pool for change in with_start(trace, costs.start_s))  # while others start
+    pools = [*trace.pools(), *ready, full]
     with shown_progress("searching a plan for every pool of the trace", options):
         plans = search_pools(estimator, goal, options.search, pools, left_s(options))
     ideal_s = plans[full].iteration_s
@@ -312,11 +310,6 @@ def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[s
     more_s = {name: plan.grows_s for name in (f"{kind}_s" for kind in CHANGES) if sources[name] == DEFAULTS}
     more_s |= {name: seconds * plan.state_bytes for name, seconds in each_byte_s.items()}
     return replace(costs, **{name: round(getattr(costs, name) + seconds, 3) for name, seconds in more_s.items()})
-
-
-def _between(trace: Trace, costs: Costs) -> list[Pool]:
-    """Pools of nodes that are ready, while others start."""
-    return [change.pool for change in with_start(trace, costs.start_s)]
 
 
 def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s: float) -> dict[str, Any]:

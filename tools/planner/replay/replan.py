@@ -371,7 +371,8 @@ def replan(
     corrected = correct(plan, cluster, profile, watched)
     estimator = estimator_of(corrected, model, _runtime(plan, cluster), memory_margin)
     before_s = predicted_s(estimator, corrected.plan)
-    outcome = (find or _search)(estimator, goal or Goal())
+    goal = goal or Goal()
+    outcome = search("auto", estimator, goal, Progress()) if find is None else find(estimator, goal)
     best = outcome.best
     better = None
     if best is not None and best.runnable and best.iteration_s < before_s:
@@ -400,10 +401,6 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
     if estimate is None:
         raise PlannerError("the run's plan", "stages", len(plan.stages), "no figures for some replica of this plan")
     return simulate_candidate(estimator, candidate, estimate, replace(plan, predicted=None), seated).iteration_s
-
-
-def _search(estimator: Estimator, goal: Goal) -> Outcome:
-    return search("auto", estimator, goal, Progress())
 
 
 def _runtime(plan: Plan, cluster: Cluster) -> Runtime:

@@ -33,7 +33,8 @@ def render(page: PageData) -> str:
     package, by their hashes: whatever names and notes hold stays text.
     """
     scripts = [_asset(name) for name in SCRIPTS]
-    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts)
+    digests = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()) for text in scripts)
+    hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; form-action 'none'"
     hues = sections.stage_hues(page)
     embedded: Mapping[str, Any] = {**cast(Mapping[str, Any], page), "hues": hues}
@@ -59,10 +60,6 @@ def render(page: PageData) -> str:
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 # The option ``--html`` of the commands that search: the page of the best plan.

@@ -109,7 +109,12 @@ def table(title: str, *columns: str) -> Table:
 def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[dict[str, Any]]:
     """One row per stage and kind of replica."""
     rows = []
-    for m, (s, g, share) in zip(estimate.memory, _flat(candidate, estimate)):
+    groups = [
+        (s, g, share)
+        for s, stage in enumerate(candidate.stages)
+        for g, share in zip(stage.groups, estimate.microbatches[s])
+    ]
+    for m, (s, g, share) in zip(estimate.memory, groups):
         node = estimator.cluster.nodes[g.pool]
         rows.append(
             {
@@ -141,12 +146,6 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
 def _share(row: dict[str, Any]) -> str:
     share = row["state_share"]
     return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
-
-
-def _flat(candidate: Candidate, estimate: Estimate) -> Iterator[tuple[int, Group, int]]:
-    for s, stage in enumerate(candidate.stages):
-        for g, share in zip(stage.groups, estimate.microbatches[s]):
-            yield s, g, share
 
 
 def summary(
