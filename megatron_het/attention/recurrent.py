@@ -65,11 +65,7 @@ class StateCache:
         self._open: dict[tuple[int, int], int] = {}  # slices that are forward and not backward yet
 
     def before(self, key: Key) -> Left:
-        """Returns what the slice before one has left.
-
-        Raises:
-            CacheError: It has not run.
-        """
+        """Returns what the slice before one has left; raises CacheError if it has not run."""
         found = self._left.get(key._replace(part=key.part - 1))
         if found is None:
             raise CacheError(

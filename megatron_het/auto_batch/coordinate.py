@@ -93,22 +93,14 @@ class MeasuringProcess:
         return self.answer()
 
     def tell(self, **command: Any) -> None:
-        """Send a command.
-
-        Raises:
-            MeasuringError: The process has ended.
-        """
+        """Send a command; raises MeasuringError if the process has ended."""
         try:
             self._connection.send_bytes(json.dumps(command).encode())
         except OSError:
             raise self._ended() from None
 
     def answer(self) -> dict[str, Any]:
-        """The next answer.
-
-        Raises:
-            MeasuringError: None came in time, or the process has ended.
-        """
+        """The next answer; raises MeasuringError if none came in time, or the process has ended."""
         end_s = time.monotonic() + self._timeout_s
         while not self._connection.poll(_POLL_S):
             if time.monotonic() > end_s:
@@ -166,11 +158,7 @@ class MemoryLimit:
 
 
 def memory_limit() -> MemoryLimit:
-    """Finds the memory that this rank may use.
-
-    Raises:
-        ValueError: The variable is malformed.
-    """
+    """Finds the memory that this rank may use; raises ValueError if the variable is malformed."""
     from megatron_het import device as platform
 
     device = platform.activate()

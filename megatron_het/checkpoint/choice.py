@@ -387,11 +387,7 @@ class UnreadableError(ValueError):
 
 
 def common_state(folder: Path) -> dict[str, Any]:
-    """Returns what all ranks of a checkpoint have in common.
-
-    Raises:
-        UnreadableError: It cannot be read.
-    """
+    """Returns what all ranks of a checkpoint have in common; raises UnreadableError if it cannot be read."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -266,11 +266,7 @@ class LimitedStorages(Storages):
         self._limit_bytes = limit_bytes
 
     def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
-        """See :class:`Storages`.
-
-        Raises:
-            torch.OutOfMemoryError: More lives than fits.
-        """
+        """See :class:`Storages`; raises torch.OutOfMemoryError if more lives than fits."""
         if after_bytes > before_bytes and self.live_bytes > self._limit_bytes:
             raise torch.OutOfMemoryError(
                 f"{self.live_bytes} bytes live, {after_bytes - before_bytes} of them new, and the limit is "

@@ -62,11 +62,7 @@ class Keys:
 
 
 def hear(store: Documents, key: str, timeout_s: float) -> Any:
-    """The JSON value of a key.
-
-    Raises:
-        MeetingError: It did not come in time, or the store has gone.
-    """
+    """The JSON value of a key; raises MeetingError if it did not come in time, or the store has gone."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while store.wait([key], [], min(_LISTEN_S, max(0.0, deadline_s - time.monotonic()))) != "there":

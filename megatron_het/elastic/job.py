@@ -75,11 +75,7 @@ class Generation:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Generation:
-        """Returns what :meth:`to_json` described.
-
-        Raises:
-            PlanError: The plan is not one.
-        """
+        """Returns what :meth:`to_json` described; raises PlanError if the plan is not one."""
         known = {"elsewhere": (), "fallback": ""} | document
         numbers = {name: tuple(map(int, known[name])) for name in ("ranks", "holders", "unsaved", "elsewhere")}
         return Generation(

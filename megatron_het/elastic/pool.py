@@ -115,11 +115,7 @@ class Planner:
     """Makes plans.  Whoever learns nothing and makes nothing ahead says what its plans are, and which one is better."""
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """A plan for a pool, and the process of each of its ranks.
-
-        Raises:
-            NoPlanError: There is none.
-        """
+        """A plan for a pool, and the process of each of its ranks; raises NoPlanError if there is none."""
         raise NotImplementedError
 
     def is_better(self, plan: Plan, present: Plan) -> bool:

@@ -194,11 +194,7 @@ class SearchedPlans(Planner):
             return document in self._known
 
     def renew(self) -> None:
-        """See :class:`Planner`.
-
-        Raises:
-            ValueError: The cluster file is missing or wrong; all stays as it is.
-        """
+        """See :class:`Planner`; raises ValueError if the cluster file is missing or wrong; all stays as it is."""
         self._search.check()
         whole = _single_kinds(self._cluster)
         kinds = {group["gpu"] for group in whole["nodes"]}

@@ -140,11 +140,7 @@ class Setting:
     away_s: float = 1800.0
 
     def board(self) -> Board:
-        """The job's board.
-
-        Raises:
-            StoreError: The file of the authority cannot be used.
-        """
+        """The job's board; raises StoreError if the file of the authority cannot be used."""
         return Board(
             self.host,
             self.port,

@@ -102,11 +102,7 @@ _INSTALLED: dict[str, _Installed] = {}
 
 @functools.cache
 def all_patches() -> Mapping[str, Patch]:
-    """Every patch of the project by name.
-
-    Raises:
-        PatchError: Two patches share a name or a target.
-    """
+    """Every patch of the project by name; raises PatchError if two patches share a name or a target."""
     found: dict[str, Patch] = {}
     targets: dict[str, str] = {}
     for patch in importlib.import_module(f"{__name__}.patches").PATCHES:

@@ -43,11 +43,7 @@ class _GuardedStream:
         self._unless_failed(self._stream.flush)
 
     def close(self) -> None:
-        """The object is complete.
-
-        Raises:
-            OSError: A write failed.
-        """
+        """The object is complete; raises OSError if a write failed."""
         self._unless_failed(self._stream.close)
         if self._failure is not None:
             raise self._failure
@@ -106,11 +102,7 @@ _OTHERS = {
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The object that a pickle names.
-
-        Raises:
-            UnpicklingError: It is no part of the format.
-        """
+        """The object that a pickle names; raises UnpicklingError if it is no part of the format."""
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if "." not in name and module in (*_MODULES, "torch"):

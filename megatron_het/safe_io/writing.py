@@ -127,11 +127,7 @@ def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = Fa
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2, *, durable: bool = True) -> None:
-    """Write JSON; see :func:`write_bytes`.
-
-    Raises:
-        ValueError: A number that JSON has no text for (NaN, infinity).
-    """
+    """Write JSON; see :func:`write_bytes`; raises ValueError for a number that JSON has no text for (NaN, infinity)."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n", durable=durable)
 
 

@@ -436,11 +436,7 @@ class ScheduleSyntaxError(ValueError):
 
 
 def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
-    """The operation whose text this is.
-
-    Raises:
-        ScheduleSyntaxError: the text is not exactly one operation.
-    """
+    """The operation whose text this is; raises ScheduleSyntaxError if the text is not exactly one operation."""
     match = _OP.fullmatch(text)
     if match is None:
         raise ScheduleSyntaxError(line, column, f"{shown(text)} is not an operation (like F0.0.0 or SF0.0.0>1.0)")

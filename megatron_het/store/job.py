@@ -353,11 +353,7 @@ def end_all(exchange: Exchange | None, flag: str, rank: int, error: Exception) -
 
 
 def places() -> list[Address]:
-    """Returns where the store may be, the likeliest place first.
-
-    Raises:
-        StoreError: A variable makes no sense.
-    """
+    """Returns where the store may be, the likeliest place first; raises StoreError if a variable makes no sense."""
     if given := os.environ.get(PLACE):
         place = address(given)
         if place is None:

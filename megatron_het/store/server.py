@@ -207,11 +207,7 @@ class Channel:
 
     @staticmethod
     def length(head: bytes) -> int:
-        """Bytes of the contents that follow a head.
-
-        Raises:
-            StoreError: More than a frame may have.
-        """
+        """Bytes of the contents that follow a head; raises StoreError for more than a frame may have."""
         (length,) = struct.unpack_from(">I", head)
         if length > MAX_FRAME_BYTES:
             raise StoreError(f"a frame of {length} bytes")

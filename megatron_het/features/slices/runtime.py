@@ -228,11 +228,7 @@ class SlicedSequences(Batches, RuntimeFeature):
                 cache.drop(op.microbatch)
 
     def check_empty(self) -> None:
-        """All passes of an iteration are done.
-
-        Raises:
-            CacheError: Keys and values, or states, are left in a cache.
-        """
+        """All passes of an iteration are done; raises CacheError if keys and values, or states, are left in a cache."""
         for cache in _caches(self._models):
             cache.check_empty()
 

@@ -36,11 +36,7 @@ class Board:
         self._away_until_s = 0.0
 
     def greet(self, rank: int, text: str) -> None:
-        """Write what a rank says about itself, once.
-
-        Raises:
-            StoreError: Nobody answers.
-        """
+        """Write what a rank says about itself, once; raises StoreError if nobody answers."""
         self._store.write(f"hello/{rank}/0", text, patience_s=_GREETING_S)
 
     def post(self, name: str, rank: int, text: str, place: int = 0) -> None:

@@ -203,11 +203,7 @@ class WeightGradients:
                     ready(weight)
 
     def check_empty(self) -> None:
-        """The iteration is done.
-
-        Raises:
-            RuntimeError: Weight gradients of some passes were not computed.
-        """
+        """The iteration is done; raises RuntimeError if weight gradients of some passes were not computed."""
         if self._waiting:
             raise RuntimeError(f"BACKWARD_WEIGHT is missing for (microbatch, slice, chunk) {sorted(self._waiting)}")
 

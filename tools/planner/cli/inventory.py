@@ -334,11 +334,7 @@ def _gpus_of(gres: str) -> list[tuple[str, int]]:
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """Names from ``n1,n2`` or ``n[01-16,20]``.
-
-    Raises:
-        PlannerError: Not a list of host names.
-    """
+    """Names from ``n1,n2`` or ``n[01-16,20]``; raises PlannerError for anything else."""
     try:
         return tuple(dict.fromkeys(expanded_hosts(text)))
     except ValueError as error:

@@ -57,11 +57,7 @@ class ElasticOptions:
 
 
 def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
-    """The plans of ``--plans``, by file.
-
-    Raises:
-        PlannerError: A file is no plan, or one that no run can have.
-    """
+    """The plans of ``--plans``, by file; raises PlannerError for a file with no plan, or one that no run can have."""
     found = []
     for file in files:
         try:

@@ -437,11 +437,7 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
-    """Returns the settings of the scripts.
-
-    Raises:
-        PlannerError: Options of a container without one.
-    """
+    """Returns the settings of the scripts; raises PlannerError for options of a container without one."""
     iterations = options.train_iters
     if options.train_samples is not None:
         iterations = options.train_samples // plan.training.global_batch_size

@@ -42,11 +42,7 @@ def host_problem(name: str) -> str:
 
 
 def expanded_hosts(text: str) -> list[str]:
-    """Names from ``n1,n2`` or ``n[01-16,20]``, as Slurm writes them.
-
-    Raises:
-        ValueError: Not a list of host names.
-    """
+    """Names from ``n1,n2`` or ``n[01-16,20]``, as Slurm writes them; raises ValueError for anything else."""
     out: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
         out += _expanded(part.strip())

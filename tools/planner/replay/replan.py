@@ -60,11 +60,7 @@ class Corrected:
 
 
 def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watched) -> Corrected:
-    """Put what was measured into cluster and profile.
-
-    Raises:
-        PlannerError: The plan does not fit the cluster.
-    """
+    """Put what was measured into cluster and profile; raises PlannerError if the plan does not fit the cluster."""
     seats = [seat for stage in seat_replicas(plan, rooms_of(cluster)) for seat in stage]
     own = _own_kinds(watched)
     kinds = {d.device: own.get(d.device, d.kind) for d in watched.devices}

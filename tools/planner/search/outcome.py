@@ -514,11 +514,7 @@ def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
 
 
 def goal_from(options: argparse.Namespace) -> Goal:
-    """Objective and constraints.
-
-    Raises:
-        PlannerError: a constraint that is not positive, an unknown schedule.
-    """
+    """Objective and constraints; raises PlannerError for a constraint that is not positive, an unknown schedule."""
     for name in ("max_usd_per_iteration", "min_iterations_per_s", "max_gpus", "limit_s"):
         value = getattr(options, name)
         if value is not None and not 0 < value < inf:
