@@ -11,7 +11,7 @@ import pickle
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,6 +87,22 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     """The words of a command line before ``--`` and those after it; None where there is no ``--``."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :]) if at < len(words) else None
+
+
+def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, ...]]) -> None:
+    """Adds options: of each its name, default, placeholder ("" for its own), help, and what else argparse is told.
+
+    False as default makes a switch.  The type of values is that of a number or path as default, else as it is told.
+    """
+    for name, (default, metavar, text, *more) in rows.items():
+        told: dict[str, Any] = {"default": default, "help": text} | ({"metavar": metavar} if metavar else {})
+        if default is False:
+            told["action"] = "store_true"
+        elif isinstance(default, (int, float, Path)) and default is not True:
+            told["type"] = type(default) if isinstance(default, (int, float)) else Path
+        for further in more:
+            told |= further
+        parser.add_argument(name, **told)
 
 
 def count(least: int, most: int) -> Callable[[str], int]:

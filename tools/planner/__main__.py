@@ -6,6 +6,7 @@ Only argparse is imported here; every command imports what it needs, so that ``-
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count, ends_with_its_reader, shown, split_words
+from megatron_het.safe_io import MAX_DEVICES, add_options, amount, count, ends_with_its_reader, shown, split_words
 
 from .errors import PlannerError, command
 
@@ -90,13 +91,8 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     if not getattr(options, "json", False):
         sys.stderr.write(f"error: {error}\n")
         return
-    body = {
-        "file": error.file,
-        "key": error.key,
-        "value": shown(error.value),
-        "problem": error.problem,
-        "hint": error.hint,
-    }
+    body = {"file": error.file, "key": error.key, "value": shown(error.value), "problem": error.problem}
+    body["hint"] = error.hint
     sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
@@ -122,257 +118,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
     from .inputs.files import WRITING
 
-    _OPTIONS[name](parser)
+    run, parts, defaults = _OPTIONS[name]
+    for part in parts:
+        if isinstance(part, str):
+            importlib.import_module(f".{part}", __package__).add_arguments(parser)
+        else:
+            add_options(parser, part)
     if name in WRITING:
-        parser.add_argument(
-            "--force", action="store_true", help="replace files that the command reads or did not write"
-        )
-
-
-def _model(parser: argparse.ArgumentParser, names: str = "") -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FILE",
-        help=f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}",
-    )
-    for option in ("--seq-length", "--global-batch-size"):
-        parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "tf32", "bf16", "fp16"),
-        help="where FILE does not say it, or instead: V100, T4 and RTX-20 have no bf16",
-    )
-    parser.add_argument(
-        "--document-lengths",
-        metavar="MEAN|FILE",
-        help="of documents packed into sequences that do not see each other: their mean in tokens, or a file with the "
-        "lengths of some of them; where the model file does not say it, or instead",
-    )
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
-    _model(parser)
-    parser.add_argument("--profile", metavar="FILE", help="profile.json; without one, datasheet figures are used")
-    parser.add_argument(
-        "--memory-margin",
-        type=float,
-        default=0.95,
-        metavar="SHARE",
-        help="share of GPU memory that a plan may use (default 0.95)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-
-
-def _goal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--objective",
-        choices=("throughput", "cost"),
-        default="throughput",
-        help="shortest iteration (default) or cheapest iteration",
-    )
-    parser.add_argument(
-        "--max-usd-per-iteration",
-        type=amount(0.0, 1e12),
-        metavar="USD",
-        help="budget; needs prices in the cluster file",
-    )
-    parser.add_argument("--min-iterations-per-s", type=amount(0.0, 1e12), metavar="RATE", help="refuse slower plans")
-    parser.add_argument("--max-gpus", type=count(1, MAX_DEVICES), metavar="N", help="use at most this many GPUs")
-    parser.add_argument(
-        "--schedules",
-        default="1f1b,interleaved,ministage,slimpipe",
-        metavar="A,B",
-        help="schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)",
-    )
-    parser.add_argument(
-        "--search",
-        choices=("auto", "zorse", "sailor", "poplar"),
-        default="auto",
-        help="method; auto (default) also searches as the published ones do, and takes the best of all",
-    )
-    parser.add_argument(
-        "--robust",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="of plans that are about as fast, take the one that loses least where the network is 20 %% or one kind of "
-        "GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
-    )
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best so far "
-        "(default %(default)g); a search has 1 of them at least, however long reading took",
-    )
-
-
-def _quickstart_options(parser: argparse.ArgumentParser) -> None:
-    _model(parser, "; or a name like llama-3.1-8b (docs/planner.md)")
-    parser.add_argument("--cluster", metavar="FILE", help="cluster file, instead of asking what there is")
-    _whom_to_ask(parser)
-    parser.add_argument("--out", type=Path, default=Path("run"), metavar="FOLDER", help="new folder (default run)")
-    parser.add_argument("--extra", metavar="FLAGS", help="further Megatron flags in one string: data, tokenizer, ...")
-    parser.add_argument(
-        "--limit-s", type=amount(1.0, 1e6), default=120.0, metavar="S", help="CPU seconds to plan (default 120)"
-    )
-    parser.add_argument("--force", action="store_true", help="write into a folder that is there")
-    parser.set_defaults(json=False, main=main, run=_call("cli.inventory", "quickstart"))
-
-
-def _init_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="cluster.yaml", metavar="FILE", help="file to write (default cluster.yaml)")
-    parser.add_argument("--force", action="store_true", help="overwrite the file")
-    _whom_to_ask(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_call("cli.inventory", "init"))
-
-
-def _whom_to_ask(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--from",
-        dest="source",
-        choices=("auto", "slurm", "nvidia-smi"),
-        default="auto",
-        help="whom to ask; auto (default): Slurm's sinfo where it lists GPUs, else nvidia-smi",
-    )
-    parser.add_argument("--hosts", metavar="NAMES", help="nodes like this one, as n1,n2 or n[01-16]")
-    parser.add_argument("--gpu", metavar="KIND", help="ask nobody: nodes with this GPU of the catalog")
-    parser.add_argument("--gpus-per-node", type=count(1, 1024), default=8, metavar="N", help="with --gpu (default 8)")
-
-
-def _plan_options(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
-    _goal(parser)
-    parser.add_argument("--out", default="plan.json", metavar="FILE", help="plan to write (default plan.json)")
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        help="train one rank of each kind dry before the plan is written; take the next finalist, or search again "
-        "with a smaller memory margin, where one needs more than its GPU has (default: where torch and Megatron are "
-        "installed, for at most two minutes)",
-    )
-    parser.add_argument(
-        "--verify-limit-s",
-        type=amount(0.0, 1e6),
-        metavar="S",
-        help="seconds that these dry runs may take together (default 900 with --verify, else 120)",
-    )
-    parser.set_defaults(run=_call("cli.commands", "plan"))
-
-
-def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN", help="plan.json")
-    _common(parser)
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
-    parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG, PNG or text by extension)")
-    parser.set_defaults(run=_call("cli.commands", "simulate"))
-
-
-def _check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN", help="plan.json")
-    _common(parser)
-    parser.set_defaults(run=_call("cli.commands", "check"))
-
-
-def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="PLAN", help="plan.json")
-    _common(parser)
-    _goal(parser)
-    parser.add_argument("--html", default="report.html", metavar="FILE", help="page to write (default report.html)")
-    parser.add_argument(
-        "--no-search",
-        action="store_true",
-        help="leave out what needs further searches: alternatives, and what one more node brings",
-    )
-    parser.set_defaults(limit_s=120.0, run=_call("cli.commands", "report"))
-
-
-def _page_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", metavar="FILE", help="write one HTML page of the plan and of what is printed")
-
-
-def _explain_options(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
-    _goal(parser)
-    _page_option(parser)
-    parser.set_defaults(run=_call("cli.commands", "explain"))
-
-
-def _compare_options(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
-    _goal(parser)
-    _page_option(parser)
-    parser.set_defaults(run=_call("cli.commands", "compare"))
-
-
-def _profile_options(parser: argparse.ArgumentParser) -> None:
-    from .profile.settings import add_arguments
-
-    _model(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_arguments(parser)
-    parser.set_defaults(run=_call("cli.commands", "profile"))
-
-
-def _emit_options(parser: argparse.ArgumentParser) -> None:
-    from .emit.options import add_arguments
-
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
-    _model(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_arguments(parser)
-    parser.set_defaults(run=_call("cli.commands", "emit"))
-
-
-def _dry_run_options(parser: argparse.ArgumentParser) -> None:
-    from .cli.dry_run import add_arguments
-
-    parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
-    _model(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_arguments(parser)
-    parser.set_defaults(run=_call("cli.dry_run", "dry_run"), flags=[])
-
-
-def _replan_options(parser: argparse.ArgumentParser) -> None:
-    from .replay.replan import add_arguments
-
-    add_arguments(parser)
-    _goal(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(limit_s=120.0, run=_call("replay.replan", "run"))
-
-
-def _replay_options(parser: argparse.ArgumentParser) -> None:
-    from .replay.command import add_arguments
-
-    add_arguments(parser)
-    _common(parser)
-    _goal(parser)
-    parser.set_defaults(run=_call("replay.command", "replay"))
-
-
-def _rent_options(parser: argparse.ArgumentParser) -> None:
-    from .replay.rent import add_arguments
-
-    _common(parser)
-    add_arguments(parser)
-    _goal(parser)
-    parser.set_defaults(run=_call("replay.rent", "rent"))
-
-
-def _support_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders and files of the job")
-    parser.add_argument("--out", type=Path, default=Path("support.zip"), help="the archive (default %(default)s)")
-    parser.set_defaults(run=_call("cli.commands", "support"))
-
-
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script")
-    parser.set_defaults(run=completion)
+        add_options(parser, {"--force": (False, "", "replace files that the command reads or did not write")})
+    parser.set_defaults(run=run if callable(run) else _call(run), **defaults)
 
 
 def completion(options: argparse.Namespace) -> int:
@@ -422,33 +176,121 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def _call(module: str, name: str) -> Any:
+def _call(name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
-        import importlib
-
-        return getattr(importlib.import_module(f".{module}", __package__), name)(options)
+        module, _, function = name.rpartition(".")
+        return getattr(importlib.import_module(f".{module}", __package__), function)(options)
 
     return run
 
 
-_OPTIONS = {
-    "quickstart": _quickstart_options,
-    "init": _init_options,
-    "profile": _profile_options,
-    "plan": _plan_options,
-    "simulate": _simulate_options,
-    "explain": _explain_options,
-    "compare": _compare_options,
-    "check": _check_options,
-    "report": _report_options,
-    "replan": _replan_options,
-    "replay": _replay_options,
-    "rent": _rent_options,
-    "emit": _emit_options,
-    "dry-run": _dry_run_options,
-    "support": _support_options,
-    "completion": _completion_options,
+# Options, which several commands have in common; see ``add_options``.
+# fmt: off
+_INSTEAD = "where FILE does not say it, or instead"
+_SIZE = {"type": count(1, 1 << 27)}
+
+
+def _model(names: str = "") -> dict[str, tuple[Any, ...]]:
+    text = f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}"
+    return {
+        "--model": (None, "FILE", text, {"required": True}),
+        "--seq-length": (None, "N", _INSTEAD, _SIZE),
+        "--global-batch-size": (None, "N", _INSTEAD, _SIZE),
+        "--precision": (None, "", f"{_INSTEAD}: V100, T4 and RTX-20 have no bf16",
+                        {"choices": ("fp32", "tf32", "bf16", "fp16")}),
+        "--document-lengths": (
+            None, "MEAN|FILE", "of documents packed into sequences that do not see each other: their mean in tokens, "
+            "or a file with the lengths of some of them; where the model file does not say it, or instead"),
+    }
+
+
+_PLAN = {"plan": (None, "PLAN", "plan.json")}
+_JSON = {"--json": (False, "", "print JSON instead of tables")}
+_PAGE = {"--html": (None, "FILE", "write one HTML page of the plan and of what is printed")}
+_CLUSTER = {"--cluster": (None, "FILE", "cluster file (YAML)", {"required": True})}
+_COMMON = {
+    **_CLUSTER,
+    **_model(),
+    "--profile": (None, "FILE", "profile.json; without one, datasheet figures are used"),
+    "--memory-margin": (0.95, "SHARE", "share of GPU memory that a plan may use (default 0.95)"),
+    **_JSON,
 }
+_GOAL = {
+    "--objective": ("throughput", "", "shortest iteration (default) or cheapest iteration",
+                    {"choices": ("throughput", "cost")}),
+    "--max-usd-per-iteration": (None, "USD", "budget; needs prices in the cluster file", {"type": amount(0.0, 1e12)}),
+    "--min-iterations-per-s": (None, "RATE", "refuse slower plans", {"type": amount(0.0, 1e12)}),
+    "--max-gpus": (None, "N", "use at most this many GPUs", {"type": count(1, MAX_DEVICES)}),
+    "--schedules": ("1f1b,interleaved,ministage,slimpipe", "A,B",
+                    "schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)"),
+    "--search": ("auto", "", "method; auto (default) also searches as the published ones do, and takes the best of all",
+                 {"choices": ("auto", "zorse", "sailor", "poplar")}),
+    "--robust": (
+        True, "", "of plans that are about as fast, take the one that loses least where the network is 20 %% or one "
+        "kind of GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
+        {"action": argparse.BooleanOptionalAction}),
+    "--limit-s": (
+        600.0, "S", "CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best "
+        "so far (default %(default)g); a search has 1 of them at least, however long reading took"),
+}
+_WHOM_TO_ASK = {
+    "--from": ("auto", "", "whom to ask; auto (default): Slurm's sinfo where it lists GPUs, else nvidia-smi",
+               {"dest": "source", "choices": ("auto", "slurm", "nvidia-smi")}),
+    "--hosts": (None, "NAMES", "nodes like this one, as n1,n2 or n[01-16]"),
+    "--gpu": (None, "KIND", "ask nobody: nodes with this GPU of the catalog"),
+    "--gpus-per-node": (8, "N", "with --gpu (default 8)", {"type": count(1, 1024)}),
+}
+_OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "quickstart": ("cli.inventory.quickstart", (
+        _model("; or a name like llama-3.1-8b (docs/planner.md)"),
+        {"--cluster": (None, "FILE", "cluster file, instead of asking what there is")},
+        _WHOM_TO_ASK,
+        {"--out": (Path("run"), "FOLDER", "new folder (default run)"),
+         "--extra": (None, "FLAGS", "further Megatron flags in one string: data, tokenizer, ..."),
+         "--limit-s": (120.0, "S", "CPU seconds to plan (default 120)", {"type": amount(1.0, 1e6)}),
+         "--force": (False, "", "write into a folder that is there")},
+    ), {"json": False, "main": main}),
+    "init": ("cli.inventory.init", (
+        {"--out": ("cluster.yaml", "FILE", "file to write (default cluster.yaml)"),
+         "--force": (False, "", "overwrite the file")},
+        _WHOM_TO_ASK,
+        {"--json": (False, "", "print JSON instead of text")},
+    ), {}),
+    "profile": ("cli.commands.profile", (_model(), _JSON, "profile.settings"), {}),
+    "plan": ("cli.commands.plan", (_COMMON, _GOAL, {
+        "--out": ("plan.json", "FILE", "plan to write (default plan.json)"),
+        "--verify": (
+            None, "", "train one rank of each kind dry before the plan is written; take the next finalist, or search "
+            "again with a smaller memory margin, where one needs more than its GPU has (default: where torch and "
+            "Megatron are installed, for at most two minutes)", {"action": argparse.BooleanOptionalAction}),
+        "--verify-limit-s": (
+            None, "S", "seconds that these dry runs may take together (default 900 with --verify, else 120)",
+            {"type": amount(0.0, 1e6)}),
+    }), {}),
+    "simulate": ("cli.commands.simulate", (_PLAN, _COMMON, {
+        "--trace": (None, "FILE", "write a Chrome trace (Perfetto)"),
+        "--picture": (None, "FILE", "write a picture (SVG, PNG or text by extension)"),
+    }), {}),
+    "explain": ("cli.commands.explain", (_COMMON, _GOAL, _PAGE), {}),
+    "compare": ("cli.commands.compare", (_COMMON, _GOAL, _PAGE), {}),
+    "check": ("cli.commands.check", (_PLAN, _COMMON), {}),
+    "report": ("cli.commands.report", (_PLAN, _COMMON, _GOAL, {
+        "--html": ("report.html", "FILE", "page to write (default report.html)"),
+        "--no-search": (
+            False, "", "leave out what needs further searches: alternatives, and what one more node brings"),
+    }), {"limit_s": 120.0}),
+    "replan": ("replay.replan.run", ("replay.replan", _GOAL, _JSON), {"limit_s": 120.0}),
+    "replay": ("replay.command.replay", ("replay.command", _COMMON, _GOAL), {}),
+    "rent": ("replay.rent.rent", (_COMMON, "replay.rent", _GOAL), {}),
+    "emit": ("cli.commands.emit", (_CLUSTER, _model(), _JSON, "emit.options"), {}),
+    "dry-run": ("cli.dry_run.dry_run", (_model(), _JSON, "cli.dry_run"), {"flags": []}),
+    "support": ("cli.commands.support", ({
+        "paths": (None, "PATH", "folders and files of the job", {"nargs": "+", "type": Path}),
+        "--out": (Path("support.zip"), "", "the archive (default %(default)s)"),
+    },), {}),
+    "completion": (completion, ({"shell": (None, "", "whose script", {"choices": ("bash", "zsh", "fish")})},), {}),
+}
+# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

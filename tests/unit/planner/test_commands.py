@@ -10,7 +10,7 @@ import yaml
 
 from testing.planner_cases import with_catalog
 from tests.unit.planner.emit_plans import MIDDLE
-from tools.planner.__main__ import main
+from tools.planner.__main__ import _OPTIONS, main
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
@@ -45,9 +45,12 @@ def common(folder):
 def test_modules_that_are_named_in_strings_have_what_is_asked_of_them():
     """``het-doctor --cluster`` asked for a module that had been renamed."""
     root = Path(__file__).parents[3]
-    sources = [root / "tools/planner/__main__.py", *(root / "megatron_het").rglob("*.py")]
-    pattern = re.compile(r'(?:_call|planner)\("([a-z_]+\.[a-z_]+)"(?:, "(\w+)"|\)\.(\w+))?')
+    pattern = re.compile(r'planner\("([a-z_]+\.[a-z_]+)"(?:, "(\w+)"|\)\.(\w+))?')
+    sources = (root / "megatron_het").rglob("*.py")
     asked = {match.groups() for source in sources for match in pattern.finditer(source.read_text())}
+    for run, parts, _ in _OPTIONS.values():
+        asked |= {(part, "add_arguments") for part in parts if isinstance(part, str)}
+        asked |= {tuple(run.rsplit(".", 1))} if isinstance(run, str) else set()
     assert len(asked) > 20
     for module, *names in asked:
         tree = ast.parse((root / "tools/planner" / (module.replace(".", "/") + ".py")).read_text())

@@ -70,37 +70,28 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
     return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
 
 
+# fmt: off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    from megatron_het.safe_io import amount, count
+    from megatron_het.safe_io import add_options, amount, count
 
-    parser.add_argument("plan", metavar="PLAN", help="plan.json; Megatron's flags come last, after --")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--rank", type=count(0, 1 << 20), action="append", metavar="R", help="this rank; may be repeated"
-    )
-    which.add_argument("--kinds", action="store_true", help="one rank of each kind (default)")
-    which.add_argument("--all", action="store_true", help="every rank")
-    parser.add_argument(
-        "--limit-s",
-        type=amount(0.0, 1e6),
-        default=120.0,
-        metavar="S",
-        help="seconds that a rank may take (default 120)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write all figures to this file (JSON)")
-    parser.add_argument(
-        "--kernels",
-        choices=("gpu", "local", "cpu"),
-        default="gpu",
-        help="gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, where "
-        "attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
-    )
-    parser.add_argument(
-        "--cuda",
-        action="store_true",
-        help="also watch the order of CUDA streams, and show where the host waits for the device",
-    )
+    parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
+    add_options(parser, {"plan": (None, "PLAN", "plan.json; Megatron's flags come last, after --")})
+    add_options(parser.add_mutually_exclusive_group(), {
+        "--rank": (None, "R", "this rank; may be repeated", {"type": count(0, 1 << 20), "action": "append"}),
+        "--kinds": (False, "", "one rank of each kind (default)"),
+        "--all": (False, "", "every rank"),
+    })
+    add_options(parser, {
+        "--limit-s": (120.0, "S", "seconds that a rank may take (default 120)", {"type": amount(0.0, 1e6)}),
+        "--out": (None, "FILE", "write all figures to this file (JSON)"),
+        "--kernels": (
+            "gpu", "", "gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, "
+            "where attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
+            {"choices": ("gpu", "local", "cpu")}),
+        "--cuda": (False, "", "also watch the order of CUDA streams, and show where the host waits for the device"),
+    })
+# fmt: on
 
 
 def dry_run(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.plan import Plan, PlanError
+from megatron_het.safe_io import add_options
 
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import (
@@ -293,78 +294,39 @@ def training_group(options: argparse.Namespace) -> list[str]:
     return [*length, "--lr", options.lr, "--min-lr", f"{float(options.lr) / 10:g}", *more.split()]
 
 
+# fmt: off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options (``--cluster``, ``--model`` and ``--json`` belong to the command line)."""
-    parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument(
-        "--out", type=Path, default=Path("run"), help="folder to write into, made if missing (default %(default)s)"
-    )
-    parser.add_argument(
-        "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
-    )
-    parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
-    parser.add_argument(
-        "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
-    )
-    parser.add_argument(
-        "--step-batch-size-schedule",
-        default="",
-        metavar="TEXT",
-        help="Megatron's schedule of global batch sizes, like '0:256 50B:512'; with --train-samples, and a plan for "
-        "each other size in --plans",
-    )
-    parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
-    parser.add_argument(
-        "--save-interval",
-        type=int,
-        default=500,
-        metavar="N",
-        help="iterations between checkpoints (default %(default)s)",
-    )
-    parser.add_argument(
-        "--time-limit", default="24:00:00", metavar="TIME", help="Slurm's time limit (default %(default)s)"
-    )
-    parser.add_argument(
-        "--job-name", default="megatron-het", metavar="NAME", help="Slurm's job name (default %(default)s)"
-    )
-    parser.add_argument("--python", default="python", help="interpreter on the nodes (default %(default)s)")
-    parser.add_argument(
-        "--cpus-per-task",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cores of a rank (default %(default)s: a node's ranks share its cores)",
-    )
+    add_options(parser, {
+        "plan": (None, "", "plan.json", {"type": Path}),
+        "--out": (Path("run"), "", "folder to write into, made if missing (default %(default)s)"),
+        "--run-dir": ("", "", "the same folder as the nodes see it (default: its absolute path)"),
+        "--train-iters": (1000, "N", "iterations (default %(default)s)"),
+        "--train-samples": (None, "N", "sequences to train on, instead of --train-iters", {"type": int}),
+        "--step-batch-size-schedule": (
+            "", "TEXT", "Megatron's schedule of global batch sizes, like '0:256 50B:512'; with --train-samples, and a "
+            "plan for each other size in --plans"),
+        "--lr": ("3e-4", "", "learning rate (default %(default)s); a tenth of it at the end"),
+        "--save-interval": (500, "N", "iterations between checkpoints (default %(default)s)"),
+        "--time-limit": ("24:00:00", "TIME", "Slurm's time limit (default %(default)s)"),
+        "--job-name": ("megatron-het", "NAME", "Slurm's job name (default %(default)s)"),
+        "--python": ("python", "", "interpreter on the nodes (default %(default)s)"),
+        "--cpus-per-task": (0, "N", "cores of a rank (default %(default)s: a node's ranks share its cores)"),
+    })
     add_site_arguments(parser)
-    parser.add_argument(
-        "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
-    )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="write elastic.sbatch too: the job goes on under another plan when a node goes down, and after it was "
-        "queued again; see docs/elastic.md",
-    )
-    parser.add_argument(
-        "--plans",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched. "
-        "With --step-batch-size-schedule: the plans of the other sizes",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="profile.json that the plan was made from: --doctor compares devices with it, and replan corrects it",
-    )
-    parser.add_argument(
-        "--extra",
-        default="",
-        metavar="FLAGS",
-        help="further Megatron flags in one string: data, tokenizer, logging, ...",
-    )
+    add_options(parser, {
+        "--doctor": (False, "", "the scripts check the nodes before they train; see docs/doctor.md"),
+        "--elastic": (
+            False, "", "write elastic.sbatch too: the job goes on under another plan when a node goes down, and after "
+            "it was queued again; see docs/elastic.md"),
+        "--plans": (
+            [], "FILE", "with --elastic: further plans, the best one first; for nodes that none of them fits, one is "
+            "searched. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
+        "--profile": (
+            None, "FILE", "profile.json that the plan was made from: --doctor compares devices with it, and replan "
+            "corrects it"),
+        "--extra": ("", "FLAGS", "further Megatron flags in one string: data, tokenizer, logging, ..."),
+    })
 
 
 def add_site_arguments(parser: argparse.ArgumentParser) -> None:
@@ -376,64 +338,33 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
         ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
     ):
         parser.add_argument(f"--{key}", default="", help=f"Slurm's {text}; where the cluster file does not say it")
-    parser.add_argument(
-        "--exclusive",
-        action=argparse.BooleanOptionalAction,
-        help="nodes for this job alone (default: where all GPUs of a node are used and its cores are not known)",
-    )
-    parser.add_argument(
-        "--notice-s",
-        type=int,
-        default=120,
-        metavar="S",
-        help="seconds before --time-limit at which a Slurm job saves and stops (default %(default)s)",
-    )
-    parser.add_argument(
-        "--at-time-limit",
-        choices=get_args(AtTimeLimit),
-        default="requeue",
-        help="what it does then (default %(default)s): be queued again, submit another job that goes on, or end",
-    )
-    parser.add_argument(
-        "--target",
-        choices=get_args(Target),
-        default="slurm",
-        help="what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset (Kubernetes) "
-        "or skypilot (clouds; its job groups are experimental); see docs/kubernetes.md",
-    )
-    parser.add_argument(
-        "--volume",
-        action="append",
-        default=[],
-        metavar="NAME:FOLDER",
-        help="without Slurm: claim (jobset) or bucket (skypilot) that nodes see as FOLDER; one has the run's folder",
-    )
-    parser.add_argument("--queue", default="", metavar="NAME", help="with --target jobset: Kueue's queue")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=10,
-        metavar="N",
-        help="with --target jobset: starts after a failure (default %(default)s)",
-    )
-    parser.add_argument("--modules", nargs="+", default=[], metavar="NAME", help="environment modules to load first")
-    parser.add_argument(
-        "--prologue", type=Path, metavar="FILE", help="bash that the scripts run first; a copy is written beside them"
-    )
-    parser.add_argument("--container", default="", metavar="IMAGE", help="image in which the ranks run (Slurm, pods)")
-    parser.add_argument(
-        "--container-runtime",
-        choices=("pyxis", "apptainer"),
-        default="pyxis",
-        help="who starts it (default %(default)s): pyxis (Slurm's plugin for enroot) or apptainer",
-    )
-    parser.add_argument(
-        "--container-mounts",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]",
-    )
+    add_options(parser, {
+        "--exclusive": (
+            None, "", "nodes for this job alone (default: where all GPUs of a node are used and its cores are not "
+            "known)", {"action": argparse.BooleanOptionalAction}),
+        "--notice-s": (
+            120, "S", "seconds before --time-limit at which a Slurm job saves and stops (default %(default)s)"),
+        "--at-time-limit": (
+            "requeue", "", "what it does then (default %(default)s): be queued again, submit another job that goes on, "
+            "or end", {"choices": get_args(AtTimeLimit)}),
+        "--target": (
+            "slurm", "", "what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset "
+            "(Kubernetes) or skypilot (clouds; its job groups are experimental); see docs/kubernetes.md",
+            {"choices": get_args(Target)}),
+        "--volume": (
+            [], "NAME:FOLDER", "without Slurm: claim (jobset) or bucket (skypilot) that nodes see as FOLDER; one has "
+            "the run's folder", {"action": "append"}),
+        "--queue": ("", "NAME", "with --target jobset: Kueue's queue"),
+        "--restarts": (10, "N", "with --target jobset: starts after a failure (default %(default)s)"),
+        "--modules": ([], "NAME", "environment modules to load first", {"nargs": "+"}),
+        "--prologue": (None, "FILE", "bash that the scripts run first; a copy is written beside them", {"type": Path}),
+        "--container": ("", "IMAGE", "image in which the ranks run (Slurm, pods)"),
+        "--container-runtime": (
+            "pyxis", "", "who starts it (default %(default)s): pyxis (Slurm's plugin for enroot) or apptainer",
+            {"choices": ("pyxis", "apptainer")}),
+        "--container-mounts": ([], "DIR", "folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]", {"nargs": "+"}),
+    })
+# fmt: on
 
 
 def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
