@@ -17,78 +17,52 @@ from megatron_het.features.base import Feature, Option
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.plan import Plan, ScheduleSpec, load_plan
 from megatron_het.plan.run_config import HetConfig, check_turns, errors_of, plan_from_flags
-from megatron_het.safe_io import count
+from megatron_het.safe_io import add_options, count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
 
 
+# fmt: off
 def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of this extension to a parser."""
-    group = parser.add_argument_group(
+    add_options(parser.add_argument_group(
         "heterogeneous training",
         "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan file.",
-    )
-    group.add_argument(
-        "--het-plan",
-        metavar="FILE",
-        nargs="+",
-        help="plan.json: which rank runs which layers and microbatches; several plans take turns, one for each global "
-        "batch size of --step-batch-size-schedule",
-    )
-    group.add_argument(
-        "--het-schedule",
-        choices=runnable_schedules(),
-        help="the pipeline schedule, in place of the plan's; without --het-plan an even plan is made "
-        "from Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
-    )
-    group.add_argument(
-        "--het-transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="how activations travel between stages: nccl, gloo (host tensors), staged (device "
-        "tensors by way of host memory; all other groups stay those of --distributed-backend); auto chooses",
-    )
-    group.add_argument(
-        "--het-report",
-        metavar="DIR",
-        help="write rank-<rank>.json with times, losses and memory of this run's newest 10,000 iterations into DIR, "
-        "every half minute and at the end",
-    )
-    group.add_argument(
-        "--het-trace",
-        metavar="DIR",
-        help="write a Chrome trace of one iteration per rank into DIR (open it in Perfetto)",
-    )
-    group.add_argument(
-        "--het-trace-iteration",
-        metavar="N",
-        type=count(1, 1 << 31),
-        default=3,
-        help="the iteration of this run to trace, counted from 1 (default: 3)",
-    )
-    group.add_argument(
-        "--het-auto-batch",
-        metavar="DIR",
-        help="no plan and no micro batch size: measure the largest pass and the times of all devices at the start, "
-        "raise the ZeRO stage until one sequence fits (beginning at --het-zero, if given), allocate passes by speed "
-        "(Poplar), and train; curves and plan are kept in DIR/auto_batch, and taken from there by a later start with "
-        "the same devices",
-    )
-    group.add_argument(
-        "--het-measured-cp-shares",
-        action="store_true",
-        help="time the devices at the start, and give each context-parallel rank a part of every sequence in "
-        "proportion to its speed, in place of the plan's cp_shares",
-    )
-    group.add_argument(
-        "--het-trust-checkpoint",
-        action="store_true",
-        help="the description of a checkpoint to load (.metadata) is a pickle: run whatever it names, not only the "
-        "classes of torch's format; for checkpoints of other programs that you trust",
-    )
+    ), {
+        "--het-plan": (
+            None, "FILE", "plan.json: which rank runs which layers and microbatches; several plans take turns, one for "
+            "each global batch size of --step-batch-size-schedule", {"nargs": "+"}),
+        "--het-schedule": (
+            None, "", "the pipeline schedule, in place of the plan's; without --het-plan an even plan is made from "
+            "Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
+            {"choices": runnable_schedules()}),
+        "--het-transport": (
+            "auto", "", "how activations travel between stages: nccl, gloo (host tensors), staged (device tensors by "
+            "way of host memory; all other groups stay those of --distributed-backend); auto chooses",
+            {"choices": TRANSPORTS}),
+        "--het-report": (
+            None, "DIR", "write rank-<rank>.json with times, losses and memory of this run's newest 10,000 iterations "
+            "into DIR, every half minute and at the end"),
+        "--het-trace": (
+            None, "DIR", "write a Chrome trace of one iteration per rank into DIR (open it in Perfetto)"),
+        "--het-trace-iteration": (
+            3, "N", "the iteration of this run to trace, counted from 1 (default: 3)", {"type": count(1, 1 << 31)}),
+        "--het-auto-batch": (
+            None, "DIR", "no plan and no micro batch size: measure the largest pass and the times of all devices at "
+            "the start, raise the ZeRO stage until one sequence fits (beginning at --het-zero, if given), allocate "
+            "passes by speed (Poplar), and train; curves and plan are kept in DIR/auto_batch, and taken from there by "
+            "a later start with the same devices"),
+        "--het-measured-cp-shares": (
+            False, "", "time the devices at the start, and give each context-parallel rank a part of every sequence in "
+            "proportion to its speed, in place of the plan's cp_shares"),
+        "--het-trust-checkpoint": (
+            False, "", "the description of a checkpoint to load (.metadata) is a pickle: run whatever it names, not "
+            "only the classes of torch's format; for checkpoints of other programs that you trust"),
+    })
     for feature in FEATURES:
         _add_feature(parser, feature)
     return parser
+# fmt: on
 
 
 def _add_feature(parser: argparse.ArgumentParser, feature: Feature) -> None:
@@ -102,13 +76,8 @@ def _add_feature(parser: argparse.ArgumentParser, feature: Feature) -> None:
         if option.kind is bool:
             group.add_argument(option.flag, action="store_true", help=option.help)
         else:
-            group.add_argument(
-                option.flag,
-                type=option.kind,
-                metavar=option.metavar or None,
-                choices=option.choices or None,
-                help=option.help,
-            )
+            told = {"type": option.kind, "choices": option.choices or None}
+            add_options(group, {option.flag: (None, option.metavar, option.help, told)})
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:

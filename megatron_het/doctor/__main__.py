@@ -35,6 +35,7 @@ from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, plan_hash
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import (
+    add_options,
     amount,
     check_replaces,
     check_target,
@@ -61,35 +62,27 @@ def parser_of() -> argparse.ArgumentParser:
         epilog="The training's flags follow after '--'; they hold --het-plan. Exit code: 0 fit, 1 not fit, "
         "2 bad input.",
     )
-    parser.add_argument("--plan", metavar="FILE", help="plan.json; not needed where the training's flags name one")
-    parser.add_argument("--expect", metavar="FILE", help="what cluster file and profile promise (emit --doctor)")
-    parser.add_argument("--cluster", metavar="FILE", help="cluster file, in place of --expect; needs the planner")
-    parser.add_argument("--profile", metavar="FILE", help="profile.json, with --cluster")
-    parser.add_argument("--checkpoints", metavar="DIR", default="", help="folder of the checkpoints, to be written to")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there as well")
-    parser.add_argument("--force", action="store_true", help="replace a file that was not written so before")
-    parser.add_argument(
-        "--log-dir", metavar="DIR", type=Path, help="logs of the tiny training (default: a temporary folder)"
-    )
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="as --het-transport (default: auto)")
-    parser.add_argument(
-        "--limit-s", type=amount(10, 3600), default=USUAL_LIMIT_S, help="bound on everything (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--slow-ratio",
-        type=amount(1.01, 100),
-        default=1.25,
-        help="a device is slow when it takes this many times as long as its kind (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--link-ratio",
-        type=amount(1.01, 100),
-        default=1.5,
-        help="a link is slow when it has less than one over this of its bandwidth (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--skip", action="append", default=[], choices=CHECKS, help="leave a check out; may be repeated"
-    )
+    # fmt: off
+    add_options(parser, {
+        "--plan": (None, "FILE", "plan.json; not needed where the training's flags name one"),
+        "--expect": (None, "FILE", "what cluster file and profile promise (emit --doctor)"),
+        "--cluster": (None, "FILE", "cluster file, in place of --expect; needs the planner"),
+        "--profile": (None, "FILE", "profile.json, with --cluster"),
+        "--checkpoints": ("", "DIR", "folder of the checkpoints, to be written to"),
+        "--json": (None, "FILE", "write the report there as well", {"type": Path}),
+        "--force": (False, "", "replace a file that was not written so before"),
+        "--log-dir": (None, "DIR", "logs of the tiny training (default: a temporary folder)", {"type": Path}),
+        "--transport": ("auto", "", "as --het-transport (default: auto)", {"choices": TRANSPORTS}),
+        "--limit-s": (USUAL_LIMIT_S, "", "bound on everything (default: %(default)s)", {"type": amount(10, 3600)}),
+        "--slow-ratio": (
+            1.25, "", "a device is slow when it takes this many times as long as its kind (default: %(default)s)",
+            {"type": amount(1.01, 100)}),
+        "--link-ratio": (
+            1.5, "", "a link is slow when it has less than one over this of its bandwidth (default: %(default)s)",
+            {"type": amount(1.01, 100)}),
+        "--skip": ([], "", "leave a check out; may be repeated", {"action": "append", "choices": CHECKS}),
+    })
+    # fmt: on
     return parser
 
 

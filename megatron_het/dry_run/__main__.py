@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_het.safe_io import amount, count, ends_with_its_reader, split_words, write_json
+from megatron_het.safe_io import add_options, amount, count, ends_with_its_reader, split_words, write_json
 
 _POLL_S = 0.05
 
@@ -35,28 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_het.dry_run", description=__doc__)
-    parser.add_argument(
-        "--rank", type=count(0, 1 << 20), action="append", metavar="R", help="which rank of the plan; may be repeated"
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="FILE", help="where to write what was counted, as JSON; {rank} is replaced"
-    )
-    parser.add_argument(
-        "--kernels",
-        choices=("gpu", "local", "cpu"),
-        default="gpu",
-        help="gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, where "
-        "attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
-    )
-    parser.add_argument(
-        "--measured", action="store_true", help="count a real run on CPUs, started by torchrun, instead of a dry one"
-    )
-    parser.add_argument(
-        "--cuda",
-        action="store_true",
-        help="fake tensors on a CUDA device: mixed devices are an error, and waits of the host for it are counted",
-    )
-    parser.add_argument("--limit-s", type=amount(0.0, 1e6), metavar="S", help="end a rank that takes longer")
+    # fmt: off
+    add_options(parser, {
+        "--rank": (
+            None, "R", "which rank of the plan; may be repeated", {"type": count(0, 1 << 20), "action": "append"}),
+        "--out": (
+            None, "FILE", "where to write what was counted, as JSON; {rank} is replaced", {"required": True}),
+        "--kernels": (
+            "gpu", "", "gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, "
+            "where attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
+            {"choices": ("gpu", "local", "cpu")}),
+        "--measured": (False, "", "count a real run on CPUs, started by torchrun, instead of a dry one"),
+        "--cuda": (
+            False, "", "fake tensors on a CUDA device: mixed devices are an error, and waits of the host for it are "
+            "counted"),
+        "--limit-s": (None, "S", "end a rank that takes longer", {"type": amount(0.0, 1e6)}),
+    })
+    # fmt: on
     return parser
 
 

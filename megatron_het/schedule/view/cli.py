@@ -16,6 +16,7 @@ from megatron_het.features.base import ViewFlag
 from megatron_het.lowering.programs import assemble
 from megatron_het.safe_io import (
     MAX_PASSES,
+    add_options,
     amount,
     check_replaces,
     check_target,
@@ -231,23 +232,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     both = commands.add_parser("compare", help="all schedules side by side", description="all schedules side by side")
     both.set_defaults(run=_compare)
-    both.add_argument("--pp", type=_COUNT, required=True, help="pipeline stages")
-    both.add_argument("--microbatches", type=_COUNT, required=True)
-    both.add_argument("--slices", type=_COUNT, required=True, help="slices per sequence, where a schedule has them")
-    both.add_argument("--chunks", type=_COUNT, default=1, help="chunks per stage, where a schedule has them")
-    both.add_argument(
-        "--attention-share",
-        type=amount(0.0, 1.0),
-        default=0.0,
-        help="causal attention's share of the layers' forward time",
-    )
-    both.add_argument(
-        "--output-share",
-        type=amount(0.0, 0.99),
-        default=0.0,
-        help="the output layer's share of the model's forward time",
-    )
-    both.add_argument("--layers-per-chunk", type=_COUNT, default=1, help="for the volume of the attention exchange")
+    size = {"type": _COUNT}
+    # fmt: off
+    add_options(both, {
+        "--pp": (None, "", "pipeline stages", size, {"required": True}),
+        "--microbatches": (None, "", None, size, {"required": True}),
+        "--slices": (None, "", "slices per sequence, where a schedule has them", size, {"required": True}),
+        "--chunks": (1, "", "chunks per stage, where a schedule has them", size),
+        "--attention-share": (
+            0.0, "", "causal attention's share of the layers' forward time", {"type": amount(0.0, 1.0)}),
+        "--output-share": (
+            0.0, "", "the output layer's share of the model's forward time", {"type": amount(0.0, 0.99)}),
+        "--layers-per-chunk": (1, "", "for the volume of the attention exchange", size),
+    })
+    # fmt: on
     _add_json(both)
     return parser
 
@@ -285,18 +283,17 @@ def _add_view_flag(group: argparse._ActionsContainer, flag: ViewFlag) -> None:
 
 def _add_costs(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("costs (units: forward of one microbatch through one chunk = 1 s)")
-    group.add_argument(
-        "--attention-share", type=amount(0.0, 1.0), default=0.0, help="of causal attention in the forward"
-    )
-    group.add_argument(
-        "--output-share", type=amount(0.0, 0.99), default=0.0, help="of the output layer in the model's forward"
-    )
-    group.add_argument("--speeds", help="relative speed per device, as in '1 1 0.5'")
-    group.add_argument("--latency", type=amount(0.0, 1e6), default=0.0, help="of every message, in s")
-    group.add_argument("--transfer", type=amount(0.0, 1e6), default=0.0, help="of one microbatch's activations, in s")
-    group.add_argument(
-        "--gather", type=amount(0.0, 1e6), default=0.0, help="all-gather (and reduction) of one chunk, in s"
-    )
+    seconds = {"type": amount(0.0, 1e6)}
+    # fmt: off
+    add_options(group, {
+        "--attention-share": (0.0, "", "of causal attention in the forward", {"type": amount(0.0, 1.0)}),
+        "--output-share": (0.0, "", "of the output layer in the model's forward", {"type": amount(0.0, 0.99)}),
+        "--speeds": (None, "", "relative speed per device, as in '1 1 0.5'"),
+        "--latency": (0.0, "", "of every message, in s", seconds),
+        "--transfer": (0.0, "", "of one microbatch's activations, in s", seconds),
+        "--gather": (0.0, "", "all-gather (and reduction) of one chunk, in s", seconds),
+    })
+    # fmt: on
 
 
 def _numbers(text: str, name: str) -> tuple[tuple[int, ...], ...]:

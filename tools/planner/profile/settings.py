@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_het.safe_io import amount, count
+from megatron_het.safe_io import add_options, amount, count
 from megatron_het.store import free_port
 
 from ..errors import PlannerError
@@ -348,28 +348,26 @@ WORKER = (f"{__package__}.worker",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options (``--model`` and ``--json`` belong to the command line)."""
-    parser.add_argument("--kind", default="", help="name of this node's device kind (default: what the driver says)")
-    parser.add_argument("--out", type=Path, default=Path("profile.json"), help="file to write or to add to")
-    parser.add_argument(
-        "--processes", type=count(0, 1024), default=0, help="processes to start (default: one per GPU; 1 on CPU)"
-    )
-    parser.add_argument("--micro-batch-sizes", default="1,2,4", help="sequences per microbatch, e.g. 1,2,4")
-    parser.add_argument("--tp", default="1", help="tensor-parallel sizes, e.g. 1,2,4")
-    parser.add_argument("--ep", default="1", help="expert-parallel sizes inside TP groups, e.g. 1,2,4")
-    parser.add_argument("--slice-tokens", default="", help="tokens per pass besides the sequence length")
-    parser.add_argument("--recompute", default="none", help="none, selective, full; several with commas")
-    parser.add_argument("--window-s", type=amount(1e-3, 3600), default=1.0, help="seconds per figure and window")
-    parser.add_argument("--windows", type=count(1, 1000), default=3, help="the median over this many windows is kept")
-    parser.add_argument(
-        "--largest-batch-layers",
-        type=count(0, 10_000),
-        default=0,
-        metavar="LAYERS",
-        help="search the largest micro batch with this many layers held (0: no search)",
-    )
-    parser.add_argument("--normalization", default="RMSNorm", choices=("RMSNorm", "LayerNorm"))
-    parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"))
-    parser.add_argument("--no-links", action="store_true", help="do not measure links")
+    # fmt: off
+    add_options(parser, {
+        "--kind": ("", "", "name of this node's device kind (default: what the driver says)"),
+        "--out": (Path("profile.json"), "", "file to write or to add to"),
+        "--processes": (0, "", "processes to start (default: one per GPU; 1 on CPU)", {"type": count(0, 1024)}),
+        "--micro-batch-sizes": ("1,2,4", "", "sequences per microbatch, e.g. 1,2,4"),
+        "--tp": ("1", "", "tensor-parallel sizes, e.g. 1,2,4"),
+        "--ep": ("1", "", "expert-parallel sizes inside TP groups, e.g. 1,2,4"),
+        "--slice-tokens": ("", "", "tokens per pass besides the sequence length"),
+        "--recompute": ("none", "", "none, selective, full; several with commas"),
+        "--window-s": (1.0, "", "seconds per figure and window", {"type": amount(1e-3, 3600)}),
+        "--windows": (3, "", "the median over this many windows is kept", {"type": count(1, 1000)}),
+        "--largest-batch-layers": (
+            0, "LAYERS", "search the largest micro batch with this many layers held (0: no search)",
+            {"type": count(0, 10_000)}),
+        "--normalization": ("RMSNorm", "", None, {"choices": ("RMSNorm", "LayerNorm")}),
+        "--activation": ("swiglu", "", None, {"choices": ("swiglu", "gelu")}),
+        "--no-links": (False, "", "do not measure links"),
+    })
+    # fmt: on
 
 
 def check_options(options: argparse.Namespace) -> None:

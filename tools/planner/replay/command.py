@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_het.elastic.worth import grows_s
-from megatron_het.safe_io import amount, count
+from megatron_het.safe_io import add_options, amount, count
 
 from ..costs.estimate import Estimator
 from ..errors import PlannerError
@@ -192,29 +192,24 @@ _SECONDS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="CSV: time_s, gpu, nodes, notice; see docs/elastic.md"
-    )
-    parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
-    parser.add_argument("--html", metavar="FILE", help="write one HTML page of what is printed")
+    rows: dict[str, tuple[Any, ...]] = {
+        "trace": (None, "TRACE", "CSV: time_s, gpu, nodes, notice; see docs/elastic.md", {"type": Path}),
+        "--picture": (None, "FILE", "write a picture (SVG or PNG by extension)"),
+        "--html": (None, "FILE", "write one HTML page of what is printed"),
+    }
+    add_options(parser, rows)
     add_pauses(parser)
 
 
 def add_pauses(parser: argparse.ArgumentParser) -> None:
     """Options that say what changes of a job cost."""
-    parser.add_argument(
-        "--pauses", type=Path, metavar="FILE", help="what benchmarks.elastic wrote, for the pauses of this hardware"
-    )
+    text = "what benchmarks.elastic wrote, for the pauses of this hardware"
+    rows: dict[str, tuple[Any, ...]] = {"--pauses": (None, "FILE", text, {"type": Path})}
     for name, text in _SECONDS:
-        default = getattr(Costs(), name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=amount(0.0, 1e7), metavar="S", help=f"{text} (default {default:g})")
-    parser.add_argument(
-        "--save-every",
-        type=count(1, 10**9),
-        metavar="N",
-        help=f"iterations between two checkpoints (default {Costs().save_every})",
-    )
+        told = {"type": amount(0.0, 1e7)}
+        rows[f"--{name.replace('_', '-')}"] = (None, "S", f"{text} (default {getattr(Costs(), name):g})", told)
+    text = f"iterations between two checkpoints (default {Costs().save_every})"
+    add_options(parser, rows | {"--save-every": (None, "N", text, {"type": count(1, 10**9)})})
 
 
 def replay(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from megatron_het.safe_io import amount, count
+from megatron_het.safe_io import add_options, amount, count
 
 from ..costs.estimate import Estimator
 from ..errors import PlannerError
@@ -186,15 +186,14 @@ class Ladder:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("--train-iters", type=count(1, 10**12), metavar="N", help="iterations of the job")
-    parser.add_argument(
-        "--finish-by", type=amount(0.0, 1e7), metavar="HOURS", help="with --train-iters: end in this time"
-    )
-    parser.add_argument(
-        "--budget-total", type=amount(0.0, 1e12), metavar="USD", help="with --train-iters: cost no more"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write a cluster file of the rung that is chosen, for 'plan'")
-    parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
+    rows: dict[str, tuple[Any, ...]] = {
+        "--train-iters": (None, "N", "iterations of the job", {"type": count(1, 10**12)}),
+        "--finish-by": (None, "HOURS", "with --train-iters: end in this time", {"type": amount(0.0, 1e7)}),
+        "--budget-total": (None, "USD", "with --train-iters: cost no more", {"type": amount(0.0, 1e12)}),
+        "--out": (None, "FILE", "write a cluster file of the rung that is chosen, for 'plan'"),
+        "--picture": (None, "FILE", "write a picture (SVG or PNG by extension)"),
+    }
+    add_options(parser, rows)
     add_pauses(parser)
 
 

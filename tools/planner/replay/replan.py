@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
-from megatron_het.safe_io import amount
+from megatron_het.safe_io import add_options, amount
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import Direction
 
@@ -420,30 +420,21 @@ def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_ma
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    for name, text in (
-        ("plan", "the plan that the run has"),
-        ("cluster", "cluster file that it was made from"),
-        ("model", "model file"),
-        ("profile", "profile, where there was one"),
-        ("watch", "watch.json, what the run measured"),
-    ):
-        parser.add_argument(f"--{name}", metavar="FILE", help=f"{text} (default: found in RUN)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="plan to write (default: plan-2.json in RUN)")
-    parser.add_argument(
-        "--restart-s",
-        type=amount(0.0, 1e7),
-        default=60.0,
-        metavar="S",
-        help="seconds that a change costs: save, stop, start, load (default %(default)g)",
-    )
-    parser.add_argument(
-        "--memory-margin",
-        type=float,
-        default=0.95,
-        metavar="SHARE",
-        help="share of GPU memory that a plan may use (default 0.95)",
-    )
+    found = "(default: found in RUN)"
+    # fmt: off
+    add_options(parser, {
+        "folder": (None, "RUN", "folder of the run", {"type": Path}),
+        "--plan": (None, "FILE", f"the plan that the run has {found}"),
+        "--cluster": (None, "FILE", f"cluster file that it was made from {found}"),
+        "--model": (None, "FILE", f"model file {found}"),
+        "--profile": (None, "FILE", f"profile, where there was one {found}"),
+        "--watch": (None, "FILE", f"watch.json, what the run measured {found}"),
+        "--out": (None, "FILE", "plan to write (default: plan-2.json in RUN)", {"type": Path}),
+        "--restart-s": (60.0, "S", "seconds that a change costs: save, stop, start, load (default %(default)g)",
+                        {"type": amount(0.0, 1e7)}),
+        "--memory-margin": (0.95, "SHARE", "share of GPU memory that a plan may use (default 0.95)"),
+    })
+    # fmt: on
 
 
 def run(options: argparse.Namespace) -> int:
