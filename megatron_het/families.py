@@ -265,12 +265,8 @@ class HybridFamily(ModelFamily):
             raise PlanError(_FLAG, given, problem)
         planned = with_chunks(given, layers_by_number(plan))
         if CHUNK in given and given != planned:
-            raise PlanError(
-                _FLAG,
-                given,
-                f"chunks begin at other layers than in the plan, which has {planned}",
-                f"Leave {CHUNK} out",
-            )
+            hint = f"Leave {CHUNK} out"
+            raise PlanError(_FLAG, given, f"chunks begin at other layers than in the plan, which has {planned}", hint)
         for symbol in (*RECURRENT, SPARSE_ATTENTION):
             if symbol in given and args.spec is None and args.transformer_impl == "local":
                 raise PlanError(
@@ -358,11 +354,8 @@ def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
                 raise PlanError(f"--{name.replace('_', '-')}", count, f"TP ranks divide them, and the plan has TP {tp}")
         most = max(replica.tp * replica.cp for stage in plan.stages for replica in stage.replicas)
         if count and name in ("mamba_num_heads", "linear_num_value_heads") and count < most:
-            raise PlanError(
-                f"--{name.replace('_', '-')}",
-                count,
-                f"the ranks of a replica divide them, and the plan has one of {most} ranks",
-            )
+            problem = f"the ranks of a replica divide them, and the plan has one of {most} ranks"
+            raise PlanError(f"--{name.replace('_', '-')}", count, problem)
 
 
 HYBRID = HybridFamily()

@@ -69,12 +69,9 @@ def install(
         config, rest = split_arguments(argv[1:])
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if config.plan is not None and world_size != config.plan.world_size:
-            raise PlanError(
-                "WORLD_SIZE",
-                world_size,
-                f"the plan {config.plan_path} has {config.plan.world_size} ranks",
-                "Start as many processes as the plan has ranks, or make a plan for this world size",
-            )
+            problem = f"the plan {config.plan_path} has {config.plan.world_size} ranks"
+            hint = "Start as many processes as the plan has ranks, or make a plan for this world size"
+            raise PlanError("WORLD_SIZE", world_size, problem, hint)
         if config.plan is not None:
             refuse_yaml(rest)
         releases.check(find())
@@ -192,12 +189,8 @@ def _check_transport(transport: str, backend: str, device: Platform) -> None:
 def _check_platform(device: Platform, args: Any) -> None:
     """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
     if getattr(args, "cuda_graph_impl", "none") != "none" and not (device.is_cuda or device.plays_cuda):
-        raise PlanError(
-            "--cuda-graph-impl",
-            args.cuda_graph_impl,
-            f"this machine ({device.device_name}) has no CUDA device",
-            "Leave it out",
-        )
+        problem = f"this machine ({device.device_name}) has no CUDA device"
+        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, problem, "Leave it out")
     missing = device.unmet_flags(args)
     if missing:
         raise PlanError(

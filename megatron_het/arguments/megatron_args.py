@@ -86,12 +86,8 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).
     """
     if world_size != plan.world_size:
-        raise PlanError(
-            "WORLD_SIZE",
-            world_size,
-            f"the plan has {plan.world_size} ranks",
-            "Start as many processes as the plan has ranks, or make a plan for this world size",
-        )
+        hint = "Start as many processes as the plan has ranks, or make a plan for this world size"
+        raise PlanError("WORLD_SIZE", world_size, f"the plan has {plan.world_size} ranks", hint)
     for refusal in _REFUSED:
         refusal.check(args, "--het-plan")
     family_of(args).complete(plan, args)
@@ -109,12 +105,8 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
             "of microbatches gives the same training; add the flag",
         )
     if (args.train_iters or args.train_samples) and not args.skip_train and not args.eval_interval:
-        raise PlanError(
-            "--eval-interval",
-            args.eval_interval,
-            "Megatron divides by it when it counts samples, also where nothing is evaluated",
-            "Give it; --eval-iters 0 evaluates nothing",
-        )
+        problem = "Megatron divides by it when it counts samples, also where nothing is evaluated"
+        raise PlanError("--eval-interval", args.eval_interval, problem, "Give it; --eval-iters 0 evaluates nothing")
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)
@@ -189,20 +181,12 @@ def _check_model(plan: Plan, args: Any) -> None:
     for name, value in found.items():
         expected = getattr(plan.model, name)
         if value != expected:
-            raise PlanError(
-                f"model.{name}",
-                expected,
-                f"the plan is for another model; the arguments say {value!r}",
-                "Make a plan for this model, or correct the arguments",
-            )
+            problem = f"the plan is for another model; the arguments say {value!r}"
+            raise PlanError(f"model.{name}", expected, problem, "Make a plan for this model, or correct the arguments")
     length = getattr(args, "decoder_seq_length", None)
     if length not in (None, plan.model.seq_length):
-        raise PlanError(
-            "--decoder-seq-length",
-            length,
-            f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
-            "Leave the flag out",
-        )
+        problem = f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}"
+        raise PlanError("--decoder-seq-length", length, problem, "Leave the flag out")
 
 
 def _check_batch(plan: Plan, args: Any) -> None:
@@ -247,12 +231,9 @@ def _check_recompute(args: Any) -> None:
     """Without Transformer Engine, Megatron's recomputation of norms ends in a NameError in the first forward."""
     modules = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
-        raise PlanError(
-            "--recompute-modules",
-            "layernorm",
-            "Megatron needs Transformer Engine for it, which is not installed",
-            "Leave it out; --het-thrifty-layers saves as much of norms",
-        )
+        problem = "Megatron needs Transformer Engine for it, which is not installed"
+        hint = "Leave it out; --het-thrifty-layers saves as much of norms"
+        raise PlanError("--recompute-modules", "layernorm", problem, hint)
 
 
 def _check_fp8(plan: Plan, args: Any) -> None:
@@ -260,27 +241,15 @@ def _check_fp8(plan: Plan, args: Any) -> None:
     if not getattr(args, "fp8", None):
         return
     if args.transformer_impl != "transformer_engine":
-        raise PlanError(
-            "--fp8-format",
-            args.fp8,
-            f"the layers of --transformer-impl {args.transformer_impl} compute nothing in fp8, and do not say so",
-            "Use --transformer-impl transformer_engine",
-        )
+        problem = f"the layers of --transformer-impl {args.transformer_impl} compute nothing in fp8, and do not say so"
+        raise PlanError("--fp8-format", args.fp8, problem, "Use --transformer-impl transformer_engine")
     if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
-        raise PlanError(
-            "--cuda-graph-impl",
-            args.cuda_graph_impl,
-            "a captured layer reads the quantised weights that were there when it was captured",
-            "Leave it out, or --fp8-format",
-        )
+        problem = "a captured layer reads the quantised weights that were there when it was captured"
+        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, problem, "Leave it out, or --fp8-format")
     recipe = getattr(args.fp8_recipe, "value", args.fp8_recipe)
     if recipe == "custom":
-        raise PlanError(
-            "--fp8-recipe",
-            recipe,
-            "over which ranks, and when, quantizers of your own reduce is not known",
-            f"Use one of {', '.join(_FP8_RECIPES)}",
-        )
+        problem = "over which ranks, and when, quantizers of your own reduce is not known"
+        raise PlanError("--fp8-recipe", recipe, problem, f"Use one of {', '.join(_FP8_RECIPES)}")
     if recipe == "delayed":
         _check_delayed_scaling(plan, args)
     _check_fp8_rows(plan, args, _MXFP8_ROWS if recipe == "mxfp8" else _FP8_ROWS)
@@ -331,12 +300,9 @@ def check_skipping(plan: Plan, args: Any) -> None:
         PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
     """
     if getattr(args, "iterations_to_skip", None) and plan.most_chunks > 1:
-        raise PlanError(
-            "--iterations-to-skip",
-            " ".join(map(str, args.iterations_to_skip)),
-            f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage",
-            "Use one chunk per stage, or leave the flag out",
-        )
+        problem = f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage"
+        hint = "Use one chunk per stage, or leave the flag out"
+        raise PlanError("--iterations-to-skip", " ".join(map(str, args.iterations_to_skip)), problem, hint)
 
 
 def _check_checkpoint(plan: Plan, args: Any) -> None:
@@ -355,12 +321,8 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
     distributed = plan.training.distributed_optimizer
     if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
-        raise PlanError(
-            "--dist-ckpt-optim-fully-reshardable",
-            False,
-            "required with the distributed optimizer and a plan: other formats depend on the layout",
-            "Add the flag",
-        )
+        problem = "required with the distributed optimizer and a plan: other formats depend on the layout"
+        raise PlanError("--dist-ckpt-optim-fully-reshardable", False, problem, "Add the flag")
 
 
 def check_async_save(args: Any) -> None:

@@ -154,12 +154,8 @@ class FolderLock:
 
     def _refuse(self, lease: dict[str, Any]) -> None:
         os.close(self._descriptor)
-        raise FileError(
-            self._path,
-            "",
-            f"the controller of this folder is {lease.get('owner', 'another process')}",
-            "Stop it first, or give another --folder",
-        )
+        problem = f"the controller of this folder is {lease.get('owner', 'another process')}"
+        raise FileError(self._path, "", problem, "Stop it first, or give another --folder")
 
     def _renew(self) -> None:
         self._renewed += 1
@@ -230,12 +226,9 @@ def _read(state: Path) -> Recalled | None:
     try:
         return None if document.get("over") else _of(document)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FileError(
-            state,
-            "",
-            f"no state of a job that a controller has written ({type(error).__name__}: {error})",
-            "Give another --folder, or remove the file: the job then starts from its newest checkpoint",
-        ) from None
+        problem = f"no state of a job that a controller has written ({type(error).__name__}: {error})"
+        hint = "Give another --folder, or remove the file: the job then starts from its newest checkpoint"
+        raise FileError(state, "", problem, hint) from None
 
 
 def _of(document: dict[str, Any]) -> Recalled:

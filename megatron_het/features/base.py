@@ -102,12 +102,9 @@ class Option:
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:
     """The refusal of a parameter that is about slices, with a schedule of whole sequences."""
-    return PlanError(
-        f"schedule.parameters.{given.parameter}",
-        plan.schedule.parameters[given.parameter],
-        f"schedule {plan.schedule.name} does not cut sequences",
-        f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
-    )
+    problem = f"schedule {plan.schedule.name} does not cut sequences"
+    hint = f"Schedules that do: {', '.join(SLICED_SCHEDULES)}"
+    return PlanError(f"schedule.parameters.{given.parameter}", plan.schedule.parameters[given.parameter], problem, hint)
 
 
 def option(parameter: str, default: Any, **described: Any) -> Any:
@@ -509,23 +506,13 @@ ATTENTION_REFUSED = (
 def check_reach(args: Any) -> None:
     """Refuse positions, windows and recomputation that the attention of slices does not know."""
     if args.position_embedding_type not in POSITIONS:
-        raise PlanError(
-            "--position-embedding-type",
-            args.position_embedding_type,
-            f"positions of slices are known for {', '.join(POSITIONS)} only",
-        )
+        problem = f"positions of slices are known for {', '.join(POSITIONS)} only"
+        raise PlanError("--position-embedding-type", args.position_embedding_type, problem)
     if getattr(args, "multi_latent_attention", False) and "mla_up_proj" in (args.recompute_modules or ()):
-        raise PlanError(
-            "--recompute-modules",
-            "mla_up_proj",
-            "slices make keys and values anew from compressed ones already, so there is nothing to recompute",
-            "Leave mla_up_proj out",
-        )
+        problem = "slices make keys and values anew from compressed ones already, so there is nothing to recompute"
+        raise PlanError("--recompute-modules", "mla_up_proj", problem, "Leave mla_up_proj out")
     size = getattr(args, "window_size", None)
     if size and (size[0] < 0 or size[1] != 0):
-        raise PlanError(
-            "--window-size",
-            ",".join(map(str, size)),
-            "slices see a number of tokens before their own, and none after",
-            "Give the tokens before, and 0: --window-size 4096,0",
-        )
+        problem = "slices see a number of tokens before their own, and none after"
+        hint = "Give the tokens before, and 0: --window-size 4096,0"
+        raise PlanError("--window-size", ",".join(map(str, size)), problem, hint)

@@ -200,12 +200,8 @@ def check_plan_alone(plan: Plan) -> None:
 def _check_name(name: str) -> None:
     known = ", ".join(runnable_schedules())
     if name in GENERATORS and name not in runnable_schedules():
-        raise PlanError(
-            "schedule.name",
-            name,
-            "splits backward passes, which can be simulated but not executed",
-            f"Use one of {known}",
-        )
+        problem = "splits backward passes, which can be simulated but not executed"
+        raise PlanError("schedule.name", name, problem, f"Use one of {known}")
     if name not in GENERATORS:
         raise PlanError("schedule.name", name, "there is no such schedule", f"Use one of {known}")
 
@@ -247,9 +243,5 @@ def _unknown(plan: Plan, given: str, known: Sequence[str]) -> PlanError:
     if nearest and not hint:
         hint = f"Did you mean {nearest[0]}? "
     name, value = plan.schedule.name, plan.schedule.parameters[given]
-    return PlanError(
-        f"schedule.parameters.{given}",
-        value,
-        f"schedule {name} has no such parameter",
-        f"{hint}Schedule {name} is run with the parameters {', '.join(known)}",
-    )
+    hint = f"{hint}Schedule {name} is run with the parameters {', '.join(known)}"
+    return PlanError(f"schedule.parameters.{given}", value, f"schedule {name} has no such parameter", hint)

@@ -98,12 +98,8 @@ def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
                 raise PlanError("--het-plan", file, f"its {name} is {value}, that of {files[0]} is {wanted}")
         size = plan.training.global_batch_size
         if size in sizes:
-            raise PlanError(
-                "--het-plan",
-                file,
-                f"has the global batch size {size}, as {sizes[size]} has",
-                "Several plans take turns: give one for each global batch size",
-            )
+            hint = "Several plans take turns: give one for each global batch size"
+            raise PlanError("--het-plan", file, f"has the global batch size {size}, as {sizes[size]} has", hint)
         sizes[size] = file
 
 
@@ -129,12 +125,9 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
             "Give a plan for each size: --het-plan PLAN PLAN ...",
         )
     if not args.train_samples:
-        raise PlanError(
-            "--train-samples",
-            args.train_samples,
-            f"with {flag} Megatron counts learning rates by samples",
-            "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations",
-        )
+        problem = f"with {flag} Megatron counts learning rates by samples"
+        hint = "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations"
+        raise PlanError("--train-samples", args.train_samples, problem, hint)
 
 
 # The even plan that Megatron's own layout flags describe, for runs without a plan file.
@@ -237,11 +230,8 @@ def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
     replicas = world_size // (_replica_size(flags) * flags.pipeline_model_parallel_size)
     size = flags.global_batch_size or flags.micro_batch_size * replicas
     if size % (flags.micro_batch_size * replicas):
-        raise PlanError(
-            "--global-batch-size",
-            size,
-            f"is not a multiple of micro batch size {flags.micro_batch_size} x {replicas} replicas",
-        )
+        problem = f"is not a multiple of micro batch size {flags.micro_batch_size} x {replicas} replicas"
+        raise PlanError("--global-batch-size", size, problem)
     return size
 
 
@@ -286,12 +276,9 @@ def _piped_layers(flags: argparse.Namespace, pp: int, schedule: str) -> list[tup
     if len(chunks) == 1:
         return []
     if len(chunks) % pp:
-        raise PlanError(
-            "--hybrid-layer-pattern",
-            flags.hybrid_layer_pattern,
-            f"its {len(chunks)} chunks do not divide over {pp} stages",
-            f"Give a multiple of {pp} chunks, or leave {CHUNK} out",
-        )
+        problem = f"its {len(chunks)} chunks do not divide over {pp} stages"
+        hint = f"Give a multiple of {pp} chunks, or leave {CHUNK} out"
+        raise PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem, hint)
     path = path_of([len(chunks) // pp] * pp, placement_of(schedule))
     sizes = {place: len(chunk) for place, chunk in zip(path, chunks, strict=True)}
     return [tuple(sizes[s, c] for c in range(len(chunks) // pp)) for s in range(pp)]
@@ -307,12 +294,8 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
     else:
         flag, value, pieces = _CHUNK_FLAGS[1], chunks, pp * chunks
     if pieces < 1 or chunks < 1 or flags.num_layers % pieces:
-        raise PlanError(
-            flag,
-            value,
-            f"{flags.num_layers} layers do not divide evenly over {pp} stages",
-            "Choose sizes that divide, or write a plan",
-        )
+        problem = f"{flags.num_layers} layers do not divide evenly over {pp} stages"
+        raise PlanError(flag, value, problem, "Choose sizes that divide, or write a plan")
     return (flags.num_layers // (pp * chunks),) * chunks
 
 

@@ -488,20 +488,12 @@ class Plan:
         """
         if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
-            raise PlanError(
-                "format",
-                found,
-                f"this file is not a plan (expected {PLAN_FORMAT!r})",
-                "Write one with 'python -m tools.planner' or by hand after docs/plan.md",
-            )
+            hint = "Write one with 'python -m tools.planner' or by hand after docs/plan.md"
+            raise PlanError("format", found, f"this file is not a plan (expected {PLAN_FORMAT!r})", hint)
         version = document.get("version")
         if type(version) is not int or version != PLAN_VERSION:
-            raise PlanError(
-                "version",
-                version,
-                f"unknown plan version; this release reads version {PLAN_VERSION}",
-                "Make the plan again with this release's planner",
-            )
+            problem = f"unknown plan version; this release reads version {PLAN_VERSION}"
+            raise PlanError("version", version, problem, "Make the plan again with this release's planner")
         body = {k: v for k, v in document.items() if k not in ("format", "version")}
         return typing.cast(Plan, _read(Plan, body, ""))
 

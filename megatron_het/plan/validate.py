@@ -62,11 +62,8 @@ def check_limits(plan: Plan) -> None:
         for q, replica in enumerate(stage.replicas):
             where = f"stages[{s}].replicas[{q}]"
             if not SLOWEST <= replica.speed <= FASTEST:
-                raise PlanError(
-                    f"{where}.speed",
-                    replica.speed,
-                    f"must be positive: {SLOWEST:g} to {FASTEST:g} (1 = as fast as the fastest)",
-                )
+                problem = f"must be positive: {SLOWEST:g} to {FASTEST:g} (1 = as fast as the fastest)"
+                raise PlanError(f"{where}.speed", replica.speed, problem)
             check_name(replica.device, f"{where}.device")
             check_name(replica.zone, f"{where}.zone")
     if len(plan.notes) > MAX_NOTES:
@@ -209,20 +206,14 @@ def _check_numbers(plan: Plan) -> None:
     _check_pattern(model)
     check_sizes(training, "training")
     if model.num_attention_heads % model.num_query_groups:
-        raise PlanError(
-            "model.num_query_groups",
-            model.num_query_groups,
-            f"does not divide the {model.num_attention_heads} attention heads",
-        )
+        problem = f"does not divide the {model.num_attention_heads} attention heads"
+        raise PlanError("model.num_query_groups", model.num_query_groups, problem)
     if training.micro_batch_sizes:
         _check_sizes_of_microbatches(training)
     elif training.global_batch_size % training.micro_batch_size:
-        raise PlanError(
-            "training.global_batch_size",
-            training.global_batch_size,
-            f"is not a multiple of micro_batch_size = {training.micro_batch_size}",
-            "Use another size, or give every microbatch its own with training.micro_batch_sizes",
-        )
+        problem = f"is not a multiple of micro_batch_size = {training.micro_batch_size}"
+        hint = "Use another size, or give every microbatch its own with training.micro_batch_sizes"
+        raise PlanError("training.global_batch_size", training.global_batch_size, problem, hint)
     if training.precision not in PRECISIONS:
         raise PlanError("training.precision", training.precision, f"must be one of {PRECISIONS}")
     if training.recompute not in RECOMPUTE:
@@ -252,11 +243,8 @@ def _check_sizes_of_microbatches(training: TrainingShape) -> None:
             where, sum(sizes), f"add up to another number than global_batch_size = {training.global_batch_size}"
         )
     if max(sizes) != training.micro_batch_size:
-        raise PlanError(
-            "training.micro_batch_size",
-            training.micro_batch_size,
-            f"must be the largest of micro_batch_sizes, which is {max(sizes)}",
-        )
+        problem = f"must be the largest of micro_batch_sizes, which is {max(sizes)}"
+        raise PlanError("training.micro_batch_size", training.micro_batch_size, problem)
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -272,23 +260,15 @@ def _check_ranks(plan: Plan) -> None:
             _check_expert_parallel(replica, f"stages[{s}].replicas[{q}]")
             for rank in replica.ranks:
                 if rank in seen:
-                    raise PlanError(
-                        where,
-                        list(replica.ranks),
-                        f"rank {rank} is already used by {seen[rank]}",
-                        "Every rank belongs to exactly one replica",
-                    )
+                    problem = f"rank {rank} is already used by {seen[rank]}"
+                    raise PlanError(where, list(replica.ranks), problem, "Every rank belongs to exactly one replica")
                 seen[rank] = where
             if list(replica.ranks) != sorted(replica.ranks):
                 raise PlanError(where, list(replica.ranks), "must be ascending (TP order is rank order)")
     missing = sorted(set(range(len(seen))) - set(seen))
     if missing:
-        raise PlanError(
-            "stages[*].replicas[*].ranks",
-            sorted(seen),
-            f"rank {missing[0]} is missing",
-            f"Ranks must be 0 to {len(seen) - 1} without gaps",
-        )
+        hint = f"Ranks must be 0 to {len(seen) - 1} without gaps"
+        raise PlanError("stages[*].replicas[*].ranks", sorted(seen), f"rank {missing[0]} is missing", hint)
     for s, stage in enumerate(plan.stages):
         _check_crossing_ranks(stage, s)
     _check_special_ranks(plan)
@@ -348,12 +328,9 @@ def _check_expert_groups(placement: Placement, s: int) -> None:
             )
         for group in placement.expert_groups(s, cut):
             if list(group) != sorted(group):
-                raise PlanError(
-                    f"stages[{s}].replicas[{first}].ranks",
-                    list(group),
-                    "an expert group's TP groups cross: Megatron numbers its ranks in ascending order",
-                    "Number the ranks replica by replica",
-                )
+                problem = "an expert group's TP groups cross: Megatron numbers its ranks in ascending order"
+                hint = "Number the ranks replica by replica"
+                raise PlanError(f"stages[{s}].replicas[{first}].ranks", list(group), problem, hint)
     for together in placement.companions(s):
         counts = {q: len(stage.replicas[q].microbatches) for q in together}
         if len(set(counts.values())) > 1:
@@ -394,12 +371,9 @@ def _check_crossing_ranks(stage: Stage, s: int) -> None:
 def _check_special_ranks(plan: Plan) -> None:
     """Megatron reads data and decides about training on rank 0 and logs on the last rank."""
     if plan.stages[0].replicas[0].ranks[0] != 0:
-        raise PlanError(
-            "stages[0].replicas[0].ranks",
-            list(plan.stages[0].replicas[0].ranks),
-            "rank 0 must be the first rank of the first replica of the first stage (it reads the data)",
-            "Number the ranks stage by stage",
-        )
+        problem = "rank 0 must be the first rank of the first replica of the first stage (it reads the data)"
+        hint = "Number the ranks stage by stage"
+        raise PlanError("stages[0].replicas[0].ranks", list(plan.stages[0].replicas[0].ranks), problem, hint)
     last = plan.world_size - 1
     if all(last not in r.ranks for r in plan.stages[-1].replicas):
         raise PlanError(
@@ -419,11 +393,8 @@ def _check_layers(plan: Plan) -> None:
             )
         total += sum(stage.layers)
     if total != plan.model.num_layers:
-        raise PlanError(
-            "stages[*].layers",
-            [list(s.layers) for s in plan.stages],
-            f"add up to {total}, but model.num_layers is {plan.model.num_layers}",
-        )
+        problem = f"add up to {total}, but model.num_layers is {plan.model.num_layers}"
+        raise PlanError("stages[*].layers", [list(s.layers) for s in plan.stages], problem)
     plan.model.check_later_layers()
 
 
@@ -445,11 +416,8 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
             owner[m] = q
     if len(owner) != num_microbatches:  # counted, not listed: a wrong batch size may be huge
         missing = next(m for m in range(num_microbatches) if m not in owner)
-        raise PlanError(
-            f"stages[{s}].replicas[*].microbatches",
-            sorted(owner),
-            f"microbatch {missing} belongs to no replica (there are {num_microbatches})",
-        )
+        problem = f"microbatch {missing} belongs to no replica (there are {num_microbatches})"
+        raise PlanError(f"stages[{s}].replicas[*].microbatches", sorted(owner), problem)
 
 
 def _check_state_shares(stage: Stage, s: int) -> None:
@@ -459,12 +427,9 @@ def _check_state_shares(stage: Stage, s: int) -> None:
                 f"stages[{s}].replicas[{q}].state_share", replica.state_share, "must be 0 or a positive number"
             )
     if not any(replica.state_share for replica in stage.replicas):
-        raise PlanError(
-            f"stages[{s}].replicas[*].state_share",
-            [0.0] * len(stage.replicas),
-            "nobody keeps the state of this stage",
-            "Give at least one replica a share",
-        )
+        problem = "nobody keeps the state of this stage"
+        hint = "Give at least one replica a share"
+        raise PlanError(f"stages[{s}].replicas[*].state_share", [0.0] * len(stage.replicas), problem, hint)
 
 
 def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: TrainingShape) -> None:
@@ -475,11 +440,8 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
             if size is not None and size % tp:
                 raise PlanError(where, list(replica.ranks), f"TP size {tp} does not divide model.{name} = {size}")
         if training.sequence_parallel and model.seq_length % tp:
-            raise PlanError(
-                where,
-                list(replica.ranks),
-                f"with sequence parallel, TP size {tp} must divide model.seq_length = {model.seq_length}",
-            )
+            problem = f"with sequence parallel, TP size {tp} must divide model.seq_length = {model.seq_length}"
+            raise PlanError(where, list(replica.ranks), problem)
 
 
 # Reading and writing plan files, within the limits of ``megatron_het.safe_io``.

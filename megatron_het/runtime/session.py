@@ -261,12 +261,9 @@ class HetSession:
         assert self._finalizer is not None
         family = family_of_config(model_config)
         if family is not family_for(self.plan):
-            raise PlanError(
-                "model.pattern",
-                self.plan.model.pattern,
-                f"the script trains a {family.model}, and the plan is for a {family_for(self.plan).model}",
-                "Start the script that trains the plan's model: pretrain_gpt.py or pretrain_hybrid.py",
-            )
+            problem = f"the script trains a {family.model}, and the plan is for a {family_for(self.plan).model}"
+            hint = "Start the script that trains the plan's model: pretrain_gpt.py or pretrain_hybrid.py"
+            raise PlanError("model.pattern", self.plan.model.pattern, problem, hint)
         model_config.transformer.finalize_model_grads_func = self._finalizer
         positions = self.placement.positions(self.placement.locate(self.groups.rank).stage)
         model_config.pre_wrap_hooks.append(self._prepare_model)

@@ -244,12 +244,9 @@ def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bo
         )
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 30) : error.pos + 10]
-        raise FileError(
-            path,
-            f"line {error.lineno}, column {error.colno}",
-            f"not JSON ({error.msg}, near {shown(near, 60)})",
-            "Is the file truncated? Write it again",
-        ) from None
+        problem = f"not JSON ({error.msg}, near {shown(near, 60)})"
+        hint = "Is the file truncated? Write it again"
+        raise FileError(path, f"line {error.lineno}, column {error.colno}", problem, hint) from None
     if _SURROGATE.search(text):
         reader.check_unicode(value)
     return value

@@ -218,12 +218,9 @@ class ContextExchange(Feature):
             )
         if bool(options.attention) != bool(options.rest):
             given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
-            raise PlanError(
-                f"schedule.parameters.{given}",
-                plan.schedule.parameters[given],
-                f"says nothing without {other}: the exchange weighs both against each other",
-                f"Give {other} as well",
-            )
+            problem = f"says nothing without {other}: the exchange weighs both against each other"
+            hint = f"Give {other} as well"
+            raise PlanError(f"schedule.parameters.{given}", plan.schedule.parameters[given], problem, hint)
         if exchanged_layers(plan.attention_layers) == 0:
             lacks, layer = ("attention", "a layer of attention") if plan.model.pattern else ("layers", "a layer")
             raise PlanError(

@@ -107,12 +107,8 @@ class ContextParallel(Feature):
         if len(plans) > 1:
             raise PlanError(flag, "given", "does not go with several plans", "Write cp_shares into the plans")
         if self.options_of(plans[0]) is None:
-            raise PlanError(
-                flag,
-                "given",
-                "no replica of the plan has context parallelism",
-                f"Leave the flag out, or give replicas a cp above 1 ({_FLAG} without a plan)",
-            )
+            hint = f"Leave the flag out, or give replicas a cp above 1 ({_FLAG} without a plan)"
+            raise PlanError(flag, "given", "no replica of the plan has context parallelism", hint)
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """The table, and another size than the plan's."""

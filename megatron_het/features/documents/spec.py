@@ -56,12 +56,9 @@ class Documents(Feature):
             refusal.check(args, flag_of(flag))
         check_reach(args)
         if flag == BY_TOKEN and getattr(args, "window_size", None):
-            raise PlanError(
-                flag_of(flag),
-                True,
-                "Megatron's own attention forgets documents in layers with a sliding window",
-                f"Use {flag_of(BY_DATASET)}, with which a window ends at its document",
-            )
+            problem = "Megatron's own attention forgets documents in layers with a sliding window"
+            hint = f"Use {flag_of(BY_DATASET)}, with which a window ends at its document"
+            raise PlanError(flag_of(flag), True, problem, hint)
         if flag in PACKING and getattr(args, "iterations_to_skip", None):
             raise PlanError(
                 flag_of(flag),

@@ -139,12 +139,8 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             if size is not None and size != replica.cut.expert_tp:
-                raise PlanError(
-                    "--expert-tensor-parallel-size",
-                    size,
-                    f"replica {q} of stage {s} has {replica.cut}, so {replica.cut.expert_tp} ranks cut an expert",
-                    "Leave the flag out",
-                )
+                problem = f"replica {q} of stage {s} has {replica.cut}, so {replica.cut.expert_tp} ranks cut an expert"
+                raise PlanError("--expert-tensor-parallel-size", size, problem, "Leave the flag out")
             capacity = getattr(args, "moe_expert_capacity_factor", None)
             if replica.tp > 1 and capacity is not None:
                 raise PlanError(
@@ -155,12 +151,9 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
                     "Leave the flag out, or use a plan with TP 1",
                 )
             if max(replica.tp, replica.cut.expert_tp) > 1 and getattr(args, "add_bias_linear", False):
-                raise PlanError(
-                    "--disable-bias-linear",
-                    False,
-                    f"replica {q} of stage {s} has {replica.cut}: Megatron adds biases of experts on each TP rank",
-                    "Add --disable-bias-linear, or use a plan with TP 1",
-                )
+                problem = f"replica {q} of stage {s} has {replica.cut}: Megatron adds biases of experts on each TP rank"
+                hint = "Add --disable-bias-linear, or use a plan with TP 1"
+                raise PlanError("--disable-bias-linear", False, problem, hint)
             if replica.tp > 1 and not plan.training.sequence_parallel:
                 raise PlanError(
                     "training.sequence_parallel",
@@ -186,20 +179,12 @@ def _check_groups(plan: Plan, args: Any) -> None:
     if not groups:
         return
     if (getattr(args, "optimizer", None) or "adam") not in _BY_ELEMENT:
-        raise PlanError(
-            "--optimizer",
-            args.optimizer,
-            f"{groups}, and it is not known to update what only some ranks have",
-            _ONE_GROUP,
-        )
+        problem = f"{groups}, and it is not known to update what only some ranks have"
+        raise PlanError("--optimizer", args.optimizer, problem, _ONE_GROUP)
     unequal = _unequal(plan) or _unequal_parts(plan)
     if unequal and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
-        raise PlanError(
-            "--moe-token-dispatcher-type",
-            "allgather",
-            f"{groups}, it gathers equally many tokens from each, and {unequal}",
-            "Use --moe-token-dispatcher-type alltoall",
-        )
+        problem = f"{groups}, it gathers equally many tokens from each, and {unequal}"
+        raise PlanError("--moe-token-dispatcher-type", "allgather", problem, "Use --moe-token-dispatcher-type alltoall")
 
 
 def _unequal_parts(plan: Plan) -> str:
@@ -223,31 +208,22 @@ def _check_balancing(plan: Plan, args: Any) -> None:
         _check_global_balancing(plan)
     coefficients = getattr(args, "moe_aux_loss_coeff", 0.0)
     if isinstance(coefficients, list | tuple) and len(coefficients) != len(kinds):
-        raise PlanError(
-            "--moe-aux-loss-coeff",
-            " ".join(map(str, coefficients)),
-            f"there are {len(coefficients)} coefficients for {len(kinds)} losses",
-            "Give one for each value of --moe-router-load-balancing-type",
-        )
+        problem = f"there are {len(coefficients)} coefficients for {len(kinds)} losses"
+        hint = "Give one for each value of --moe-router-load-balancing-type"
+        raise PlanError("--moe-aux-loss-coeff", " ".join(map(str, coefficients)), problem, hint)
     unequal = _unequal(plan)
     losses = [kind for kind in kinds if kind in _OF_A_MICROBATCH and _coefficient(args, kinds, kind)]
     if unequal and losses:
-        raise PlanError(
-            "--moe-router-load-balancing-type",
-            " ".join(losses),
-            f"the loss is a product of two sums over a whole microbatch, and {unequal}",
-            "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias",
-        )
+        problem = f"the loss is a product of two sums over a whole microbatch, and {unequal}"
+        hint = "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias"
+        raise PlanError("--moe-router-load-balancing-type", " ".join(losses), problem, hint)
     _check_repeated(plan, args, kinds)
     capacity = getattr(args, "moe_expert_capacity_factor", None)
     for parts, whole in ((_parts_of_a_sequence(plan), "sequence"), (unequal, "microbatch")):
         if parts and capacity is not None:
-            raise PlanError(
-                "--moe-expert-capacity-factor",
-                capacity,
-                f"capacities count the tokens of a whole {whole}, and {parts}",
-                "Leave the flag out: then no token is dropped",
-            )
+            problem = f"capacities count the tokens of a whole {whole}, and {parts}"
+            hint = "Leave the flag out: then no token is dropped"
+            raise PlanError("--moe-expert-capacity-factor", capacity, problem, hint)
 
 
 def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:

@@ -69,12 +69,8 @@ class MultiTokenPrediction(Feature):
         """Refuse tables that are taken apart, and unequal microbatches."""
         for other, _ in features_of(plan):
             if other.holds_rows_once:
-                raise PlanError(
-                    "model.mtp_num_layers",
-                    options.layers,
-                    "its layers read the embedding of later tokens, whose rows are spread over the stages",
-                    f"Leave out {other.named(plan)}",
-                )
+                problem = "its layers read the embedding of later tokens, whose rows are spread over the stages"
+                raise PlanError("model.mtp_num_layers", options.layers, problem, f"Leave out {other.named(plan)}")
         if len(set(plan.training.micro_batch_sizes)) > 1:
             raise PlanError(
                 "model.mtp_num_layers",
@@ -131,16 +127,10 @@ class MultiTokenPrediction(Feature):
         """Refuse what Megatron's layers do not do everywhere."""
         flag = "--mtp-num-layers"
         if args.position_embedding_type not in _POSITIONS:
-            raise PlanError(
-                "--position-embedding-type",
-                args.position_embedding_type,
-                f"Megatron's layers of {flag} know {' and '.join(_POSITIONS)} only, in one process too",
-                f"Use one of them, or leave out {flag}",
-            )
+            problem = f"Megatron's layers of {flag} know {' and '.join(_POSITIONS)} only, in one process too"
+            hint = f"Use one of them, or leave out {flag}"
+            raise PlanError("--position-embedding-type", args.position_embedding_type, problem, hint)
         if args.multi_latent_attention and args.transformer_impl == "local" and not plan.model.pattern:
-            raise PlanError(
-                flag,
-                options.layers,
-                "Megatron makes its layers with its own latent attention, which needs Transformer Engine",
-                "Use Transformer Engine, or leave out --multi-latent-attention",
-            )
+            problem = "Megatron makes its layers with its own latent attention, which needs Transformer Engine"
+            hint = "Use Transformer Engine, or leave out --multi-latent-attention"
+            raise PlanError(flag, options.layers, problem, hint)

@@ -121,12 +121,9 @@ def check_optimizer(plan: Plan, args: Any) -> None:
 def _check_shards(name: str, args: Any) -> None:
     """Refuse what the distributed optimizer does not shard."""
     if name not in _SHARDED:
-        raise PlanError(
-            "--optimizer",
-            name,
-            f"the distributed optimizer of a plan shards the state of {' and '.join(_SHARDED)} only",
-            "Use one of them, or make the plan without training.distributed_optimizer and what shards over it",
-        )
+        problem = f"the distributed optimizer of a plan shards the state of {' and '.join(_SHARDED)} only"
+        hint = "Use one of them, or make the plan without training.distributed_optimizer and what shards over it"
+        raise PlanError("--optimizer", name, problem, hint)
     given = next((flag for flag in _NOT_BESIDE_LION if getattr(args, flag, False)), None)
     if name == "lion" and given is not None:
         raise PlanError(flag_of(given), True, "cannot be used with lion under the distributed optimizer", "Use adam")
@@ -137,12 +134,9 @@ def _check_whole_matrices(plan: Plan, args: Any) -> None:
     sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
     mode = getattr(args, "muon_tp_mode", None) or "blockwise"
     if sizes != [1] and mode not in _WHOLE_MODES:
-        raise PlanError(
-            "--muon-tp-mode",
-            mode,
-            f"each rank would orthogonalize its block of a matrix by itself, and the plan has TP sizes {sizes}",
-            f"Add --muon-tp-mode {_WHOLE_MODES[0]}, or use TP size 1 everywhere",
-        )
+        problem = f"each rank would orthogonalize its block of a matrix by itself, and the plan has TP sizes {sizes}"
+        hint = f"Add --muon-tp-mode {_WHOLE_MODES[0]}, or use TP size 1 everywhere"
+        raise PlanError("--muon-tp-mode", mode, problem, hint)
     precision = getattr(args, "muon_fp32_matmul_prec", None) or "medium"
     for number, stage in enumerate(plan.stages):
         if precision != "high" and (found := _differences(stage)):

@@ -240,12 +240,8 @@ def _check_number(plan: Plan) -> None:
     if slices is None:
         raise PlanError(where, None, _needs_number(plan))
     if slices < stages:
-        raise PlanError(
-            where,
-            slices,
-            f"fewer slices than the {stages} stages leave stages without work",
-            f"Use a multiple of {stages}",
-        )
+        problem = f"fewer slices than the {stages} stages leave stages without work"
+        raise PlanError(where, slices, problem, f"Use a multiple of {stages}")
     chunks = plan.most_chunks
     if chunks > 1 and slices % stages:
         raise PlanError(

@@ -373,12 +373,8 @@ class Vocabulary(Feature):
         """The table, and a vocabulary that does not divide."""
         super().check_arguments(plan, options, args)
         if getattr(args, "cross_entropy_loss_fusion", False) and args.cross_entropy_fusion_impl != "native":
-            raise PlanError(
-                "--cross-entropy-fusion-impl",
-                args.cross_entropy_fusion_impl,
-                f"cannot be used with {_SWITCH}: its kernel needs whole logits",
-                "Use native",
-            )
+            problem = f"cannot be used with {_SWITCH}: its kernel needs whole logits"
+            raise PlanError("--cross-entropy-fusion-impl", args.cross_entropy_fusion_impl, problem, "Use native")
         # It is padded to a multiple of the last one times the TP sizes (``config.apply_plan``).
         unit, padded = tp_unit(plan), getattr(args, "padded_vocab_size", None)
         rows = args.make_vocab_size_divisible_by * unit if padded is None else padded

@@ -220,12 +220,8 @@ class Window(Feature):
         if options.prefetch < 0:
             raise PlanError("schedule.parameters.prefetch", options.prefetch, "must not be negative")
         if not plan.training.distributed_optimizer:
-            raise PlanError(
-                "training.distributed_optimizer",
-                False,
-                "the parameter window shards over the distributed optimizer",
-                "Set it to true",
-            )
+            problem = "the parameter window shards over the distributed optimizer"
+            raise PlanError("training.distributed_optimizer", False, problem, "Set it to true")
         for s, stage in enumerate(plan.stages):
             kept = {r.cut for r in stage.replicas if r.state_share > 0}
             for replica in stage.replicas:
@@ -351,12 +347,8 @@ def _check_zero(plan: Plan, options: WindowOptions) -> None:
     if alone and options.per_microbatch:
         raise PlanError("schedule.parameters.per_microbatch", True, f"schedule {ALONE} has zero instead", "Use zero: 3")
     if alone and options.updates_early:
-        raise PlanError(
-            "schedule.parameters.update",
-            options.update,
-            "the tokens of the batch, by which gradients are divided, are known after the last pass only",
-            'Use "exact"',
-        )
+        problem = "the tokens of the batch, by which gradients are divided, are known after the last pass only"
+        raise PlanError("schedule.parameters.update", options.update, problem, 'Use "exact"')
 
 
 def _check_early(plan: Plan, args: Any, update: str) -> None:

@@ -208,13 +208,9 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     if outcome.nearest is None and outcome.interrupted:
         raise nothing_found(options.limit_s)
     if outcome.nearest is None:
-        raise PlannerError(
-            options.cluster,
-            "nodes",
-            estimator.cluster.total_gpus,
-            "no plan can be evaluated: no GPU kind has figures for this model",
-            "Check TP sizes and profile",
-        )
+        problem = "no plan can be evaluated: no GPU kind has figures for this model"
+        hint = "Check TP sizes and profile"
+        raise PlannerError(options.cluster, "nodes", estimator.cluster.total_gpus, problem, hint)
     candidate, estimate = outcome.nearest
     if not estimator.fits(estimate):
         worst = estimate.worst_memory
@@ -244,13 +240,8 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
             f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
             "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
         )
-    raise PlannerError(
-        "command line",
-        "--min-iterations-per-s",
-        goal.min_iterations_per_s,
-        "no plan meets it",
-        f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}",
-    )
+    hint = f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}"
+    raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it", hint)
 
 
 def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
@@ -300,13 +291,8 @@ def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tupl
     candidate = as_said(estimator, candidate, made)
     estimate = estimator.estimate(candidate)
     if estimate is None:
-        raise PlannerError(
-            options.plan,
-            "stages",
-            len(made.stages),
-            "no figures for some replica of this plan",
-            "Profile its TP and micro batch size",
-        )
+        problem = "no figures for some replica of this plan"
+        raise PlannerError(options.plan, "stages", len(made.stages), problem, "Profile its TP and micro batch size")
     return candidate, estimate, seated
 
 

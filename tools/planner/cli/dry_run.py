@@ -462,13 +462,9 @@ class Verifier:
             margin = min(closest, estimator.memory_margin - LEAST_STEP)
             estimator = Estimator(estimator.cluster, estimator.model, estimator.costs, estimator.runtime, margin)
             outcome = search(estimator)
-        raise PlannerError(
-            "command line",
-            "--verify",
-            None,
-            f"no finalist fits its GPUs: {self._left[-1] if self._left else 'no further plan was found'}",
-            "Plan with a smaller --memory-margin; --no-verify writes the plan all the same",
-        )
+        problem = f"no finalist fits its GPUs: {self._left[-1] if self._left else 'no further plan was found'}"
+        hint = "Plan with a smaller --memory-margin; --no-verify writes the plan all the same"
+        raise PlannerError("command line", "--verify", None, problem, hint)
 
     def _checked(self, plan: Plan, memory: Sequence[GroupMemory], kernels: str) -> list[RankCheck]:
         """One rank of each kind beside its GPU, in the time that is left."""

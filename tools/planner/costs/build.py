@@ -101,13 +101,9 @@ def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int
     times = [_unit_time(estimator, candidate, s, g) for g in groups]
     found = allocate(times, counts, total)
     if found is None:
-        raise PlannerError(
-            "plan",
-            f"stages[{s}].replicas",
-            sum(counts),
-            f"more than the {total} microbatches that they divide: some would have none",
-            "Use fewer replicas or a smaller micro batch",
-        )
+        problem = f"more than the {total} microbatches that they divide: some would have none"
+        hint = "Use fewer replicas or a smaller micro batch"
+        raise PlannerError("plan", f"stages[{s}].replicas", sum(counts), problem, hint)
     share = [k for k, n in zip(found[1], counts) for _ in range(n)]
     slowness = [t for t, n in zip(times, counts) for _ in range(n)]
     longest = [(-k * t, -i) for i, (k, t) in enumerate(zip(share, slowness)) if k > 1]
@@ -402,13 +398,9 @@ def _check_expert_tensor_parallel(plan: Plan, file: str) -> None:
     """Prices are of experts that are cut over what EP leaves of a TP group."""
     found = next((r.cut for stage in plan.stages for r in stage.replicas if r.cut.etp), None)
     if found is not None:
-        raise PlannerError(
-            file,
-            "stages[*].replicas[*].etp",
-            found.etp,
-            "there are figures for TP size / EP size, at least 1, only",
-            "Only emit and the training take such plans",
-        )
+        problem = "there are figures for TP size / EP size, at least 1, only"
+        hint = "Only emit and the training take such plans"
+        raise PlannerError(file, "stages[*].replicas[*].etp", found.etp, problem, hint)
 
 
 def _order(parameters: dict[str, Any], file: str) -> str:

@@ -269,13 +269,9 @@ class MeasuredCosts:
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """TP sizes with a measured layer."""
         if self.profile.device(gpu) is None:
-            raise PlannerError(
-                self.file,
-                "devices",
-                [d.kind for d in self.profile.devices],
-                f"nothing was measured on {gpu}",
-                f"Profile a node with {gpu}, or plan without --profile",
-            )
+            problem = f"nothing was measured on {gpu}"
+            hint = f"Profile a node with {gpu}, or plan without --profile"
+            raise PlannerError(self.file, "devices", [d.kind for d in self.profile.devices], problem, hint)
         most = most_tp(self.analytic.model)
         return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == self._main and k.tp <= most}))
 
@@ -443,13 +439,9 @@ class MeasuredCosts:
         """A layer kind that was not measured: the catalog's figure, scaled by how the transformer layer compares."""
         gpu, kind, tp, recompute = key[:4]
         if kind != "embedding" and kind != "head":
-            raise PlannerError(
-                self.file,
-                f"devices.{gpu}",
-                f"tp = {tp}",
-                f"no transformer layer was measured{key.words}",
-                f"Measured TP sizes: {self.tp_sizes(gpu)}",
-            )
+            problem = f"no transformer layer was measured{key.words}"
+            hint = f"Measured TP sizes: {self.tp_sizes(gpu)}"
+            raise PlannerError(self.file, f"devices.{gpu}", f"tp = {tp}", problem, hint)
         guess = self.analytic.cost(gpu, kind, batch, tp, recompute)
         layer, theirs = (
             self._alone(gpu, "layer", batch, tp, "none"),

@@ -92,13 +92,9 @@ def check_elastic(
 ) -> None:
     """Check that the plans belong to one training, and that the job's nodes can run each of them."""
     if launch.doctor:
-        raise PlannerError(
-            "emit",
-            "--doctor",
-            True,
-            "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes",
-            "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
-        )
+        problem = "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes"
+        hint = "Leave one of --doctor and --elastic out; a job of its own can check the nodes"
+        raise PlannerError("emit", "--doctor", True, problem, hint)
     pool = [
         Process(i * 4096 + slot, f"node {i}", device)
         for i, node in enumerate(nodes)

@@ -275,13 +275,8 @@ def _check_contradictions(words: Sequence[str], managed_flags: Sequence[str]) ->
         # argparse takes the beginning of a flag for the flag.
         managed = next((m for m in managed_flags if m == name or (len(name) > 3 and m.startswith(name))), None)
         if managed is not None:
-            raise PlannerError(
-                "emit",
-                "--extra",
-                word,
-                f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it",
-                _instead(managed),
-            )
+            problem = f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it"
+            raise PlannerError("emit", "--extra", word, problem, _instead(managed))
 
 
 def training_group(options: argparse.Namespace) -> list[str]:

@@ -103,13 +103,8 @@ def parse_gpu(body: Any, file: str, key: str) -> Gpu:
     gpu: Gpu = validated(Gpu, body, file, ("gpus", key))
     for precision, value in gpu.flops.items():
         if not 0 < value < inf:
-            raise PlannerError(
-                file,
-                f"gpus.{key}.flops.{precision}",
-                value,
-                "must be positive",
-                "Leave out a precision that the hardware lacks",
-            )
+            hint = "Leave out a precision that the hardware lacks"
+            raise PlannerError(file, f"gpus.{key}.flops.{precision}", value, "must be positive", hint)
     return gpu
 
 

@@ -417,35 +417,22 @@ def _check_links(cluster: Cluster, file: str) -> None:
     for i, link in enumerate(cluster.links):
         for end in link.between:
             if end not in places:
-                raise PlannerError(
-                    file,
-                    f"links[{i}].between",
-                    end,
-                    "no node is in this zone or region",
-                    f"Known: {', '.join(sorted(places))}",
-                )
+                problem = "no node is in this zone or region"
+                raise PlannerError(file, f"links[{i}].between", end, problem, f"Known: {', '.join(sorted(places))}")
     known: dict[frozenset[str], int] = {}
     for i, link in enumerate(cluster.links):
         pair = frozenset(link.between)
         earlier = known.setdefault(pair, i)
         one, other = (cluster.links[n].model_dump(exclude={"between"}) for n in (earlier, i))
         if one != other:
-            raise PlannerError(
-                file,
-                f"links[{i}]",
-                list(link.between),
-                f"links[{earlier}] has other figures for the same two places",
-                "Keep one of them: a link counts in both directions",
-            )
+            problem = f"links[{earlier}] has other figures for the same two places"
+            hint = "Keep one of them: a link counts in both directions"
+            raise PlannerError(file, f"links[{i}]", list(link.between), problem, hint)
     for i, first in enumerate(cluster.nodes):
         for second in cluster.nodes[i + 1 :]:
             if first.where != second.where and not any(
                 set(link.between) in ({first.zone, second.zone}, {first.where, second.where}) for link in cluster.links
             ):
-                raise PlannerError(
-                    file,
-                    "links",
-                    [list(link.between) for link in cluster.links],
-                    f"nothing says how {first.where} reaches {second.where}",
-                    f"Add '- between: [{first.where}, {second.where}]' with bytes_per_s, latency_s and usd_per_gb",
-                )
+                problem = f"nothing says how {first.where} reaches {second.where}"
+                hint = f"Add '- between: [{first.where}, {second.where}]' with bytes_per_s, latency_s and usd_per_gb"
+                raise PlannerError(file, "links", [list(link.between) for link in cluster.links], problem, hint)

@@ -450,13 +450,9 @@ class Model(BaseModel):
         self._check_lost(file)
         if self.not_run:
             key = self.not_run[0]
-            raise PlannerError(
-                file,
-                key,
-                str(getattr(self, key)),
-                "the planner prices this, but runs with a plan do not have it yet",
-                f"Remove {', '.join(self.not_run)} to write launch files",
-            )
+            problem = "the planner prices this, but runs with a plan do not have it yet"
+            hint = f"Remove {', '.join(self.not_run)} to write launch files"
+            raise PlannerError(file, key, str(getattr(self, key)), problem, hint)
         if (self.experts or self.delta_net) is not None and not self.sequence_parallel:
             what = "experts" if self.experts is not None else "gated delta nets"
             problem = f"with {what} Megatron trains TP under sequence parallelism only"
@@ -506,13 +502,9 @@ class Model(BaseModel):
         for key in [*keys.split(), "experts", "latent", "window", "kinds"]:
             found, mine = getattr(other, key), getattr(self.profiled, key)
             if found != mine:
-                raise PlannerError(
-                    file,
-                    f"model.{key}",
-                    found,
-                    f"the profile is of another model (this one: {mine!r})",
-                    f"Profile this model with '{command()} profile'",
-                )
+                problem = f"the profile is of another model (this one: {mine!r})"
+                hint = f"Profile this model with '{command()} profile'"
+                raise PlannerError(file, f"model.{key}", found, problem, hint)
 
 
 def load_model(

@@ -49,13 +49,9 @@ def _common_file(folder: Path) -> Path:
             raise PlannerError(str(tracker), "(file)", word[:50], "expected the number of an iteration, or 'release'")
         folder /= word if word == "release" else f"iter_{int(word):07}"
     if not (folder / "common.pt").is_file():
-        raise PlannerError(
-            str(folder),
-            "(folder)",
-            None,
-            "neither a Megatron checkpoint (common.pt) nor a Hugging Face model (config.json)",
-            "Name a folder that --save wrote with --ckpt-format torch_dist, or a model file",
-        )
+        problem = "neither a Megatron checkpoint (common.pt) nor a Hugging Face model (config.json)"
+        hint = "Name a folder that --save wrote with --ckpt-format torch_dist, or a model file"
+        raise PlannerError(str(folder), "(folder)", None, problem, hint)
     return folder / "common.pt"
 
 

@@ -63,13 +63,8 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
         outer = {key: config[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in config}
         config, kind = {**outer, **inside}, INSIDE[kind]
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise PlannerError(
-            file,
-            "model_type",
-            kind,
-            "unknown architecture",
-            f"Known: {', '.join(sorted({*FAMILIES, *INSIDE}))}; write a model file for others (docs/planner.md)",
-        )
+        hint = f"Known: {', '.join(sorted({*FAMILIES, *INSIDE}))}; write a model file for others (docs/planner.md)"
+        raise PlannerError(file, "model_type", kind, "unknown architecture", hint)
     reading = Reading(config, kind, file, seq_length)
     reading.flags |= reading.family.flags
     reading.lost |= reading.family.lost

@@ -136,31 +136,17 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
             where = f"stages[{s}].replicas[{q}]"
             choices = [r for r, room in enumerate(rooms) if room.gpu == replica.device]
             if not choices:
-                raise PlannerError(
-                    file,
-                    f"{where}.device",
-                    replica.device,
-                    "the cluster has no such GPU",
-                    f"It has {', '.join(sorted({room.gpu for room in rooms}))}",
-                )
+                hint = f"It has {', '.join(sorted({room.gpu for room in rooms}))}"
+                raise PlannerError(file, f"{where}.device", replica.device, "the cluster has no such GPU", hint)
             choices = [r for r in choices if not replica.zone or rooms[r].zone in ("", replica.zone)]
             if not choices:
                 zones = sorted({room.zone for room in rooms if room.gpu == replica.device})
-                raise PlannerError(
-                    file,
-                    f"{where}.zone",
-                    replica.zone,
-                    f"the cluster has no {replica.device} there",
-                    f"It has them in {', '.join(zones)}",
-                )
+                problem = f"the cluster has no {replica.device} there"
+                raise PlannerError(file, f"{where}.zone", replica.zone, problem, f"It has them in {', '.join(zones)}")
             largest = max(rooms[r].devices for r in choices)
             if replica.tp > largest:
-                raise PlannerError(
-                    file,
-                    f"{where}.ranks",
-                    list(replica.ranks),
-                    f"a TP group of {replica.tp} does not fit a node with {largest} devices",
-                )
+                problem = f"a TP group of {replica.tp} does not fit a node with {largest} devices"
+                raise PlannerError(file, f"{where}.ranks", list(replica.ranks), problem)
             wanted += [(choices, replica.tp)] * replica.cp
     found = pack(rooms, wanted)
     if found is None:
@@ -177,13 +163,9 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
     for gpu, count in used.items():
         there = [room.total for room in rooms if room.gpu == gpu]
         if None not in there and count > sum(n for n in there if n is not None):
-            return PlannerError(
-                file,
-                "stages[*].replicas[*].device",
-                gpu,
-                f"the plan uses {count} of them, more than the cluster has",
-                f"The cluster has {sum(n for n in there if n is not None)}",
-            )
+            problem = f"the plan uses {count} of them, more than the cluster has"
+            hint = f"The cluster has {sum(n for n in there if n is not None)}"
+            return PlannerError(file, "stages[*].replicas[*].device", gpu, problem, hint)
     return PlannerError(
         file,
         "stages[*].replicas[*].ranks",

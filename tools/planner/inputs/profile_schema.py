@@ -257,13 +257,8 @@ def profile_from_document(document: Any, file: str) -> Profile:
     if found != PROFILE_FORMAT:
         raise PlannerError(file, "format", found, f"not a profile (expected {PROFILE_FORMAT!r})")
     if type(document.get("version")) is not int or document["version"] != PROFILE_VERSION:
-        raise PlannerError(
-            file,
-            "version",
-            document.get("version"),
-            f"this release reads version {PROFILE_VERSION}",
-            f"Run '{command()} profile' again",
-        )
+        problem = f"this release reads version {PROFILE_VERSION}"
+        raise PlannerError(file, "version", document.get("version"), problem, f"Run '{command()} profile' again")
     body = {k: v for k, v in document.items() if k not in ("format", "version")}
     profile: Profile = validated(Profile, body, file)
     _check_numbers(asdict(profile), file, "")
@@ -287,24 +282,14 @@ def _check_unique(profile: Profile, file: str) -> None:
     kinds: dict[str, int] = {}
     for d, device in enumerate(profile.devices):
         if kinds.setdefault(device.kind, d) != d:
-            raise PlannerError(
-                file,
-                f"devices[{d}].kind",
-                device.kind,
-                f"devices[{kinds[device.kind]}] has the same kind",
-                "Keep one of them",
-            )
+            problem = f"devices[{kinds[device.kind]}] has the same kind"
+            raise PlannerError(file, f"devices[{d}].kind", device.kind, problem, "Keep one of them")
         points: dict[tuple[object, ...], int] = {}
         for i, t in enumerate(device.timings):
             point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute, t.ep, t.windowed)
             if points.setdefault(point, i) != i:
-                raise PlannerError(
-                    file,
-                    f"devices[{d}].timings[{i}]",
-                    list(point),
-                    f"the same layer and operating point as timings[{points[point]}]",
-                    "Keep one of them",
-                )
+                problem = f"the same layer and operating point as timings[{points[point]}]"
+                raise PlannerError(file, f"devices[{d}].timings[{i}]", list(point), problem, "Keep one of them")
 
 
 _MAY_BE_ZERO = (

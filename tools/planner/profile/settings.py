@@ -191,25 +191,16 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
         raise PlannerError(where, "--devices-per-node", per_node, f"does not divide the {world_size} ranks")
     for tp in settings.tp:
         if per_node % tp:
-            raise PlannerError(
-                where,
-                "--tp",
-                tp,
-                f"does not divide the {per_node} devices of a node",
-                "TP stays inside a node; start one process per device",
-            )
+            problem = f"does not divide the {per_node} devices of a node"
+            raise PlannerError(where, "--tp", tp, problem, "TP stays inside a node; start one process per device")
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
             if getattr(model, name) % tp:
                 raise PlannerError(where, "--tp", tp, f"does not divide the model's {name} = {getattr(model, name)}")
     _check_ep(settings)
     if settings.slice_tokens and not settings.fitting_slices():
-        raise PlannerError(
-            where,
-            "--slice-tokens",
-            list(settings.slice_tokens),
-            f"none of them divides the sequence length {model.seq_length}",
-            f"These do: {shown_divisors(model.seq_length)}",
-        )
+        problem = f"none of them divides the sequence length {model.seq_length}"
+        hint = f"These do: {shown_divisors(model.seq_length)}"
+        raise PlannerError(where, "--slice-tokens", list(settings.slice_tokens), problem, hint)
     if len(settings.kinds) not in (1, world_size):
         raise PlannerError(
             where, "--kind", list(settings.kinds), f"give one kind, or one per rank ({world_size} of them)"
@@ -259,13 +250,9 @@ def check_same_model(profile: Profile, settings: ProfileSettings) -> None:
             continue
         old, new = getattr(profile.model, item.name), getattr(settings.model, item.name)
         if old != new:
-            raise PlannerError(
-                settings.out,
-                f"model.{item.name}",
-                old,
-                f"this run measures {item.name} = {new!r}",
-                "Choose another --out or remove the file",
-            )
+            problem = f"this run measures {item.name} = {new!r}"
+            hint = "Choose another --out or remove the file"
+            raise PlannerError(settings.out, f"model.{item.name}", old, problem, hint)
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -119,13 +119,8 @@ def load_watched(path: Path, plan: Plan) -> Watched:
 
 def _check(watched: Watched, plan: Plan, file: str) -> None:
     if watched.plan_hash != identity(plan):
-        raise PlannerError(
-            file,
-            "plan_hash",
-            watched.plan_hash,
-            f"measured under another plan than the one given, which has the hash {identity(plan)}",
-            "Give the run's own plan with --plan",
-        )
+        problem = f"measured under another plan than the one given, which has the hash {identity(plan)}"
+        raise PlannerError(file, "plan_hash", watched.plan_hash, problem, "Give the run's own plan with --plan")
     for index, times in enumerate(watched.devices):
         for name in times.operations:
             if name not in Kind.rows:
@@ -188,13 +183,9 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
                     if (base / place / candidate).is_file():
                         return base / place / candidate
         if required:
-            raise PlannerError(
-                "command line",
-                f"--{name}",
-                None,
-                f"there is no {' and no '.join(names)} in {folder}",
-                "'emit' leaves the files of a run in its folder; give the path of another one",
-            )
+            problem = f"there is no {' and no '.join(names)} in {folder}"
+            hint = "'emit' leaves the files of a run in its folder; give the path of another one"
+            raise PlannerError("command line", f"--{name}", None, problem, hint)
         return None
 
     plan, cluster, model, watched = (

@@ -93,13 +93,8 @@ def page_of_search(
     if not options.html:
         return {}
     if not best.runnable:
-        raise PlannerError(
-            "command line",
-            "--html",
-            options.html,
-            f"the best plan needs ZeRO-{best.candidate.zero_stage}, which has no timeline",
-            "Leave out --html, or use --search auto",
-        )
+        problem = f"the best plan needs ZeRO-{best.candidate.zero_stage}, which has no timeline"
+        raise PlannerError("command line", "--html", options.html, problem, "Leave out --html, or use --search auto")
     plan = build_plan(estimator, best.candidate, best.estimate)
     seated = seats(estimator.cluster, best.candidate.stages, best.candidate.cp)
     assert seated is not None  # the search places what it returns
