@@ -8,6 +8,7 @@ from typing import Any
 from megatron_het.plan import Plan, plan_hash
 
 _FEW = 3
+History = Sequence[Mapping[str, Any]]  # one entry per generation, as in ``FOLDER/state.json``
 _MOST = 100  # entries of a history: it is shown every second, and a job may have changes for months
 
 
@@ -28,13 +29,12 @@ class _Part:
     entry: int
 
 
-def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> float | None:
+def goodput(history: History, reached: int, now_s: float) -> float | None:
     """Share of the time since the job's start, 0 to 1, in which iterations were done that count; None before the first.
 
     The rest went into the start, into changes, and into iterations that were done again.
 
     Args:
-        history: One entry per generation, as in ``FOLDER/state.json``.
         reached: Iterations that are done now.
     """
     parts = _parts(history, reached, now_s)
@@ -70,12 +70,12 @@ def newest(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [start | {"useful_s": start.get("useful_s", 0.0) + gone_s}, *history[cut + 1 :]]
 
 
-def standing(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> dict[str, Any]:
+def standing(history: History, reached: int, now_s: float) -> dict[str, Any]:
     """Returns what the controller's document says of progress; see :func:`goodput`."""
     return {"reached": reached, "now": now_s, "goodput": goodput(history, reached, now_s)}
 
 
-def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> list[_Part]:
+def _parts(history: History, reached: int, now_s: float) -> list[_Part]:
     """Describes the generations that have trained."""
     ends = [(entry["reached"], entry["stopped"]) for entry in history[1:]]
     found = []
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def last_iteration(history: Sequence[Mapping[str, Any]]) -> int | None:
+def last_iteration(history: History) -> int | None:
     """Returns the training's last iteration, as its ranks have said; None before the first iteration."""
     found = [told["last"] for entry in history for told in entry.get("opened", {}).values() if "last" in told]
     return max(found, default=None)
@@ -256,9 +256,7 @@ def grows_for_s(plan: Plan, rates: Rates) -> float:
     return grows_s(held_bytes, min(known, default=LINK_BYTES_PER_S), groups, rates.host_bytes_per_s)
 
 
-def change_s(
-    history: Sequence[Mapping[str, Any]], plan: Plan | None = None, kind: str = "", rates: Rates | None = None
-) -> float:
+def change_s(history: History, plan: Plan | None = None, kind: str = "", rates: Rates | None = None) -> float:
     """Seconds that a change takes, from its reason to the first iteration after it.
 
     The last changes of this job say it, those of the same kind where there are any: a newcomer gets a whole state,
@@ -291,13 +289,7 @@ def _seen_s(entry: Mapping[str, Any], wanted_bytes: float) -> float:
 
 
 def against(
-    plan: Plan,
-    present: Plan,
-    history: Sequence[Mapping[str, Any]],
-    reached: int,
-    now_s: float,
-    *,
-    rates: Rates | None = None,
+    plan: Plan, present: Plan, history: History, reached: int, now_s: float, *, rates: Rates | None = None
 ) -> str:
     """Why a change to a better plan with newcomers does not pay any more.
 
