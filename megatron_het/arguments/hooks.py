@@ -49,18 +49,11 @@ def install(
     choose_plan: Chooses | None = None,
     measure: Callable[[HetConfig, Platform], HetConfig] | None = None,
 ) -> HetConfig:
-    """Read and remove the ``--het-*`` flags and prepare this process for Megatron.
+    """Do what :func:`megatron_het.launch.start.install` says, without the optional packages.
 
     Args:
-        argv: The command line with the program's name first; default ``sys.argv``.  Changed in
-            place: Megatron's parser sees what is left.
-        make_session: Makes the session of a run with a plan; default :class:`HetSession`.
-        boundary: What happens between the iterations of a run with a plan; default nothing.
         choose_plan: Gives the run its plan where flags leave it to measurements; default none is chosen.
         measure: Completes a plan by what devices do, where flags say so, once there is a device; default nothing.
-
-    Raises:
-        SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
     """
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:

@@ -203,25 +203,21 @@ class NoExchange:
     is_active = False
 
     def begin_forward(self, query: Tensor) -> Given:
-        """See :class:`LayerExchange`."""
         return NOTHING
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
         """See :class:`LayerExchange`."""
 
     def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """See :class:`LayerExchange`."""
         return ()
 
     def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
-        """See :class:`LayerExchange`."""
         return NOTHING
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """See :class:`LayerExchange`."""
 
     def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
-        """See :class:`LayerExchange`."""
         return ()
 
 
@@ -365,15 +361,12 @@ class WholePlace:
     travels: ClassVar[Travels | None] = None
 
     def travelling(self) -> WholePlace:
-        """See :class:`Place`."""
         return self
 
     def without(self, given: Given) -> WholePlace:
-        """See :class:`Place`."""
         return self if given == NOTHING else replace(self, given_tokens=given[1])
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
-        """See :class:`Place`."""
         context = self.context
         cache, place = context.cache, (context.microbatch, context.index)
         line = cache.line(*place) if keys is Keys.ALL and self._is_joined() else None

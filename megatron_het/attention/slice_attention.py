@@ -6,7 +6,7 @@ kernel's backward of the same calls, from the merged output and log-sum-exp, is 
 are added up in the cache; those of this slice are complete when its backward runs, because later slices went before.
 
 With the context exchange (section 4.2) a part of the earlier chunks is attended to by other devices,
-and merged like the local parts; see ``layer_exchange.py``.  With context parallelism (section 5) a slice
+and merged like the local parts; see ``places.LayerExchange``.  With context parallelism (section 5) a slice
 is shared by several ranks, whose queries all come here; see ``places.Sharing``.
 """
 
@@ -99,11 +99,9 @@ class LimitedPlace:
         )
 
     def travelling(self) -> LimitedPlace:
-        """See :class:`Place`."""
         return replace(self, spans=(self.spans[0], self.received))
 
     def without(self, given: Given) -> LimitedPlace:
-        """See :class:`Place`."""
         if given[0] == given[1]:
             return self
         left: list[tuple[Span, int]] = []
@@ -116,7 +114,6 @@ class LimitedPlace:
         return replace(self, held=tuple(left))
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
-        """See :class:`Place`."""
         if keys is Keys.ALL and (joined := self._per_document(own, batch)) is not None:
             yield from joined
             return

@@ -242,7 +242,6 @@ class _Sizes(list[int]):
         self.counted = counted
 
     def tolist(self) -> list[int]:
-        """See ``Tensor.tolist``."""
         return list(self)
 
 
@@ -253,7 +252,6 @@ class _List:
         self._values = list(values)
 
     def tolist(self) -> list[int]:
-        """See ``Tensor.tolist``."""
         return list(self._values)
 
 

@@ -166,7 +166,6 @@ class _Held:
         self._work, self._tensors, self._until_wait = work, tensors, until_wait
 
     def wait(self, *timeout: Any) -> Any:
-        """See ``Work.wait``."""
         if self._until_wait:
             self._tensors = ()
         return self._work.wait(*timeout)
@@ -191,7 +190,6 @@ class _Sent:
         self._work = work
 
     def is_completed(self) -> bool:
-        """See ``Work.is_completed``."""
         return True
 
     def __getattr__(self, name: str) -> Any:

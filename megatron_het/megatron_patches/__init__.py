@@ -8,28 +8,8 @@ them, so an upgrade of Megatron fails visibly and at once.
 ``patches.py`` has all patches, ``torch_checkpoints.py`` guards torch's reading and writing of checkpoints, and
 ``releases.py`` says what is known of each release of Megatron and torch.
 
-Adding a patch
---------------
-Add a :class:`Patch` to ``PATCHES`` in ``patches.py``.  Importing it must not import torch or Megatron, so ``build``
-imports late::
-
-    def _build(original):
-        @functools.wraps(original)
-        def compile_helpers() -> None:
-            ...
-        return compile_helpers
-
-    PATCHES = (
-        Patch(
-            name="compile_helpers",
-            group="stock",
-            target="megatron.core.datasets.utils.compile_helpers",
-            reason="the wheel ships helpers_cpp without the Makefile that this function runs",
-            sources={"megatron.core.datasets.utils.compile_helpers": "f00d..."},
-            build=_build,
-        ),
-    )
-
+A new patch is a :class:`Patch` in ``PATCHES`` of ``patches.py``.  Importing it must not import torch or Megatron, so
+``build``, which takes the original and returns what stands in its place, imports late.
 ``python -m megatron_het.megatron_patches`` lists all patches and prints the hashes of the installed
 Megatron, to be pasted into ``sources`` once the new source has been read.  The project keeps the
 number of patches at ten, beside those that a single release needs (``patches.OF_RELEASES``).

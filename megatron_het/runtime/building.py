@@ -159,19 +159,16 @@ class PositionedLayout(PipelineParallelLayerLayout):
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """See Megatron."""
         return super().get_num_layers_to_build(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """See Megatron."""
         return super().get_layer_offset(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
 
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """See Megatron."""
         return super().get_layer_id_list(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
 
 
@@ -301,7 +298,6 @@ class PlacedHybridModelBuilder(HybridModelBuilder):
     """Builds hybrid models, which look up their part of the pattern by the rank that torch says."""
 
     def build_model(self, pg_collection: ProcessGroupCollection, *positional: Any, **keywords: Any) -> Any:
-        """See Megatron."""
         axis: Axis = pg_collection.pp
         with axis.known_to_torch():
             model = super().build_model(pg_collection, *positional, **keywords)

@@ -3,7 +3,7 @@
 Megatron builds the layers, with a copy of the embedding, where the plan's layout says so, and scales their loss by the
 tokens of a microbatch: the gradients are sums over microbatches, as all others are.  Left to do are the log, a table
 that Megatron holds twice on the last stage, and passes that run parts of sequences, or know documents by where these
-begin (``later.py``, ``passes.py``).
+begin.
 """
 
 from __future__ import annotations

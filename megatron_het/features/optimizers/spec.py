@@ -8,7 +8,7 @@ embeddings, the output layer, norms and biases are left to Adam (or, with Muon, 
 
 Upstream shards Lion by whole matrices, by an optimizer that knows neither ministages nor parts of unequal size, and
 whose checkpoints belong to one layout.  A plan shards it element by element, as Adam: to Megatron the optimizer is
-Adam, and on every rank Lion makes the updates of the matrices (``megatron_het/lion``).
+Adam, and on every rank Lion makes the updates of the matrices (``runtime.py``).
 """
 
 import importlib.metadata

@@ -64,7 +64,6 @@ class _Product:
     group: dist.ProcessGroup | None
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
-        """See :class:`_Half`."""
         source = self.source
         if self.group is not None:
             source = gather_from_sequence_parallel_region(source, group=self.group)
@@ -81,7 +80,6 @@ class _PutOff:
     entry: Sequence[Any]
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
-        """See :class:`_Half`."""
         self.store.complete(self.entry)
         return ()  # nobody waits for them: overlapped reductions are refused with these layers
 

@@ -6,7 +6,8 @@ import ipaddress
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_het import safe_io as untrusted
@@ -144,28 +145,33 @@ def comment(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """Parsed YAML, or JSON where the name ends in ``.json``; see ``untrusted.read_yaml``."""
+@contextmanager
+def _as_planner_error(hint: str = "", option: str = "", path: str | os.PathLike[str] = "") -> Iterator[None]:
+    """A file that cannot be read or written in this block is the planner's error, about an option where it is given."""
     try:
-        return untrusted.read_yaml(path, constants_as_text=constants_as_text)
+        yield
     except untrusted.FileError as error:
-        raise from_file_error(error) from None
+        if option:
+            raise PlannerError("command line", option, str(path), error.problem, error.hint) from None
+        raise from_file_error(error, hint) from None
+
+
+def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
+    """Parsed YAML, or JSON where the name ends in ``.json``; see ``safe_io.read_yaml``."""
+    with _as_planner_error():
+        return untrusted.read_yaml(path, constants_as_text=constants_as_text)
 
 
 def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
     """Parsed JSON."""
-    try:
+    with _as_planner_error(hint):
         return untrusted.read_json(path)
-    except untrusted.FileError as error:
-        raise from_file_error(error, hint) from None
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
     """Before long work: whether a file can be written there."""
-    try:
+    with _as_planner_error(option=option, path=path):
         untrusted.check_target(path, endings)
-    except untrusted.FileError as error:
-        raise PlannerError("command line", option, str(path), error.problem, error.hint) from None
 
 
 _PLAN, _PAGE, _PICTURE = (b'"megatron_het.plan"',), (b"<!doctype html",), (b"<svg", b"\x89PNG", b"%PDF")
@@ -216,15 +222,11 @@ def check_outputs(command: str, options: Any) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
     """Write a complete file or nothing."""
-    try:
+    with _as_planner_error():
         untrusted.write_text(path, text, executable=executable)
-    except untrusted.FileError as error:
-        raise from_file_error(error) from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write complete JSON or nothing."""
-    try:
+    with _as_planner_error():
         untrusted.write_json(path, value)
-    except untrusted.FileError as error:
-        raise from_file_error(error) from None

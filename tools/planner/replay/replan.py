@@ -334,10 +334,6 @@ class Replanned:
         saved_s = self.measured_s - self.expected_s
         return ceil(self.restart_s / saved_s) if self.plan is not None and saved_s > 0 else None
 
-    def pays(self, iterations_left: int) -> bool:
-        """Whether a change now ends the training earlier."""
-        return self.pays_after is not None and self.pays_after < iterations_left
-
 
 def replan(
     plan: Plan,

@@ -92,11 +92,6 @@ class Schedule:
         del estimator, candidate
         yield from ()
 
-    def most_pieces(self, estimator: OperatingPoints) -> int:
-        """Into how many pieces at most a microbatch on a stage is cut, which divides the bubble."""
-        del estimator
-        return 1
-
     # -- time --------------------------------------------------------------------------------------
 
     def pipeline(

@@ -94,10 +94,6 @@ class Ministage(Schedule):
         for chunks in range(2, min(s.layers for s in candidate.stages) + 1):
             yield candidate.with_(chunks=chunks)
 
-    def most_pieces(self, estimator: OperatingPoints) -> int:
-        """A chunk per layer."""
-        return estimator.model.num_layers
-
     # -- time --------------------------------------------------------------------------------------
 
     def pipeline(

@@ -51,10 +51,6 @@ class Interleaved(Schedule):
         for chunks in (n for n in CHUNKS if n <= least):
             yield plain.with_(schedule=self.name, chunks=chunks)
 
-    def most_pieces(self, estimator: OperatingPoints) -> int:
-        """A chunk per layer."""
-        return estimator.model.num_layers
-
     def waits_s(
         self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
     ) -> float:
@@ -209,10 +205,6 @@ class SlimPipe(Schedule):
             if 1 <= chunks <= min(s.layers for s in c.stages) and (chunks == 1 or c.slices % count == 0):
                 yield c.with_(chunks=chunks)
         yield c.with_(exchange=not c.exchange)
-
-    def most_pieces(self, estimator: OperatingPoints) -> int:
-        """Returns as many slices as are worth their launches."""
-        return max(1, estimator.model.seq_length // LEAST_TOKENS)
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, equation (1)."""
