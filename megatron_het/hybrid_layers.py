@@ -78,7 +78,6 @@ class LocalHybridStack(HybridStack):
 
 
 def _attention(attention: ModuleSpec) -> ModuleSpec:
-    """A layer of attention alone."""
     parts = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
     )
@@ -86,7 +85,6 @@ def _attention(attention: ModuleSpec) -> ModuleSpec:
 
 
 def _rest(kind: type, mlp: Any) -> ModuleSpec:
-    """A layer of an MLP or experts alone."""
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(module=kind, submodules=parts)
 

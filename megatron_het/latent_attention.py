@@ -132,6 +132,5 @@ def without_transformer_engine(spec: Any) -> Any:
 
 
 def _attentions(spec: Any) -> list[Any]:
-    """The attention of every layer."""
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     return [layer.submodules.self_attention for layer in layers]

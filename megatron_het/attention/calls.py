@@ -122,7 +122,6 @@ def blocks_of(
 
 
 def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Block]:
-    """Yields what queries reach of their own keys."""
     for first, end in documents_in(rows, starts):
         size = end - first if window_tokens is None else window_tokens + 1
         tiles = [(row, min(row + size, end)) for row in range(first, end, size)]
@@ -352,7 +351,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _forward(kernel: Kernel, call: Call, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a call."""
     if call.form is not Form.REVERSED:
         return kernel.forward(q, call.keys, call.values, Scores(call.form is Form.CAUSAL, scale, call.window))
     out, lse = kernel.forward(q.flip(0), call.keys.flip(0), call.values.flip(0), Scores(True, scale))

@@ -296,7 +296,6 @@ def _one_pass(curves: Sequence[Curve], sequences: int) -> list[int]:
 
 
 def _within(curve: Curve, seconds: float) -> int:
-    """The largest pass that ends within a time."""
     low, high = 0, curve.largest
     while low < high:
         middle = (low + high + 1) // 2

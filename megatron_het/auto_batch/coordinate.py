@@ -441,7 +441,6 @@ def _plan_of(value: Any) -> Plan:
 
 
 def _summary(plan: Plan) -> str:
-    """One line."""
     zero = plan.schedule.parameters.get("zero") or int(plan.training.distributed_optimizer)
     sizes = plan.training.sequences
     shown = "; ".join(

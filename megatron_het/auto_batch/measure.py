@@ -342,7 +342,6 @@ def _amounts(models: Any) -> dict[str, int]:
 
 
 def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
-    """Sequences of random tokens."""
     length = args.seq_length
     generator = torch.Generator().manual_seed(size)
     tokens = torch.randint(0, min(args.padded_vocab_size, 1000), (size, length + 1), generator=generator)

@@ -472,7 +472,6 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _set(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes for the duration of a block."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)

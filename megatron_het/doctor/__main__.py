@@ -329,7 +329,6 @@ class _Rank:
 
 @contextlib.contextmanager
 def _folder(given: Path | None, rank: int) -> Iterator[Path]:
-    """A folder of this rank."""
     if given is not None:
         own = given / f"rank-{rank}"
         own.mkdir(parents=True, exist_ok=True)

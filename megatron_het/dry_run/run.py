@@ -67,8 +67,6 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _samples_provider(args: Any) -> Callable[..., tuple[Any, ...]]:
-    """A datasets provider for ``pretrain``."""
-
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
         from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -472,7 +470,6 @@ def _check_documents(args: Any) -> None:
 
 
 def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, Any]:
-    """Returns what was counted, for JSON."""
     where = session.placement.locate(rank)
     peak, start = tracker.ledger.peak(ITERATIONS - 1), tracker.ledger.peak(-1)
     return {

@@ -132,7 +132,6 @@ def _connection(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(words: Sequence[str]) -> int:
-    """A node, a controller, or both."""
     own, given = split_words(words)
     flags = given or []
     options = parser_of().parse_args(own)
@@ -249,7 +248,6 @@ def _devices() -> int:
 
 
 def _ask(words: Sequence[str]) -> int:
-    """A command for a job that runs."""
     options = parser_of(words[0]).parse_args(list(words[1:]))
     host, port = _address(options.controller)
     token = _token(options.token_file or options.folder / "token", create=False)

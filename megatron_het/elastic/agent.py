@@ -308,7 +308,6 @@ class Agent:
                 self._unsaid.append(exit_of)
 
     def _obey(self, worker: _Worker, refused: Any, kill: Any, gone: Any) -> None:
-        """Do what the controller wants of a worker."""
         if not (worker.is_refused or worker.comes_again) and _is_meant(worker, refused):
             worker.is_refused, worker.comes_again = not refused["again"], refused["again"]
             self._say(f"worker {worker.number} was refused: {refused['why']}")

@@ -296,7 +296,6 @@ class Controller:
         self._board.drop(f"beat/{number}")
 
     def _watch(self) -> None:
-        """Signs of life."""
         now = time.monotonic()
         gap_s, self._watched_s = now - self._watched_s, now
         if gap_s > _GAP_S:  # this process was stopped: what others said meanwhile is read after this
@@ -500,7 +499,6 @@ class Controller:
         return True
 
     def _next(self, reason: str, since: Moment) -> None:
-        """Write the next generation."""
         before = self._generation
         left_s = Moment().wall_s
         try:

@@ -278,7 +278,6 @@ def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
 
 
 def _difference(own: str, first: str) -> str:
-    """In words."""
     try:
         mine, theirs = json.loads(own), json.loads(first)
         for name in ("megatron_het", "megatron-core"):

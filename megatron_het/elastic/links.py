@@ -173,7 +173,6 @@ def _peer(one: socket.socket) -> tuple[str, int] | None:
 
 
 def _addresses(host: str) -> set[str]:
-    """Returns the addresses of the controller."""
     with contextlib.suppress(OSError):
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return {host}

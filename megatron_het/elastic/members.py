@@ -54,7 +54,6 @@ class StateFile:
         return not failure
 
     def _try(self, text: str) -> str:
-        """Why the file could not be written."""
         before = _before(self._path)
         with contextlib.suppress(OSError):  # for a controller that finds the file broken
             before.unlink(missing_ok=True)

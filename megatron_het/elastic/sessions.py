@@ -535,7 +535,6 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
 
 
 def _without_plans(words: Sequence[str]) -> list[str]:
-    """The command line without the plans."""
     found, skips = [], False
     for word in words:
         skips = word.split("=")[0] == _FLAG or (skips and not word.startswith("-"))

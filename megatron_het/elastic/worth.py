@@ -76,7 +76,6 @@ def standing(history: History, reached: int, now_s: float) -> dict[str, Any]:
 
 
 def _parts(history: History, reached: int, now_s: float) -> list[_Part]:
-    """Describes the generations that have trained."""
     ends = [(entry["reached"], entry["stopped"]) for entry in history[1:]]
     found = []
     for number, (entry, (last, stopped_s)) in enumerate(zip(history, [*ends, (reached, now_s)], strict=False)):

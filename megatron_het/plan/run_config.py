@@ -285,7 +285,6 @@ def _piped_layers(flags: argparse.Namespace, pp: int, schedule: str) -> list[tup
 
 
 def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
-    """Layers of each chunk of a stage."""
     per_chunk = flags.num_layers_per_virtual_pipeline_stage
     chunks = flags.num_virtual_stages_per_pipeline_rank or 1
     if per_chunk is not None:

@@ -229,7 +229,6 @@ class ChunkedBuilder:
         return chunks > 1 and (pipeline.size() == 1 or bool(pipeline.by_chunk))
 
     def _finish_all(self, chunks: Iterator[Any], finish: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Finish the chunks, all at once."""
         return finish(list(chunks))
 
     def _finish(

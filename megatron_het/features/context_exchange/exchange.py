@@ -362,7 +362,6 @@ class ContextExchange:
                 self._answer(slot)
 
     def _answer(self, slot: Slot) -> None:
-        """Send what was made for others in this layer."""
         for op, answer, moment in slot.answers:
             self._channels.send(answer, op.peer, op.label, moment)
         slot.answers.clear()

@@ -50,7 +50,6 @@ def _team(value: Value, deps: Dependencies, microbatch: int, piece: int) -> list
 
 
 def _last_output(deps: Dependencies) -> Rule:
-    """The output of the model's last chunk."""
     stage, chunk = deps.shape.path[-1]
     return lambda device, op: [(deps.runner(stage, op.microbatch), (Value.OUTPUT, op.microbatch, op.slice, chunk))]
 

@@ -192,8 +192,6 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
 
 
 def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace, progress: Progress) -> Outcome:
-    """The search, with its progress."""
-
     def text() -> str:
         return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
 

@@ -83,7 +83,6 @@ def _known(model: str) -> dict[str, object] | None:
 
 
 def _commands(options: argparse.Namespace) -> Iterator[list[str]]:
-    """The commands in their order."""
     out: Path = options.out
     force = ["--force"] if options.force else []
     cluster = options.cluster or str(out / "cluster.yaml")
@@ -98,7 +97,6 @@ def _commands(options: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
-    """Options that were given, as words."""
     values = {name: getattr(options, name) for name in names}
     return [word for name, value in values.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
 

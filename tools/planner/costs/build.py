@@ -268,7 +268,6 @@ def _stage(
 def _parameters(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
 ) -> dict[str, object]:
-    """The parameters of the plan's schedule."""
     alike = all(routes == all_routes[0] for routes in all_routes)
     parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
     parameters |= extra_parameters(estimator, candidate) | schedule_of(candidate).cut(estimator, candidate)

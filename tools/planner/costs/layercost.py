@@ -417,7 +417,6 @@ class MeasuredCosts:
         ]
 
     def _of_kind(self, key: Kind, batch: int) -> LayerCost:
-        """One kind of layer."""
         points = self.points.get(key) or self.points.get(key._replace(recompute="none"))
         gpu, _, tp, _ = key[:4]
         model = self.model

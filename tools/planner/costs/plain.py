@@ -250,7 +250,6 @@ def _elapsed_s(steps: _Steps) -> float:
 
 
 def _of_slices(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
-    """Seconds of each slice of a pass."""
     return tuple(whole_s / len(shares) + attention_s * share + operation_s for share in shares)
 
 

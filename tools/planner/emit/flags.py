@@ -115,7 +115,6 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
 
 
 def _recurrent_flags(options: ModelOptions) -> dict[str, FlagValue]:
-    """Sizes of a hybrid model's recurrent layers."""
     found: dict[str, FlagValue] = {}
     if options.mamba is not None:
         x = options.mamba

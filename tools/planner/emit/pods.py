@@ -184,7 +184,6 @@ def _roles(
 
 
 def _host(role: str, launch: LaunchOptions, pods: PodOptions) -> str:
-    """Returns the host of a group's first pod."""
     pod = f"{role}-0" if pods.target == "skypilot" else f"{launch.job_name}-{role}-0-0"
     return f"{pod}.{launch.job_name}"
 
@@ -236,7 +235,6 @@ def _jobset(roles: Sequence[_Role], launch: LaunchOptions, pods: PodOptions, ela
 
 
 def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
-    """Returns the specification of a pod."""
     container: dict[str, Any] = {
         "name": "node",
         "image": pods.image,
@@ -263,7 +261,6 @@ def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
 
 
 def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any]:
-    """Returns a task of SkyPilot's job group."""
     elastic = "HET_FIRST_NODE" not in role.environment
     kind, resources = role.kind, dict[str, Any]()
     if role.gpus and kind.accelerators:

@@ -281,7 +281,6 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
 
 
 def _tables(body: dict[str, Any]) -> list[Any]:
-    """Returns what people read."""
     rows, chosen = body["rungs"], body["chosen"]
     prices = ("USD per hour", "USD per 10⁹ tokens", "USD per 10⁹ more")
     ladder = table("What to rent", "rung: nodes more", "GPUs", "tokens/s", *prices)

@@ -291,7 +291,6 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
 
 
 def _with_nodes(estimator: Estimator, nodes: tuple[NodeGroup, ...]) -> Estimator:
-    """The estimator of a cluster of other nodes."""
     cluster = Cluster(
         name=estimator.cluster.name, nodes=nodes, links=estimator.cluster.links, gpus=estimator.cluster.gpus
     )

@@ -182,7 +182,6 @@ def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Ou
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
-    """Joins the results of a search."""
     _add(ground.estimator, ground.goal, outcome, theirs)
     if theirs.interrupted:
         raise KeyboardInterrupt
