@@ -17,7 +17,7 @@ Units of slices of unequal length count in the same way.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron_het.features.context_exchange.kinds import exchanged_layers
 from megatron_het.schedule.cutting import Parts
@@ -244,19 +244,7 @@ class ExchangePlan:
                 "slot": slot.index,
                 "backward": slot.backward,
                 "loads": [load / self.units for load in slot.loads],
-                "moves": [
-                    {
-                        "owner": m.owner,
-                        "helper": m.helper,
-                        "microbatch": m.microbatch,
-                        "slice": m.slice,
-                        "chunk": m.chunk,
-                        "start": m.start,
-                        "stop": m.stop,
-                        "sent": [list(r) for r in m.sent],
-                    }
-                    for m in slot.moves
-                ],
+                "moves": [asdict(move) | {"sent": [list(units) for units in move.sent]} for move in slot.moves],
                 "after": [load / self.units for load in slot.after],
             }
             for slot in self.slots
@@ -539,19 +527,4 @@ def _op(kind: Kind, move: Move, peer: int) -> Op:
 
 def _sends(move: Move, backward: bool) -> list[tuple[int, Op]]:
     kind = _KINDS[backward][3]
-    return [
-        (
-            move.owner,
-            Op(
-                kind=kind,
-                microbatch=move.microbatch,
-                slice=move.slice,
-                chunk=move.chunk,
-                peer=move.helper,
-                peer_chunk=move.chunk,
-                start=start,
-                stop=stop,
-            ),
-        )
-        for start, stop in move.sent
-    ]
+    return [(move.owner, _op(kind, replace(move, start=a, stop=b), move.helper)) for a, b in move.sent]

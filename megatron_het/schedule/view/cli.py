@@ -474,17 +474,7 @@ def _compare(options: argparse.Namespace) -> int:
             layers_per_chunk=options.layers_per_chunk,
         )
     )
-    data = [
-        {
-            "schedule": row.schedule,
-            "bubble_fraction": row.bubble_fraction,
-            "activation_fraction": row.activation_fraction,
-            "communication_volume": row.communication_volume,
-            "makespan": row.makespan,
-        }
-        for row in rows
-        if not row.reason
-    ]
+    data = [{name: value for name, value in asdict(row).items() if name != "reason"} for row in rows if not row.reason]
     if not _write(options, data):
         print_table(comparison_table(rows))
         for row in rows:

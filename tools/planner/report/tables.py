@@ -36,6 +36,7 @@ WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
 HARDLY = 0.005  # change of an iteration that is printed as none
 _MEMORY = {"optimizer": "optimizer state", "workspace": "temporaries", "reserved": "CUDA and NCCL"}
 """What the parts of memory are called, where their names do not say it."""
+_SETTINGS = ("schedule", "chunks", "slices", "micro_batch_size", "recompute", "zero_stage", "offload")
 MOST_ROWS = 100  # rows of a table of stages: laying out thousands takes seconds, and nobody reads them
 
 
@@ -199,13 +200,7 @@ def summary(
         "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
         "documents": _documents(estimator, candidate, estimate),
-        "schedule": candidate.schedule,
-        "chunks": candidate.chunks,
-        "slices": candidate.slices,
-        "micro_batch_size": candidate.micro_batch_size,
-        "recompute": candidate.recompute,
-        "zero_stage": candidate.zero_stage,
-        "offload": candidate.offload,
+        **{name: getattr(candidate, name) for name in _SETTINGS},
         "extras": extras_in_words(candidate),
         "stages": stages_of(estimator, candidate, estimate),
     }
@@ -459,14 +454,9 @@ def _passed_over_lines(outcome: Outcome, best: Found) -> list[str]:
 
 def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
     """Facts about the search."""
+    names = ("method", "cpu_s", "evaluations", "simulations", "exact", "interrupted", "bound")
     return {
-        "method": outcome.method,
-        "cpu_s": outcome.cpu_s,
-        "evaluations": outcome.evaluations,
-        "simulations": outcome.simulations,
-        "exact": outcome.exact,
-        "interrupted": outcome.interrupted,
-        "bound": outcome.bound,
+        **{name: getattr(outcome, name) for name in names},
         "gap_to_bound": outcome.gap(goal),
         "passed_over": None if outcome.passed_over is None else asdict(outcome.passed_over),
         "steadier_than_s": outcome.steadier_than_s or None,
