@@ -381,11 +381,7 @@ class RunReport:
         self._write_at_times()
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the losses of later iterations, which were not ended.
-
-        Args:
-            iteration: As Megatron numbers them.
-        """
+        """Drop the losses of iterations after one, as Megatron numbers them, which were not ended."""
         self._losses = deque((entry for entry in self._losses if entry[0] <= iteration), maxlen=MOST_KEPT)
 
     def _write_at_times(self) -> None:

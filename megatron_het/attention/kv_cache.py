@@ -193,11 +193,7 @@ class KVCache:
         return key, value
 
     def of_appended(self, key: Tensor, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of what is appended, of those of what is attended to.
-
-        Args:
-            grad_keys: Of the keys that were ``shown``.
-        """
+        """The gradients of what is appended, of those of what is attended to (``shown``)."""
         return grad_keys, grad_values
 
     def line(self, microbatch: int, index: int) -> tuple[Run, Run | None] | None:

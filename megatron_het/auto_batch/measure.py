@@ -215,11 +215,7 @@ class _Done(BaseException):
 
 
 class Commands:
-    """Holds what the parent process asks, and the answers.
-
-    Args:
-        connection: To the parent.
-    """
+    """Holds what the parent process asks over a connection, and the answers."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

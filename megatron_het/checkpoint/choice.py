@@ -295,11 +295,7 @@ def tracked(folder: Path) -> int | str | None:
 
 
 def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list[Candidate]:
-    """Checkpoints of a folder, the newest first.
-
-    Args:
-        limit: The newest iteration to consider; None for any.
-    """
+    """Checkpoints of a folder up to an iteration (None for any), the newest first."""
     found = []
     for path in folder.glob("iter_*"):
         match = _ITERATION.fullmatch(path.name)

@@ -37,11 +37,7 @@ RANDOM_STATE_KEY = "het_random_state"
 
 
 def random_state_object(load: bool = False) -> Any:
-    """This rank's states as a ShardedObject keyed by world rank.
-
-    Args:
-        load: Build the template for loading, without data.
-    """
+    """This rank's states as a ShardedObject keyed by world rank; to ``load``, the template without data."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject(
@@ -382,11 +378,7 @@ def _has_died(caller: Any) -> bool:
 
 
 def release_waits(caller: Any) -> None:
-    """End all waits for a process that writes no more.
-
-    Args:
-        caller: Megatron's ``PersistentAsyncCaller``.
-    """
+    """End all waits of Megatron's ``PersistentAsyncCaller`` for a process that writes no more."""
     for queue in (caller._persistent_preload_q, caller._persistent_queue):
         with contextlib.suppress(ValueError):  # all is done
             while queue is not None:

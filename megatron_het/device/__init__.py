@@ -256,9 +256,5 @@ def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = Fa
 
 
 def unmet(flags: tuple[Flag, ...], args: object) -> tuple[Flag, ...]:
-    """The required flags that a namespace parsed by Megatron does not have.
-
-    Args:
-        flags: What :func:`platform_flags` returned.
-    """
+    """The required ones of :func:`platform_flags` that a namespace parsed by Megatron does not have."""
     return tuple(flag for flag in flags if flag.required and getattr(args, flag.attribute) != flag.value)

@@ -255,11 +255,7 @@ class Storages:
 
 
 class LimitedStorages(Storages):
-    """Storages that do not fit into a device of a given size.
-
-    Args:
-        limit_bytes: The device's memory.
-    """
+    """Storages that do not fit into a device of a given size."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()

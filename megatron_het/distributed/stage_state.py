@@ -220,11 +220,7 @@ def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any, Any]:
 
 
 def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) -> None:
-    """Set the module's globals for this rank.
-
-    Args:
-        module: ``megatron.core.parallel_state`` (a stand-in in tests).
-    """
+    """Set the globals of ``megatron.core.parallel_state`` (a stand-in in tests) for this rank."""
     module = module or _parallel_state()
     for name, value in stage_state(groups).items():
         if not hasattr(module, name):

@@ -100,11 +100,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.stat")
 
 
 class Throttling:
-    """Holds what slows a device down while something else is measured.
-
-    Args:
-        gpu: Index of the CUDA device, None on a CPU.
-    """
+    """Holds what slows a CUDA device down, by its index (None: a CPU), while something else is measured."""
 
     def __init__(self, gpu: int | None) -> None:
         self._gpu = gpu

@@ -321,11 +321,7 @@ _READ_ONLY = {"send"}
 
 
 class _Work(dist.Work):
-    """An operation on a communicator's stream.
-
-    Args:
-        clock: What has happened when the operation has ended.
-    """
+    """An operation on a communicator's stream; ``clock`` is what has happened when it has ended."""
 
     def __init__(self, order: StreamOrder, clock: dict[int, int]) -> None:
         super().__init__()

@@ -308,11 +308,7 @@ class Result:
 
 
 class Remembered:
-    """Use inside of a ``FakeTensorMode``.
-
-    Args:
-        show_new: Told of every tensor that is made here and has a storage of its own.
-    """
+    """Use inside of a ``FakeTensorMode``; ``show_new`` is told of new tensors with a storage of their own."""
 
     def __init__(self, mode: FakeTensorMode, show_new: Callable[[Tensor], None]) -> None:
         self._mode, self._show_new = mode, show_new

@@ -41,11 +41,7 @@ from megatron_het.runtime.session import HetSession
 
 
 class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of zeros.
-
-    Args:
-        has_mask: Whether they bring an attention mask, for which TP ranks wait.
-    """
+    """Sequences of zeros, with an attention mask where TP ranks wait for one."""
 
     def __init__(self, seq_length: int, count: int, has_mask: bool) -> None:
         self._seq_length, self._count, self._has_mask = seq_length, count, has_mask

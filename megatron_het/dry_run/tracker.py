@@ -231,11 +231,7 @@ class Traffic:
         self._counts.clear()
 
     def see(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Count one operation.
-
-        Args:
-            func: An overload of ``torch.ops.c10d``.
-        """
+        """Count one operation, an overload of ``torch.ops.c10d``."""
         name = func._schema.name.removeprefix("c10d::")
         if name in _POINT_TO_POINT:
             group = _group(func, args)
@@ -387,11 +383,7 @@ class Tracker(StorageWatch):
         self.flops[self._kind] += int(count)
 
     def mark(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Say what storages are for.
-
-        Args:
-            tensors: By category.
-        """
+        """Say what storages are for: tensors by category."""
         for category, found in tensors.items():
             for tensor in found:
                 self._known.mark(tensor, category)

@@ -96,11 +96,7 @@ class Severing:
 
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
-        """Counts what connects in here to one session.
-
-        Args:
-            key: Its key, for :meth:`cut`.
-        """
+        """Counts what connects in here to one session, by its key for :meth:`cut`."""
         with self._lock:
             self._key, self._older = key, {_inode(one) for one in sockets()}
             self._has_aborted = False

@@ -268,11 +268,7 @@ class ReplacedError(RuntimeError):
 
 
 class Arrivals:
-    """Nodes and workers that are waited for until the first generation begins.
-
-    Args:
-        nodes: How many to wait for.
-    """
+    """So many nodes with their workers, which are waited for until the first generation begins."""
 
     def __init__(self, nodes: int, start_s: float) -> None:
         self._nodes, self._start_s = nodes, start_s

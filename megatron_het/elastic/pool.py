@@ -157,11 +157,7 @@ class Planner:
 
 
 class GivenPlans(Planner):
-    """Takes the best plan of a list that the pool can run.
-
-    Args:
-        plans: In the order of preference.
-    """
+    """Takes the best plan of a list, in the order of preference, that the pool can run."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._plans = plans

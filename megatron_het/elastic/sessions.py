@@ -74,11 +74,7 @@ LeavesAt = Callable[[int], bool]
 
 
 class Leave(BaseException):
-    """Ends ``pretrain`` at an iteration boundary; no error, hence no ``Exception``.
-
-    Args:
-        snapshot: This rank's state.
-    """
+    """Ends ``pretrain`` at an iteration boundary, with this rank's state; no error, hence no ``Exception``."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(f"leaves after iteration {snapshot.iteration}")

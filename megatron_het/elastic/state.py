@@ -61,11 +61,7 @@ class _Move:
 
 
 class Holdings:
-    """Holds what all members hold, and who gives what to whom.
-
-    Args:
-        held: Pieces by member.
-    """
+    """Holds what all members hold, pieces by member, and who gives what to whom."""
 
     def __init__(self, held: Sequence[Sequence[Piece]]) -> None:
         self._held = held
@@ -293,11 +289,7 @@ class Restored:
 
 
 def take(trainee: Trainee, iteration: int) -> Snapshot:
-    """A snapshot of this rank in host memory.
-
-    Args:
-        trainee: What is trained; whole parameters are shown.
-    """
+    """A snapshot of this rank in host memory; whole parameters are shown."""
     state = collect(trainee.models, trainee.optimizer, trainee.args, is_updated=True)
     return described(trainee, iteration, state, [(p, t.detach().to("cpu", copy=True)) for p, t in state.pieces])
 

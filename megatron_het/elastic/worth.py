@@ -131,11 +131,7 @@ def last_iteration(history: History) -> int | None:
 
 
 def describe(status: Mapping[str, Any] | None) -> str:
-    """The lines of ``het-run status``.
-
-    Args:
-        status: What the controller wrote last; None before it wrote anything.
-    """
+    """The lines of ``het-run status``; None is what the controller wrote before it wrote anything."""
     if status is None:
         return "the controller has just started; ask again in a second\n"
     lines = [_progress(status), *_generation(status)]

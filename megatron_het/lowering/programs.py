@@ -51,11 +51,7 @@ def costs_of(plan: Plan) -> Costs | None:
 
 
 def planned_costs(costs: Costs, program: Program) -> PlannedCosts:
-    """Costs as a plan file carries them.
-
-    Args:
-        program: Its transfers say which links matter.
-    """
+    """Costs as a plan file carries them, of the links that the program's transfers take."""
     rows: dict[tuple[Any, ...], list[int]] = {}
     for device in range(len(program.ops)):
         chunks = tuple(

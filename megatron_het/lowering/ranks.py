@@ -377,11 +377,7 @@ class BoundaryMap:
 
 
 def side_of(plan: Plan, replica: Replica, divided: bool) -> Side:
-    """How a replica divides sequences.
-
-    Args:
-        divided: Whether TP ranks divide what their context-parallel rank holds.
-    """
+    """How a replica divides sequences, and its TP ranks what their context-parallel rank holds (``divided``)."""
     groups = tuple(replica.tp_group(part) for part in range(replica.cp))
     return Side(groups, divided, replica.shares, part_grain(plan, replica))
 

@@ -141,11 +141,7 @@ _GUARDED = _GuardedPickle()
 
 
 def guard_reads(*, trusts: bool | None = None) -> None:
-    """Guard torch's reading of descriptions in this process.
-
-    Args:
-        trusts: Whether any class is admitted; None for as it is.
-    """
+    """Guard torch's reading of descriptions in this process, or admit any class; None for as it is."""
     from torch.distributed.checkpoint import filesystem
 
     filesystem.pickle = _GUARDED  # type: ignore[assignment]

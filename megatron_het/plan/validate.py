@@ -133,11 +133,7 @@ def _check_prediction(plan: Plan) -> None:
 
 
 def _check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
-    """Refuse costs that do not fit a plan.
-
-    Args:
-        chunks: Chunks of every device.
-    """
+    """Refuse costs that do not fit a plan, which has so many chunks of every device."""
     where = "predicted.costs"
     seen: set[int] = set()
     for i, row in enumerate(costs.devices):

@@ -263,11 +263,7 @@ class ChunkedBuilder:
         raise NotImplementedError
 
     def _build_chunks(self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType) -> Iterator[Any]:
-        """The chunks of this rank, each one built when it is asked for.
-
-        Args:
-            model_type: As upstream.
-        """
+        """The chunks of this rank, each one built when it is asked for."""
         transformer = self._model_config.transformer
         axis: Axis = pg_collection.pp
         if axis.size() == 1 and chunks > 1:

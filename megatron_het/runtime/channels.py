@@ -146,11 +146,7 @@ class Channels:
         self._sends.append(_PendingSend(work, tensor, dst, label))
 
     def receive(self, target: torch.Tensor, src: int, label: str, after: Moment | None = None) -> PendingReceive:
-        """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it.
-
-        Args:
-            after: See :meth:`send`.
-        """
+        """Post a receive into a contiguous view, which ``wait_receive`` completes; ``after`` as for :meth:`send`."""
         host = None
         if self._transport == "staged":
             host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)

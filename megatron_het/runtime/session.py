@@ -43,11 +43,7 @@ from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFe
 
 
 def let_go(models: Iterable[torch.nn.Module]) -> None:
-    """Cut the circles of models that nobody uses any more.
-
-    Args:
-        models: Chunks as Megatron wrapped them.
-    """
+    """Cut the circles of models, as Megatron wrapped them, that nobody uses any more."""
     from megatron.core.distributed import DistributedDataParallel
 
     for chunk in models:

@@ -392,11 +392,7 @@ _WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """The value in a YAML file, or in a JSON file (``.json``).
-
-    Args:
-        constants_as_text: See :func:`parse_json`.
-    """
+    """The value in a YAML file, or in a JSON file (``.json``); options as of :func:`parse_json`."""
     text = read_text(path, MAX_YAML_BYTES)
     if not str(path).lower().endswith(".json"):
         return parse_yaml(text, path)

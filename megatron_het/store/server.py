@@ -163,11 +163,7 @@ def hello() -> bytes:
 
 
 class Handshake:
-    """The digests of one connection.
-
-    Args:
-        server, client: The numbers of both ends.
-    """
+    """The digests of one connection, by the numbers of both ends."""
 
     def __init__(self, token: bytes, server: bytes, client: bytes) -> None:
         self._token, self._both = token, server + client

@@ -175,11 +175,7 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:
-        """The shard of a rank.
-
-        Args:
-            vocab_size: Padded, so that it divides over the stages (``plan.rows``).
-        """
+        """The shard of a rank of a vocabulary that is padded to divide over the stages (``plan.rows``)."""
         where, plan = placement.locate(rank), placement.plan
         tp = placement.replica(where.stage, where.replica).tp
         of_stage = stage_rows(plan, vocab_size)

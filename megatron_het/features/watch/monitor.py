@@ -87,11 +87,7 @@ def _paired(samples: Mapping[int, Sample], source: int, target: int) -> _Ends:
 
 
 def _times(ends: _Ends, ahead_s: float) -> list[float]:
-    """Seconds of the transfers whose end is known.
-
-    Args:
-        ahead_s: How far the receiver's clock is ahead of the sender's.
-    """
+    """Seconds of the transfers whose end is known, by how far the receiver's clock is ahead of the sender's."""
     return [
         max(0.0, ended - max(sent + ahead_s, posted))
         for sent, (posted, waited, ended) in ends

@@ -172,11 +172,7 @@ class Parts(Protocol):
 
 
 class EqualParts:
-    """Megatron's division.
-
-    Args:
-        group: The ranks that share the buckets.
-    """
+    """Megatron's division over the ranks that share the buckets."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -390,11 +390,7 @@ class LayerCosts(Protocol):
     """Where the cost model gets the figures of single layers."""
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
-        """Expected relative error of times, for reports.
-
-        Args:
-            gpus: Kinds in use.
-        """
+        """Expected relative error of times on these kinds of GPU, for reports."""
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """TP sizes for which there are figures."""

@@ -43,11 +43,7 @@ from .layer import (
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The value at ``x``.
-
-    Args:
-        x: Between the first and the last of them.
-    """
+    """The value at ``x``, which is between the first and the last of ``xs``."""
     steps = [b - a for a, b in zip(xs, xs[1:])]
     rises = [(b - a) / step for a, b, step in zip(ys, ys[1:], steps)]
     i = min(max(bisect_right(xs, x) - 1, 0), len(steps) - 1)

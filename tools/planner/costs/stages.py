@@ -66,11 +66,7 @@ def passes_of_plan(plan: Plan) -> list[Passes]:
 
 
 def sizes_of_plan(plan: Plan, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[Passes, ...], ...]:
-    """``Candidate.sizes`` of a plan.
-
-    Args:
-        kinds: Pool, TP and EP of every replica of its stage.
-    """
+    """``Candidate.sizes`` of a plan, by pool, TP and EP of every replica of its stage."""
     groups: dict[tuple[int, ...], list[Passes]] = {}
     for kind, own in zip(kinds, passes_of_plan(plan)):
         groups.setdefault(kind, []).append(own)

@@ -29,11 +29,7 @@ _COLOURS = {"elastic": "#1f6fb4", "restart": "#d9822b", "full pool": "#7a7a7a"}
 
 
 def draw(trace: Trace, courses: Sequence[Course], names: Sequence[str], file: str) -> None:
-    """Write the picture.
-
-    Args:
-        file: SVG or PNG by its extension.
-    """
+    """Write the picture: SVG or PNG by the file's extension."""
     from matplotlib.figure import Figure
 
     unit, word = next((u, w) for u, w in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -308,11 +304,7 @@ def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[s
 
 
 def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s: float) -> dict[str, Any]:
-    """Returns what is printed, as JSON values.
-
-    Args:
-        ideal_s: Iteration time with all nodes.
-    """
+    """Returns what is printed, as JSON values; ``ideal_s`` is the iteration time with all nodes."""
     return {
         "span_s": trace.end_s,
         "full_pool_iteration_s": ideal_s,

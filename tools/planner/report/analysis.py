@@ -150,11 +150,7 @@ def alternatives(estimator: Estimator, outcome: Outcome, best: Found, count: int
 
 
 def row_of(estimator: Estimator, what: str, found: Found | None, best: Found, why: str = "") -> dict[str, Any]:
-    """One plan beside the best one.
-
-    Args:
-        why: There is no plan.
-    """
+    """One plan beside the best one, or why there is none."""
     if found is None:
         names = ("plan", "iteration_s", "ratio", "usd_per_iteration", "gpus_without_price", "gpus")
         return {"what": what, **dict.fromkeys(names), "why": why}

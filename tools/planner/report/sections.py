@@ -258,11 +258,7 @@ _WORDS = ("solid line", "dashed line", "dotted line")
 
 
 def replay_section(courses: Sequence[Course], end_s: float) -> Html:
-    """Curves of iterations that count, and a table.
-
-    Args:
-        end_s: When the trace ends.
-    """
+    """Curves of iterations that count, up to the end of the trace, and a table."""
     most = max((n for course in courses for _, n in course["curve"]), default=0.0) or 1.0
     lines = [_line(course, end_s, most, _STYLES[i % 3]) for i, course in enumerate(courses)]
     drawing = tag(

@@ -320,11 +320,7 @@ def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tupl
 
 
 def _caps(found: list[_Known], by_stages: bool) -> list[int]:
-    """Most layers of each stage.
-
-    Args:
-        by_stages: They depend on the numbers of stages, not of replicas.
-    """
+    """Most layers of each stage; ``by_stages``: they depend on the numbers of stages, not of replicas."""
     later, out, count = 0, [], len(found)
     for after, entry in enumerate(reversed(found)):
         known = (after, count) if by_stages else later

@@ -124,11 +124,7 @@ class Bounds:
         return min(found, default=inf if self._plans else 0.0)
 
     def _works(self, sizes: tuple[int, ...], recompute: str) -> list[_Works | None]:
-        """Returns the works of all pools.
-
-        Args:
-            sizes: Of the passes; empty for all that the model file allows.
-        """
+        """Returns the works of all pools in passes of these sizes, or of all that the model file allows."""
         return [self._best(pool, sizes, recompute) for pool in range(len(self.estimator.cluster.nodes))]
 
     def _best(self, pool: int, sizes: tuple[int, ...], recompute: str) -> _Works | None:

@@ -214,11 +214,7 @@ def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
 
 
 def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> Found:
-    """The plan with all changes that pay.
-
-    Args:
-        left: Operations that may be simulated.
-    """
+    """The plan with all changes that pay, found with so many simulated operations at most."""
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
         best = current

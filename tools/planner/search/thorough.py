@@ -383,11 +383,7 @@ def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[
 
 
 def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> Candidate:
-    """Improvement over the neighbourhood until nothing improves or the budget is spent.
-
-    Args:
-        share: Divides the budget.
-    """
+    """Improvement over the neighbourhood until nothing improves or a share of the budget is spent."""
     current, score = start, book.try_candidate(start)
     spent, budget, hasty = 0, effort.steps // share, effort.hasty
     while spent < budget and not book.progress.out_of_time:

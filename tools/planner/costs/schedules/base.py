@@ -242,11 +242,7 @@ class Schedule:
         return float(stage.in_flight[i])
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
-        """Returns the passes in flight before layers are known.
-
-        Args:
-            like: Everything but the stages.
-        """
+        """Returns the passes in flight before layers are known."""
         return min(place.microbatches, 1 + ceil((1 + like.slack) * place.share * place.later - 1e-9))
 
     def layer_share(self, unit: Unit) -> float:
@@ -255,11 +251,7 @@ class Schedule:
         return 1.0
 
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
-        """Parameters, gradients and optimizer state of a rank.
-
-        Args:
-            count: Its parameters.
-        """
+        """Parameters, gradients and optimizer state of a rank with so many parameters."""
         element, copies = estimator.model.element_bytes, estimator.runtime.extra_parameter_copies
         parameters, gradients = count * element, count * 4.0
         optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
@@ -320,11 +312,7 @@ class Schedule:
         return [_evenly(tuple(row), total) for row in counts]
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
-        """Returns what a plan says of the schedule.
-
-        Args:
-            alike: Whether all stages route the microbatches in the same way.
-        """
+        """Returns what a plan says of the schedule, whose stages may all route the microbatches alike."""
         del estimate, alike
         return {"zero_stage": candidate.zero_stage} if candidate.zero_stage >= 2 else {}
 
