@@ -28,15 +28,10 @@ from megatron_het.plan.schema import (
 
 
 class AttentionLayer(NamedTuple):
-    """A layer of a chunk that has keys and values.
+    """A layer of a chunk that has keys and values."""
 
-    Attributes:
-        layer: Megatron's module; its attention is ``self_attention``.
-        is_later: Whether it is for multi-token prediction, where one layer may run several times in a pass.
-    """
-
-    layer: Any
-    is_later: bool
+    layer: Any  # Megatron's module; its attention is ``self_attention``
+    is_later: bool  # whether it is for multi-token prediction, where one layer may run several times in a pass
 
 
 class RestPerAttention(NamedTuple):

@@ -60,13 +60,9 @@ class Arrival:
 
 @dataclass
 class TransferLog:
-    """The transfers of the current iteration, in the order in which they were posted.
+    """The transfers of the current iteration, in the order in which they were posted."""
 
-    Attributes:
-        now: Makes a mark.
-    """
-
-    now: Callable[[], Mark] = time.perf_counter
+    now: Callable[[], Mark] = time.perf_counter  # makes a mark
     departures: list[Departure] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
 
@@ -283,7 +279,7 @@ def write_trace(path: Path, records: Iterable[Record], head: Mapping[str, Any]) 
 
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
-MOST_KEPT = 10_000  # Iterations, losses and validation losses that a report has: the newest ones
+MOST_KEPT = 10_000  # iterations, losses and validation losses that a report has: the newest ones
 _WRITTEN_EVERY_S, _MOST_WRITING = 30.0, 0.01  # and never more than this share of the time
 
 

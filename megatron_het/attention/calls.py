@@ -44,19 +44,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Holds what limits the attention of a layer in a microbatch.
+    """Holds what limits the attention of a layer in a microbatch."""
 
-    Attributes:
-        starts: Of the documents of each sequence; None if a sequence is one document.
-        window_tokens: How many earlier tokens a query sees at most; None for all.
-        length: Tokens of a sequence; None if it is not known where it ends.
-        placed: Tokens of each slice on each context-parallel rank, where documents say it.
-    """
-
-    starts: tuple[Starts, ...] | None = None
-    window_tokens: int | None = None
-    length: int | None = None
-    placed: Placed | None = None
+    starts: tuple[Starts, ...] | None = None  # of the documents of each sequence; None if a sequence is one document
+    window_tokens: int | None = None  # how many earlier tokens a query sees at most; None for all
+    length: int | None = None  # tokens of a sequence; None if it is not known where it ends
+    placed: Placed | None = None  # tokens of each slice on each context-parallel rank, where documents say it
 
     @property
     def is_limited(self) -> bool:
@@ -184,28 +177,17 @@ EVERY = slice(None)
 
 @dataclass(slots=True)  # not frozen: one is made for every call
 class Call:
-    """One call of a kernel.
+    """One call of a kernel."""
 
-    Attributes:
-        form: Which keys a query sees.
-        keys: ``[n, b, groups, d]``, of the call's sequences.
-        rows: Which queries; ``EVERY`` for all of them.
-        sequences: Of which sequences of the microbatch.
-        run: Cached chunks, which the first of the keys are of.
-        own: Which of the slice's own keys the others are; None where all are cached.
-        window: How many keys before its own a query sees at most; None for all.
-        opens: Whether it is the first call of its rows.
-    """
-
-    form: Form
-    keys: Tensor
+    form: Form  # which keys a query sees
+    keys: Tensor  # ``[n, b, groups, d]``, of the call's sequences
     values: Tensor
-    rows: slice = EVERY
-    sequences: slice = EVERY
-    run: Run | None = None
-    own: slice | None = None
-    window: int | None = None
-    opens: bool = False
+    rows: slice = EVERY  # which queries; ``EVERY`` for all of them
+    sequences: slice = EVERY  # of which sequences of the microbatch
+    run: Run | None = None  # cached chunks, which the first of the keys are of
+    own: slice | None = None  # which of the slice's own keys the others are; None where all are cached
+    window: int | None = None  # how many keys before its own a query sees at most; None for all
+    opens: bool = False  # whether it is the first call of its rows
 
     @property
     def is_whole(self) -> bool:
@@ -215,14 +197,10 @@ class Call:
 
 @dataclass(slots=True)
 class Attended:
-    """Queries ``[s, b, heads, d]`` and their attention so far.
-
-    Attributes:
-        has_blanks: Whether there may be queries that see nothing: zero, and minus infinity.
-    """
+    """Queries ``[s, b, heads, d]`` and their attention so far."""
 
     query: Tensor
-    has_blanks: bool = False
+    has_blanks: bool = False  # whether there may be queries that see nothing: zero, and minus infinity
     _out: Tensor | None = None
     _lse: Tensor | None = None
 

@@ -32,19 +32,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Holds what decides whether a kernel can be used.
+    """Holds what decides whether a kernel can be used."""
 
-    Attributes:
-        device: ``cpu`` or ``cuda``.
-        dtype: Of queries, keys and values.
-        head_dim: Channels per head.
-        capability: CUDA compute capability, (0, 0) on the CPU.
-    """
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    capability: tuple[int, int] = (0, 0)
+    device: str  # ``cpu`` or ``cuda``
+    dtype: torch.dtype  # of queries, keys and values
+    head_dim: int  # channels per head
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability, (0, 0) on the CPU
 
     @classmethod
     def of(cls, query: Tensor) -> Setting:
@@ -59,32 +52,20 @@ class Setting:
 
 
 class Scores(NamedTuple):
-    """Which scores of queries and keys count in a call.
+    """Which scores of queries and keys count in a call."""
 
-    Attributes:
-        causal: Whether a query sees the keys up to its own only; queries are the last tokens of the keys.
-        window: How many keys before its own a query of a causal call sees at most; None for all.
-    """
-
-    causal: bool
+    causal: bool  # whether a query sees the keys up to its own only; queries are the last tokens of the keys
     scale: float
-    window: int | None = None
+    window: int | None = None  # how many keys before its own a query of a causal call sees at most; None for all
 
 
 class Kernel(abc.ABC):
-    """One attention kernel.
+    """One attention kernel."""
 
-    Attributes:
-        name: For messages and benchmarks.
-        summary: What it supports, for the table in the documentation.
-        takes_window: Whether causal calls may have a window.
-        is_extension: Whether it is code of another package, which takes tensors with memory only.
-    """
-
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    takes_window: ClassVar[bool] = False
-    is_extension: ClassVar[bool] = False
+    name: ClassVar[str]  # for messages and benchmarks
+    summary: ClassVar[str]  # what it supports, for the table in the documentation
+    takes_window: ClassVar[bool] = False  # whether causal calls may have a window
+    is_extension: ClassVar[bool] = False  # whether it is code of another package, which takes tensors with memory only
 
     @abc.abstractmethod
     def refuses(self, setting: Setting) -> str | None:

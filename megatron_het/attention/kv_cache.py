@@ -25,16 +25,11 @@ __all__ = ["CacheError", "KVCache", "Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of chunks that lie next to each other.
+    """Rows of chunks that lie next to each other."""
 
-    Attributes:
-        keys: ``[rows, b, groups, d]``, a view of the pool.
-        parts: What the rows are, in the order of the views.
-    """
-
-    keys: Tensor
+    keys: Tensor  # ``[rows, b, groups, d]``, a view of the pool
     values: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # what the rows are, in the order of the views
 
     @property
     def slices(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 # many chunks there are.
 
 
-Part = tuple[int, int, int]  # Slice, first and end row of its chunk
+Part = tuple[int, int, int]  # slice, first and end row of its chunk
 Pair = tuple[Tensor, Tensor]  # of keys and of values, ``[rows, b, ...]``
 
 
@@ -147,16 +147,11 @@ class CacheError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Rows of the pool.
+    """Rows of the pool."""
 
-    Attributes:
-        keys: ``[rows, batch, ...]``.
-        at: First row in the slab; -1 with memory of its own.
-    """
-
-    keys: Tensor
+    keys: Tensor  # ``[rows, batch, ...]``
     values: Tensor
-    at: int
+    at: int  # first row in the slab; -1 with memory of its own
 
 
 class KVPool:

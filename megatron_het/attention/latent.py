@@ -25,21 +25,13 @@ from megatron_het.attention.places import take_blocks
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of a head, and of what is cached.
+    """Channels of a head, and of what is cached."""
 
-    Attributes:
-        heads: Of this TP rank.
-        rank: Of the latent vector.
-        rotary: Of the keys' rotary part, which all heads share.
-        plain: Of a key without it.
-        value: Of a value.
-    """
-
-    heads: int
-    rank: int
-    rotary: int
-    plain: int
-    value: int
+    heads: int  # of this TP rank
+    rank: int  # of the latent vector
+    rotary: int  # of the keys' rotary part, which all heads share
+    plain: int  # of a key without it
+    value: int  # of a value
 
     @property
     def head(self) -> int:

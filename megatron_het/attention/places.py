@@ -57,16 +57,11 @@ def held_before(blocks: Blocks, token: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """Cosines and sines of some tokens.
+    """Cosines and sines of some tokens."""
 
-    Attributes:
-        cos: ``[s, 1, 1, r]`` in the type of queries and keys, of which the first ``r`` channels are rotated.
-        interleaved: Whether neighbouring channels are a pair; otherwise a pair is half of ``r`` apart.
-    """
-
-    cos: Tensor
+    cos: Tensor  # ``[s, 1, 1, r]`` in the type of queries and keys, of which the first ``r`` channels are rotated
     sin: Tensor
-    interleaved: bool = False
+    interleaved: bool = False  # whether neighbouring channels are a pair; otherwise a pair is half of ``r`` apart
 
     def turn(self, tensor: Tensor) -> Tensor:
         """Rotate ``[s, b, heads, d]`` by its positions; a new tensor."""
@@ -233,7 +228,7 @@ class Keys(enum.Enum):
 
     OWN = enum.auto()
     EARLIER = enum.auto()  # those of earlier slices
-    ALL = enum.auto()  # Both, in as few calls as the kernel can
+    ALL = enum.auto()  # both, in as few calls as the kernel can
 
 
 Rows = tuple[tuple[slice, ...], ...]  # some rows of each of the other ranks, in the order of their rows
@@ -241,31 +236,21 @@ Rows = tuple[tuple[slice, ...], ...]  # some rows of each of the other ranks, in
 
 @dataclass(frozen=True, slots=True)
 class Travels:
-    """Queries that see keys of other ranks; the others stay where they are.
+    """Queries that see keys of other ranks; the others stay where they are."""
 
-    Attributes:
-        sent: Of this rank's rows, those that go to each of the others.
-        received: How many come from each of the others.
-        is_any: Whether there are any between any two of the ranks.
-    """
-
-    sent: Rows
-    received: tuple[int, ...]
-    is_any: bool = True
+    sent: Rows  # of this rank's rows, those that go to each of the others
+    received: tuple[int, ...]  # how many come from each of the others
+    is_any: bool = True  # whether there are any between any two of the ranks
 
 
 class Sharing(Protocol):
     """The ranks that share slices with this one (``features/context_parallel/runtime.py``).
 
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
-
-    Attributes:
-        size: How many ranks there are.
-        rank: Which of them this one is.
     """
 
-    size: int
-    rank: int
+    size: int  # how many ranks there are
+    rank: int  # which of them this one is
 
     def __hash__(self) -> int: ...
 
@@ -295,26 +280,17 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceContext:
-    """Holds what the attention of a slice needs besides its tensors.
+    """Holds what the attention of a slice needs besides its tensors."""
 
-    Attributes:
-        cache: Holds the slices before this one; gets this one.
-        microbatch: Key in the cache.
-        exchange: What this layer exchanges with other devices.
-        parallel: The ranks that share the slice, None for this one alone.
-        reach: Documents and window that limit what queries see.
-        rotation: What queries and keys are rotated by first; None if they are.
-    """
-
-    cache: KVCache
+    cache: KVCache  # holds the slices before this one; gets this one
     kernel: Kernel
-    microbatch: int
+    microbatch: int  # key in the cache
     index: int
     scale: float
-    exchange: LayerExchange = NO_EXCHANGE
-    parallel: Sharing | None = None
-    reach: Reach = UNLIMITED
-    rotation: Rotation | None = None
+    exchange: LayerExchange = NO_EXCHANGE  # what this layer exchanges with other devices
+    parallel: Sharing | None = None  # the ranks that share the slice, None for this one alone
+    reach: Reach = UNLIMITED  # documents and window that limit what queries see
+    rotation: Rotation | None = None  # what queries and keys are rotated by first; None if they are
 
 
 class Place(Protocol):
@@ -348,15 +324,11 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholePlace:
-    """A slice whose queries see everything before them.
-
-    Attributes:
-        given_tokens: Those at the start of the sequence that other devices attend to.
-    """
+    """A slice whose queries see everything before them."""
 
     context: SliceContext
     tokens: int
-    given_tokens: int = 0
+    given_tokens: int = 0  # those at the start of the sequence that other devices attend to
     unread: ClassVar[int] = 0
     travels: ClassVar[Travels | None] = None
 

@@ -32,15 +32,10 @@ _RATES, _STEPS, _LEAST_STEP = (1, 16), (0.001, 0.1), 1e-4
 
 
 class Left(NamedTuple):
-    """State that a slice leaves to the next one.
+    """State that a slice leaves to the next one."""
 
-    Attributes:
-        inputs: The last inputs of the convolution, ``[b, tokens, channels]``.
-        state: Of the recurrence.
-    """
-
-    inputs: Tensor
-    state: Tensor
+    inputs: Tensor  # the last inputs of the convolution, ``[b, tokens, channels]``
+    state: Tensor  # of the recurrence
 
 
 class Key(NamedTuple):

@@ -47,12 +47,9 @@ class Curve:
 
     Poplar draws a cubic spline; between noisy points a spline swings, and a larger pass could be predicted to be
     faster than a smaller one.
-
-    Attributes:
-        sizes: Measured sizes, ascending; the last one is the largest pass that fits the device's memory.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # measured sizes, ascending; the last one is the largest pass that fits the device's memory
     seconds: tuple[float, ...]
 
     @classmethod
@@ -137,17 +134,11 @@ MOST_PASSES = 4096  # passes per iteration that are tried where all devices run 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The passes of every device, in order.
+    """The passes of every device, in order."""
 
-    Attributes:
-        passes: Sizes in sequences, per device.
-        predicted_s: Compute seconds of an iteration, per device.
-        iteration_s: Seconds of the slowest, with the communication of passes.
-    """
-
-    passes: tuple[tuple[int, ...], ...]
-    predicted_s: tuple[float, ...]
-    iteration_s: float
+    passes: tuple[tuple[int, ...], ...]  # sizes in sequences, per device
+    predicted_s: tuple[float, ...]  # compute seconds of an iteration, per device
+    iteration_s: float  # seconds of the slowest, with the communication of passes
 
 
 def allocate(curves: Sequence[Curve], global_batch: int, zero: int, communication_s: float = 0.0) -> Allocation:

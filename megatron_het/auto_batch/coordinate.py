@@ -135,16 +135,11 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A rank's device.
-
-    Attributes:
-        limit_bytes: What tensors may take.
-        is_artificial: Whether somebody has asked for this limit.
-    """
+    """A rank's device."""
 
     name: str
-    limit_bytes: int
-    is_artificial: bool
+    limit_bytes: int  # what tensors may take
+    is_artificial: bool  # whether somebody has asked for this limit
 
     def as_json(self) -> dict[str, Any]:
         """For the other ranks and for files.

@@ -257,30 +257,20 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that might be loaded.
-
-    Attributes:
-        persistent: Whether it is an ordinary one, as opposed to a non-persistent one.
-    """
+    """A checkpoint that might be loaded."""
 
     iteration: int
     folder: Path
-    persistent: bool = True
+    persistent: bool = True  # whether it is an ordinary one, as opposed to a non-persistent one
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Holds what to load.
+    """Holds what to load."""
 
-    Attributes:
-        candidate: The checkpoint; None to leave everything to Megatron.
-        tracker_is_broken: Whether the tracker file exists and names no iteration.
-        notes: What was found wrong on the way, for the user.
-    """
-
-    candidate: Candidate | None
-    tracker_is_broken: bool = False
-    notes: tuple[str, ...] = ()
+    candidate: Candidate | None  # the checkpoint; None to leave everything to Megatron
+    tracker_is_broken: bool = False  # whether the tracker file exists and names no iteration
+    notes: tuple[str, ...] = ()  # what was found wrong on the way, for the user
 
 
 def tracked(folder: Path) -> int | str | None:

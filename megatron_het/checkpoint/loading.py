@@ -47,22 +47,14 @@ _NORMS = {"hybrid": "decoder.final_norm.", "gpt": "decoder.final_layernorm."}
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """How tensors of this run are called in a checkpoint of the other family.
+    """How tensors of this run are called in a checkpoint of the other family."""
 
-    Attributes:
-        attention: The checkpoint's layer for each of this run's layers that has attention.
-        rest: The same for each that has an MLP or experts.
-        norms: The end of the model in this run, and in the checkpoint.
-        stacked: How many layers the checkpoint has in one tensor; 0 where each has its own.
-        saved: All names in it.
-    """
-
-    attention: dict[int, int]
-    rest: dict[int, int]
-    norms: tuple[str, str]
-    stacked: int
+    attention: dict[int, int]  # the checkpoint's layer for each of this run's layers that has attention
+    rest: dict[int, int]  # the same for each that has an MLP or experts
+    norms: tuple[str, str]  # the end of the model in this run, and in the checkpoint
+    stacked: int  # how many layers the checkpoint has in one tensor; 0 where each has its own
     layers: int
-    saved: frozenset[str]
+    saved: frozenset[str]  # all names in it
 
     def of_state(self, state: Any) -> Any:
         """A state dict that asks for what is in the checkpoint."""

@@ -191,21 +191,13 @@ def is_active() -> bool:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag for this machine.
+    """One flag for this machine."""
 
-    Attributes:
-        words: The flag as words of a command line.
-        attribute: Its name in Megatron's parsed namespace.
-        value: What the attribute is with the flag.
-        reason: Why the flag is set.
-        required: Whether Megatron fails without it; the others only avoid useless work.
-    """
-
-    words: tuple[str, ...]
-    attribute: str
-    value: Any
-    reason: str
-    required: bool = True
+    words: tuple[str, ...]  # the flag as words of a command line
+    attribute: str  # its name in Megatron's parsed namespace
+    value: Any  # what the attribute is with the flag
+    reason: str  # why the flag is set
+    required: bool = True  # whether Megatron fails without it; the others only avoid useless work
 
     def __str__(self) -> str:
         return f"{' '.join(self.words)} ({self.reason})"

@@ -25,18 +25,12 @@ from megatron_het.device import Platform
 
 @dataclass
 class Region:
-    """Live bytes over one visit of a region.
-
-    Attributes:
-        start_bytes: Live on entry.
-        peak_bytes: The most that were live at once; final when the region has been left.
-        end_bytes: Live on exit.
-    """
+    """Live bytes over one visit of a region."""
 
     name: str
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int = 0
+    start_bytes: int  # live on entry
+    peak_bytes: int  # the most that were live at once; final when the region has been left
+    end_bytes: int = 0  # live on exit
 
     @property
     def growth_bytes(self) -> int:

@@ -123,15 +123,10 @@ Edge = tuple[int, int]  # (source, destination), world ranks
 
 
 class Link(NamedTuple):
-    """Where the transfers of an edge go.
+    """Where the transfers of an edge go."""
 
-    Attributes:
-        group: The group of the two ranks.
-        tag: Tells the purposes that share the group apart.
-    """
-
-    group: dist.ProcessGroup
-    tag: int
+    group: dist.ProcessGroup  # the group of the two ranks
+    tag: int  # tells the purposes that share the group apart
 
 
 def in_rounds(edges: Iterable[Edge]) -> list[tuple[int, Edge]]:

@@ -54,19 +54,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        check: Name of the check.
-        status: ``FAULT`` and ``not run`` make the verdict bad.
-        where: Ranks, with their hosts.
-        what: What was found, with figures.
-    """
-
-    check: str
-    status: Status
-    where: str
-    what: str
+    check: str  # name of the check
+    status: Status  # ``FAULT`` and ``not run`` make the verdict bad
+    where: str  # ranks, with their hosts
+    what: str  # what was found, with figures
     hint: str = ""
 
     def to_json(self) -> dict[str, str]:

@@ -27,13 +27,9 @@ _FAST_RATIO = 2.0
 
 @dataclass
 class Links(Check):
-    """Latency and bandwidth of every pair of ranks that the plan's programs send between.
+    """Latency and bandwidth of every pair of ranks that the plan's programs send between."""
 
-    Attributes:
-        slow_ratio: A link with less than one over this of the promised bandwidth is a fault.
-    """
-
-    slow_ratio: float = 1.5
+    slow_ratio: float = 1.5  # a link with less than one over this of the promised bandwidth is a fault
     expectations: Expectations = field(default_factory=Expectations)
     name: str = field(default="links", init=False)
     limit_s: float = field(default=60.0, init=False)

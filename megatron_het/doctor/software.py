@@ -29,17 +29,11 @@ _KEPT = 2  # Megatron removes the old checkpoint after the new one has been writ
 
 @dataclass
 class Disk(Check):
-    """All ranks write at the same time, as a checkpoint does.
+    """All ranks write at the same time, as a checkpoint does."""
 
-    Attributes:
-        folder: Of the checkpoints; empty leaves the check out.
-        checkpoint_bytes: Size of a checkpoint; 0 if unknown.
-        most_s: A checkpoint that takes longer is a warning.
-    """
-
-    folder: str = ""
-    checkpoint_bytes: int = 0
-    most_s: float = 300.0
+    folder: str = ""  # of the checkpoints; empty leaves the check out
+    checkpoint_bytes: int = 0  # size of a checkpoint; 0 if unknown
+    most_s: float = 300.0  # a checkpoint that takes longer is a warning
     name: str = field(default="disk", init=False)
     limit_s: float = field(default=30.0, init=False)
 

@@ -296,14 +296,10 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Holds what an operator did.
-
-    Attributes:
-        kind: ``tuple`` or ``list`` of them, ``None`` for a single one.
-    """
+    """Holds what an operator did."""
 
     outputs: tuple[_Output, ...]
-    kind: type | None
+    kind: type | None  # ``tuple`` or ``list`` of them, ``None`` for a single one
     flops: int
 
 

@@ -355,22 +355,14 @@ _GPU = ("--distributed-backend", "nccl", "--attention-backend", "unfused", "--no
 
 @dataclass(frozen=True)
 class Setting:
-    """How a rank is run.
-
-    Attributes:
-        measured: Whether it takes part in a real run.
-        gpu: Whether it stands for a GPU: fused kernels, and groups of NCCL.
-        fused: Whether attention of whole sequences is fused there; else its matrices are kept.
-        cuda: Whether its fake tensors are on a CUDA device, and host and streams are watched.
-        ignored_wait: A line whose waits between streams are left out, to see that it is noticed.
-    """
+    """How a rank is run."""
 
     rank: int
-    measured: bool = False
-    gpu: bool = True
-    fused: bool = True
-    cuda: bool = False
-    ignored_wait: str = ""
+    measured: bool = False  # whether it takes part in a real run
+    gpu: bool = True  # whether it stands for a GPU: fused kernels, and groups of NCCL
+    fused: bool = True  # whether attention of whole sequences is fused there; else its matrices are kept
+    cuda: bool = False  # whether its fake tensors are on a CUDA device, and host and streams are watched
+    ignored_wait: str = ""  # a line whose waits between streams are left out, to see that it is noticed
 
 
 def import_megatron(*, gpu: bool, cuda: bool = False) -> None:

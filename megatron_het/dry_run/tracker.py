@@ -35,34 +35,21 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CACHE, TEMPORARIES,
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A part of a run during which the same thing goes on.
+    """A part of a run during which the same thing goes on."""
 
-    Attributes:
-        iteration: Of training, from 0; -1 before the first one.
-        label: What runs, e.g. the label of an operation.
-        is_operation: Whether it is an operation of the program.
-    """
-
-    iteration: int
-    label: str
-    is_operation: bool
+    iteration: int  # of training, from 0; -1 before the first one
+    label: str  # what runs, e.g. the label of an operation.
+    is_operation: bool  # whether it is an operation of the program
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was held at once in a part of a run.
+    """The most that was held at once in a part of a run."""
 
-    Attributes:
-        total_bytes: All categories together.
-        label: What ran then.
-        by_category: What each category held then.
-        category_peaks: The most that each category held at any time.
-    """
-
-    total_bytes: int
-    label: str
-    by_category: Mapping[str, int]
-    category_peaks: Mapping[str, int]
+    total_bytes: int  # all categories together
+    label: str  # what ran then
+    by_category: Mapping[str, int]  # what each category held then
+    category_peaks: Mapping[str, int]  # the most that each category held at any time
 
 
 @dataclass
@@ -210,14 +197,10 @@ _COLLECTIVES = {
 
 @dataclass(slots=True)
 class Count:
-    """Operations of one sort.
-
-    Attributes:
-        payload_bytes: Of a transfer, the tensor; of a collective, the larger of what goes in and what comes out.
-    """
+    """Operations of one sort."""
 
     calls: int = 0
-    payload_bytes: int = 0
+    payload_bytes: int = 0  # of a transfer, the tensor; of a collective, the larger of what goes in and what comes out
 
 
 class Traffic:

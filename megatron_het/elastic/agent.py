@@ -37,20 +37,13 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class Node:
-    """Holds what an agent is told about its node.
+    """Holds what an agent is told about its node."""
 
-    Attributes:
-        setting: Of every worker, but for its process number and folder.
-        workers: How many to start.
-        folder: For logs.
-        restarts: How often a device gets another worker after one was ended by a signal.
-    """
-
-    setting: Setting
-    workers: int
-    folder: Path
+    setting: Setting  # of every worker, but for its process number and folder
+    workers: int  # how many to start
+    folder: Path  # for logs
     flags: tuple[str, ...]
-    restarts: int
+    restarts: int  # how often a device gets another worker after one was ended by a signal
 
     def device(self, slot: int) -> str:
         """Kind of a device: ``A100*4,V100*2`` names those of a node with several kinds in their order."""

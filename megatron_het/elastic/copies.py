@@ -32,18 +32,12 @@ _TELLS_BYTES = 2**20  # the least that a copy sends to tell how fast a link is
 
 @dataclass
 class Cost:
-    """Holds what one copy took, in seconds.
+    """Holds what one copy took, in seconds."""
 
-    Attributes:
-        held_s: The training stood still for it, the wait for the copy before it apart.
-        sent_s: By the clock, from then to its arrival; the training went on meanwhile.
-        held_bytes: That were packed into host memory.
-    """
-
-    held_s: float
-    sent_s: float = 0.0
+    held_s: float  # the training stood still for it, the wait for the copy before it apart
+    sent_s: float = 0.0  # by the clock, from then to its arrival; the training went on meanwhile
     processor_s: float = 0.0
-    held_bytes: int = 0
+    held_bytes: int = 0  # that were packed into host memory
     sent_bytes: int = 0
 
 

@@ -90,15 +90,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Moment:
-    """When something happened: by the wall clock for people, by another one for waits, because the former may jump.
+    """When something happened: by the wall clock for people, by another one for waits, because the former may jump."""
 
-    Attributes:
-        wall_s: Seconds since 1970.
-        clock_s: Seconds of the monotonic clock.
-    """
-
-    wall_s: float = field(default_factory=time.time)
-    clock_s: float = field(default_factory=time.monotonic)
+    wall_s: float = field(default_factory=time.time)  # seconds since 1970
+    clock_s: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
     def ago_s(self) -> float:
         """Seconds since then."""

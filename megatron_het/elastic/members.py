@@ -175,25 +175,15 @@ class FolderLock:
 
 @dataclass(frozen=True)
 class Recalled:
-    """A job as its file describes it.
+    """A job as its file describes it."""
 
-    Attributes:
-        newest: The largest number of a process so far.
-        generation: What ran; None where nothing did yet.
-        signature: What all nodes have in common.
-        history: One entry per change.
-        processes: The workers, each with the random number of its process.
-        leaving: Names of nodes that are to leave.
-        corrected: What was learned from measurements, if anything.
-    """
-
-    newest: int
-    generation: Generation | None = None
-    signature: str | None = None
-    history: tuple[dict[str, Any], ...] = ()
-    processes: tuple[tuple[Process, str], ...] = ()
-    leaving: frozenset[str] = frozenset()
-    corrected: Any = None
+    newest: int  # the largest number of a process so far
+    generation: Generation | None = None  # what ran; None where nothing did yet
+    signature: str | None = None  # what all nodes have in common
+    history: tuple[dict[str, Any], ...] = ()  # one entry per change
+    processes: tuple[tuple[Process, str], ...] = ()  # the workers, each with the random number of its process
+    leaving: frozenset[str] = frozenset()  # names of nodes that are to leave
+    corrected: Any = None  # what was learned from measurements, if anything
 
 
 def _before(state: Path) -> Path:
@@ -446,21 +436,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long the controller waits, in seconds.
+    """How long the controller waits, in seconds."""
 
-    Attributes:
-        lost_s: Without a sign of life a process or a node counts as lost.
-        leave_s: For the ranks of a session to end once one of them has died.
-        start_s: For the first nodes to come.
-        return_s: For workers to come back where there is no plan without those that were lost.
-        stuck_s: For an iteration to end.
-    """
-
-    lost_s: float = 30.0
-    leave_s: float = 30.0
-    start_s: float = 600.0
-    return_s: float = 60.0
-    stuck_s: float = 1800.0
+    lost_s: float = 30.0  # without a sign of life a process or a node counts as lost
+    leave_s: float = 30.0  # for the ranks of a session to end once one of them has died
+    start_s: float = 600.0  # for the first nodes to come
+    return_s: float = 60.0  # for workers to come back where there is no plan without those that were lost
+    stuck_s: float = 1800.0  # for an iteration to end
 
 
 @dataclass

@@ -15,22 +15,14 @@ from megatron_het.safe_io import read_json, read_yaml, write_text
 
 @dataclass(frozen=True)
 class Learned:
-    """A plan that is better for what was measured.
-
-    Attributes:
-        kinds: Kind of device of every rank of the plan that ran: a slow one has become a kind of its own.
-        cluster: The cluster file's document with these kinds and the measured links.
-        profile: The profile with them; None where there is none.
-        gain: Share of the iteration time that the better plan saves, as predicted.
-        pays_after: Iterations after which the time that the change takes is won back.
-    """
+    """A plan that is better for what was measured."""
 
     plan: Plan
-    kinds: tuple[str, ...]
-    cluster: dict[str, Any]
-    profile: Path | None
-    gain: float
-    pays_after: int
+    kinds: tuple[str, ...]  # kind of device of every rank of the plan that ran: a slow one has become a kind of its own
+    cluster: dict[str, Any]  # the cluster file's document with these kinds and the measured links
+    profile: Path | None  # the profile with them; None where there is none
+    gain: float  # share of the iteration time that the better plan saves, as predicted
+    pays_after: int  # iterations after which the time that the change takes is won back
 
     def to_json(self) -> dict[str, Any]:
         """Returns what a controller that is started again needs to know, as JSON values."""
@@ -94,17 +86,11 @@ def read_learned(document: Mapping[str, Any]) -> tuple[dict[str, Any], Path | No
 
 @dataclass(frozen=True)
 class Process:
-    """A worker.
+    """A worker."""
 
-    Attributes:
-        number: Never given again.
-        node: Name of its node, which is what fails as a whole.
-        device: Kind of its device, as plans and cluster files call it; may be empty.
-    """
-
-    number: int
-    node: str
-    device: str = ""
+    number: int  # never given again
+    node: str  # name of its node, which is what fails as a whole
+    device: str = ""  # kind of its device, as plans and cluster files call it; may be empty
 
 
 class NoPlanError(RuntimeError):

@@ -36,21 +36,13 @@ from megatron_het.safe_io import read_yaml, write_text
 
 @dataclass(frozen=True)
 class Search:
-    """Holds what the planner is given.
+    """Holds what the planner is given."""
 
-    Attributes:
-        cluster: Cluster file; its kinds of GPU are the agents' ``--device``.
-        model: Model file.
-        profile: Measured profile, if there is one.
-        folder: For what is written in between.
-        limit_s: Bound on a search, in seconds.
-    """
-
-    cluster: Path
-    model: Path
-    profile: Path | None
-    folder: Path
-    limit_s: float
+    cluster: Path  # cluster file; its kinds of GPU are the agents' ``--device``
+    model: Path  # model file
+    profile: Path | None  # measured profile, if there is one
+    folder: Path  # for what is written in between
+    limit_s: float  # bound on a search, in seconds
 
     def check(self) -> None:
         """Whether the planner is there and its files can be planned with.

@@ -257,35 +257,23 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Trainee:
-    """Holds what is trained in this process, as Megatron made it.
+    """Holds what is trained in this process, as Megatron made it."""
 
-    Attributes:
-        plan: The plan of the session.
-        rank: This process's rank in it.
-        models: Chunks as Megatron trains them.
-        scheduler: Of learning rate and weight decay.
-    """
-
-    plan: Plan
-    rank: int
-    models: Sequence[torch.nn.Module]
+    plan: Plan  # the plan of the session
+    rank: int  # this process's rank in it
+    models: Sequence[torch.nn.Module]  # chunks as Megatron trains them
     optimizer: Any
-    scheduler: Any
+    scheduler: Any  # of learning rate and weight decay
     args: Any
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Holds what a rank has to know to go on.
-
-    Attributes:
-        flops: Floating-point operations so far, as Megatron counts them.
-        sent_bytes: What this member gave to others.
-    """
+    """Holds what a rank has to know to go on."""
 
     iteration: int
-    flops: float
-    sent_bytes: int
+    flops: float  # Floating-point operations so far, as Megatron counts them
+    sent_bytes: int  # what this member gave to others
 
 
 def take(trainee: Trainee, iteration: int) -> Snapshot:

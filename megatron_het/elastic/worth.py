@@ -14,19 +14,12 @@ _MOST = 100  # entries of a history: it is shown every second, and a job may hav
 
 @dataclass(frozen=True)
 class _Part:
-    """Holds what one generation did.
+    """Holds what one generation did."""
 
-    Attributes:
-        first: Iterations that were done when it began.
-        reached: Iterations that were done when it ended.
-        seconds: That it trained.
-        entry: Its place in the history.
-    """
-
-    first: int
-    reached: int
-    seconds: float
-    entry: int
+    first: int  # iterations that were done when it began
+    reached: int  # iterations that were done when it ended
+    seconds: float  # that it trained
+    entry: int  # its place in the history
 
 
 def goodput(history: History, reached: int, now_s: float) -> float | None:
@@ -208,15 +201,10 @@ JOIN, DEATH, LEAVE = "join", "death", "leave"
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast state moves.
+    """How fast state moves."""
 
-    Attributes:
-        host_bytes_per_s: Between device and host memory.
-        link_bytes_per_s: Between nodes; None where nobody has measured it.
-    """
-
-    host_bytes_per_s: float = HOST_BYTES_PER_S
-    link_bytes_per_s: float | None = None
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # between device and host memory
+    link_bytes_per_s: float | None = None  # between nodes; None where nobody has measured it
 
 
 def grows_s(

@@ -52,33 +52,19 @@ Text = str | Callable[[Plan], str]  # a text, or how to make it for a plan
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One parameter of a plan's schedule, and the flag that sets it.
+    """One parameter of a plan's schedule, and the flag that sets it."""
 
-    Attributes:
-        parameter: Name among the schedule's parameters.
-        kind: bool, int, float or str; of a field of options, its type.
-        flag: The flag that sets it, "" for none.
-        help: Help text of the flag.
-        metavar: What the help text calls the flag's value.
-        choices: The values, where there are few.
-        accepts: Whether a value of the right type is right for a plan.
-        problem: What is wrong with a value that is not.
-        where: How an error names the option; the parameter's place in the plan, if empty.
-        field: Name of the options' field, "" for a switch.
-        on_host: The value with which as much as possible waits in main memory; None if it moves nothing there.
-    """
-
-    parameter: str
-    kind: type = bool
-    flag: str = ""
-    help: str = ""
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    accepts: Callable[[Any, Plan], bool] | None = None
-    problem: Text = ""
-    where: str = ""
-    field: str = ""
-    on_host: Any = None
+    parameter: str  # name among the schedule's parameters
+    kind: type = bool  # bool, int, float or str; of a field of options, its type
+    flag: str = ""  # the flag that sets it, "" for none
+    help: str = ""  # help text of the flag
+    metavar: str = ""  # what the help text calls the flag's value
+    choices: tuple[str, ...] = ()  # the values, where there are few
+    accepts: Callable[[Any, Plan], bool] | None = None  # whether a value of the right type is right for a plan
+    problem: Text = ""  # what is wrong with a value that is not
+    where: str = ""  # how an error names the option; the parameter's place in the plan, if empty
+    field: str = ""  # name of the options' field, "" for a switch
+    on_host: Any = None  # the value with which as much as possible waits in main memory; None if it moves nothing there
 
     def check(self, value: Any, plan: Plan) -> None:
         """Refuse a value of the wrong type or out of range."""
@@ -130,16 +116,11 @@ def more_than_one(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A value of Megatron's arguments that cannot go with something else.
-
-    Attributes:
-        reason: Why it cannot.
-        when: Whether a value is refused; by default everything that counts as given.
-    """
+    """A value of Megatron's arguments that cannot go with something else."""
 
     attribute: str
-    reason: str
-    when: Callable[[Any], bool] = bool
+    reason: str  # why it cannot
+    when: Callable[[Any], bool] = bool  # whether a value is refused; by default everything that counts as given
 
     def check(self, args: Any, what: str) -> None:
         """Raise a PlanError if the argument is refused together with ``what``."""
@@ -150,21 +131,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ViewFlag:
-    """A flag of ``python -m megatron_het.schedule``, which also shows programs that no plan asks for.
+    """A flag of ``python -m megatron_het.schedule``, which also shows programs that no plan asks for."""
 
-    Attributes:
-        flag: With its hyphens.
-        help: Help text.
-        default: Without the flag.  False makes a switch of it, a number a count.
-        most: The largest count.
-        choices: The values of a flag with few.
-    """
-
-    flag: str
-    help: str
-    default: bool | int | str = False
-    most: int = 0
-    choices: tuple[str, ...] = ()
+    flag: str  # with its hyphens
+    help: str  # help text
+    default: bool | int | str = False  # without the flag.  False makes a switch of it, a number a count.
+    most: int = 0  # the largest count
+    choices: tuple[str, ...] = ()  # the values of a flag with few
 
 
 def flag_of(attribute: str) -> str:

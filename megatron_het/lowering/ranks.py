@@ -25,17 +25,12 @@ from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, Role
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements that go from world rank ``src`` to world rank ``dst``.
-
-    Attributes:
-        sent: First of them in the sender's tensor.
-        received: First of them in the receiver's tensor.
-    """
+    """Elements that go from world rank ``src`` to world rank ``dst``."""
 
     src: int
     dst: int
-    sent: int
-    received: int
+    sent: int  # first of them in the sender's tensor
+    received: int  # first of them in the receiver's tensor
     length: int
 
     def rows(self, *, sending: bool) -> tuple[int, int]:
@@ -46,19 +41,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a boundary: the ranks of a replica and how they divide a sequence.
+    """One side of a boundary: the ranks of a replica and how they divide a sequence."""
 
-    Attributes:
-        groups: TP ranks by context-parallel rank.
-        divided: Whether the TP ranks of a group divide what the group holds.
-        shares: How the groups divide a sequence, as in ``plan/placement.py``.
-        grain: What the tokens of every group are a multiple of.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    divided: bool
-    shares: tuple[int, ...] = (1,)
-    grain: int = 1
+    groups: tuple[tuple[int, ...], ...]  # TP ranks by context-parallel rank
+    divided: bool  # whether the TP ranks of a group divide what the group holds
+    shares: tuple[int, ...] = (1,)  # how the groups divide a sequence, as in ``plan/placement.py``
+    grain: int = 1  # what the tokens of every group are a multiple of
 
     @property
     def is_divided(self) -> bool:
@@ -223,17 +211,11 @@ _NAME = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|b
 
 
 class ExpertName(NamedTuple):
-    """The name of a parameter of one expert, around the expert's number.
+    """The name of a parameter of one expert, around the expert's number."""
 
-    Attributes:
-        before: Of the layer and, in grouped layers, of the parameter.
-        expert: Its number, on this rank or in the layer.
-        after: Of the parameter, in layers of one module per expert.
-    """
-
-    before: str
-    expert: int
-    after: str
+    before: str  # of the layer and, in grouped layers, of the parameter
+    expert: int  # its number, on this rank or in the layer
+    after: str  # of the parameter, in layers of one module per expert
 
     def of(self, expert: int) -> str:
         """Returns the name of this parameter of another expert."""

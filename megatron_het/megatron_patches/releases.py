@@ -25,15 +25,10 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """A Megatron-LM checkout or an installed megatron-core.
+    """A Megatron-LM checkout or an installed megatron-core."""
 
-    Attributes:
-        folder: What holds its ``megatron`` folder.
-        version: Of megatron-core, e.g. ``0.19.2``.
-    """
-
-    folder: Path
-    version: str
+    folder: Path  # what holds its ``megatron`` folder
+    version: str  # of megatron-core, e.g. ``0.19.2``.
 
     def __str__(self) -> str:
         return f"megatron-core {self.version} in {self.folder}"
@@ -228,17 +223,11 @@ TORCH_VERSIONS = ("2.11", "2.13")  # the oldest and the newest release whose nam
 
 @dataclass(frozen=True)
 class TorchName:
-    """One name.
+    """One name."""
 
-    Attributes:
-        name: Dotted.
-        parameters: Names of its parameters, in order; None where torch does not tell.
-        reason: What it is for, and why nothing public does that.
-    """
-
-    name: str
-    parameters: tuple[str, ...] | None
-    reason: str
+    name: str  # dotted
+    parameters: tuple[str, ...] | None  # names of its parameters, in order; None where torch does not tell
+    reason: str  # what it is for, and why nothing public does that
 
 
 TORCH_NAMES = (

@@ -145,18 +145,12 @@ class DocumentPlacing:
 
     Messages between replicas are cut as the tokens of ``token_blocks`` are, which the documents take the places of.  So
     all replicas have the same order of tokens: that of the one with the most ranks.
-
-    Attributes:
-        shares: How the ranks of that replica divide a slice.
-        grain: What the tokens of each are a multiple of.
-        own_shares: The same of this replica.
-        own_grain: Likewise.
     """
 
-    shares: Sequence[int]
-    grain: int
-    own_shares: Sequence[int]
-    own_grain: int
+    shares: Sequence[int]  # how the ranks of that replica divide a slice
+    grain: int  # what the tokens of each are a multiple of
+    own_shares: Sequence[int]  # the same of this replica
+    own_grain: int  # likewise
 
     def blocks(self, pieces: Sequence[Piece], keys_per_token: float) -> list[Blocks]:
         """Returns the tokens of a slice on each rank of this replica; see :func:`placed_documents`."""

@@ -97,13 +97,9 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
 
 
 class Documents(Protocol):
-    """Where the documents of microbatches begin (``features/documents/runtime.py``).
+    """Where the documents of microbatches begin (``features/documents/runtime.py``)."""
 
-    Attributes:
-        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
-    """
-
-    ends_states: bool
+    ends_states: bool  # whether layers that pass a state along a sequence begin anew with every document
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See where the documents of a batch that was read begin; the batch as the script is to see it."""

@@ -85,22 +85,17 @@ def optimizer_of(model_config: Any) -> Any:
 
 @dataclass(slots=True)
 class Iteration:
-    """Everything that lives for one iteration.
-
-    Attributes:
-        reports: The script's loss entries, one per pass that ends in the loss.
-        reported: The microbatch of each of them.
-    """
+    """Everything that lives for one iteration."""
 
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     to_send: dict[tuple[Kind, Key], torch.Tensor] = field(default_factory=dict)
     receives: dict[tuple[Kind, Key], tuple[torch.Tensor, list[PendingReceive]]] = field(default_factory=dict)
-    reports: list[Any] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)  # the script's loss entries, one per pass that ends in the loss
     num_tokens: torch.Tensor | None = None
     forwarded: set[int] = field(default_factory=set)
     no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
-    reported: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)  # the microbatch of each of them
 
     def note_reports(self, microbatch: int) -> None:
         """The entries of ``reports`` that are new are those of a pass of this microbatch."""
@@ -112,24 +107,15 @@ Handler = Callable[[RankOp, Call, Iteration], None]  # executes one operation
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One FORWARD operation; features change it when they are entered around it.
-
-    Attributes:
-        source: Its input ``[s, b, h]``; None on the first stage.
-        forward_step_func: The training script's forward step.
-        data_iterator: What the script reads from.
-        ends_in_loss: Whether the model's output is what the loss is computed from.
-        output: What the model gave; None before it has run.
-        number: Of the pass, as layers are told it; None for the microbatch's.
-    """
+    """One FORWARD operation; features change it when they are entered around it."""
 
     op: RankOp
-    source: torch.Tensor | None
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    ends_in_loss: bool
-    output: torch.Tensor | None = None
-    number: int | None = None
+    source: torch.Tensor | None  # its input ``[s, b, h]``; None on the first stage
+    forward_step_func: Callable[..., Any]  # the training script's forward step
+    data_iterator: Any  # what the script reads from
+    ends_in_loss: bool  # whether the model's output is what the loss is computed from
+    output: torch.Tensor | None = None  # what the model gave; None before it has run
+    number: int | None = None  # of the pass, as layers are told it; None for the microbatch's
 
 
 @dataclass(slots=True)
@@ -238,39 +224,24 @@ class RuntimeFeature:
 
 @dataclass
 class OpenContext:
-    """Holds what a feature is opened with.
+    """Holds what a feature is opened with."""
 
-    Attributes:
-        config: The ``--het-*`` configuration.
-        groups: This rank's process groups.
-        transport: Of the transfers between stages.
-        timeout_s: Bound on every wait, in seconds.
-        channels: The pipeline's transfers.
-        programs: The plan's programs, by whether they only run forwards.
-        lowered: This rank's part of them.
-        boundaries: What travels between stages.
-        timeline: Is told about waiting.
-        batches: What forwards read; a feature may put another reader here.
-        options: Of the feature that is being opened.
-        opened: The transfers of all purposes.
-    """
-
-    config: HetConfig
+    config: HetConfig  # the ``--het-*`` configuration
     placement: Placement
     rank: int
     args: Any
-    groups: PlanGroups
-    transport: str
-    timeout_s: float
-    channels: Channels
-    programs: Mapping[bool, Program]
-    lowered: Mapping[bool, RankProgram]
-    boundaries: BoundaryMap
+    groups: PlanGroups  # this rank's process groups
+    transport: str  # of the transfers between stages
+    timeout_s: float  # bound on every wait, in seconds
+    channels: Channels  # the pipeline's transfers
+    programs: Mapping[bool, Program]  # the plan's programs, by whether they only run forwards
+    lowered: Mapping[bool, RankProgram]  # this rank's part of them
+    boundaries: BoundaryMap  # what travels between stages
     platform: Platform
-    timeline: Timeline
-    batches: Batches = field(default_factory=Batches)
-    options: Any = None
-    opened: list[Channels] = field(default_factory=list)
+    timeline: Timeline  # is told about waiting
+    batches: Batches = field(default_factory=Batches)  # what forwards read; a feature may put another reader here
+    options: Any = None  # of the feature that is being opened
+    opened: list[Channels] = field(default_factory=list)  # the transfers of all purposes
 
     @property
     def plan(self) -> Plan:

@@ -31,16 +31,11 @@ _STATEFUL = where(lambda kind: kind.is_issued or (kind.role is not Role.PASS and
 
 
 class Unfit(NamedTuple):
-    """Something that does not fit what a device holds.
-
-    Attributes:
-        node: number of the operation in the graph, -1 for the end of the list.
-        reason: in words.
-    """
+    """Something that does not fit what a device holds."""
 
     device: int
-    node: int
-    reason: str
+    node: int  # number of the operation in the graph, -1 for the end of the list
+    reason: str  # in words
 
 
 class State:

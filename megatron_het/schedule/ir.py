@@ -291,23 +291,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Holds what every device does in one iteration.
+    """Holds what every device does in one iteration."""
 
-    Attributes:
-        name: name of the schedule.
-        shape: what it was generated for.
-        ops: one tuple of operations per device.
-        forward_only: an evaluation program: no backward operation is expected.
-        splits_output: the output layer is split over the devices of a microbatch (VOCAB_* operations).
-        attention_units: units per slice in which attention moves between devices, 0 where none does.
-    """
-
-    name: str
-    shape: Shape
-    ops: tuple[tuple[Op, ...], ...]
-    forward_only: bool = False
-    splits_output: bool = False
-    attention_units: int = 0
+    name: str  # name of the schedule
+    shape: Shape  # what it was generated for
+    ops: tuple[tuple[Op, ...], ...]  # one tuple of operations per device
+    forward_only: bool = False  # an evaluation program: no backward operation is expected
+    splits_output: bool = False  # the output layer is split over the devices of a microbatch (VOCAB_* operations)
+    attention_units: int = 0  # units per slice in which attention moves between devices, 0 where none does
 
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.shape.devices):

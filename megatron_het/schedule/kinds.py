@@ -109,17 +109,11 @@ Rule = Callable[[int, Any], list[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Needs:
-    """Which values an operation needs before it can run.
+    """Which values an operation needs before it can run."""
 
-    Attributes:
-        rule: From the dependencies of a program (``deps.Dependencies``).
-        own: The one value of its own pass that it needs, and nothing else.
-        begun: From the same, the values whose making must have begun; None for none.
-    """
-
-    rule: Callable[[Any], Rule]
-    own: Value | None = None
-    begun: Callable[[Any], Rule] | None = None
+    rule: Callable[[Any], Rule]  # from the dependencies of a program (``deps.Dependencies``)
+    own: Value | None = None  # the one value of its own pass that it needs, and nothing else
+    begun: Callable[[Any], Rule] | None = None  # from the same, the values whose making must have begun; None for none
 
 
 NO_NEEDS = Needs(lambda deps: deps.nothing)  # also of a receive, which is tied to its send

@@ -94,21 +94,13 @@ Change = tuple[float, float, int]  # (time, bytes, category)
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory of one device.
+    """Memory of one device."""
 
-    Attributes:
-        peak_bytes: the most that is held at once.
-        peak_at_s: when that is first so.
-        at_peak_bytes: by category, at that moment.
-        start_bytes: by category, at the start of the iteration.
-        changes: (time in s, bytes, category index) in order.
-    """
-
-    peak_bytes: float
-    peak_at_s: float
-    at_peak_bytes: dict[str, float]
-    start_bytes: dict[str, float]
-    changes: tuple[Change, ...]
+    peak_bytes: float  # the most that is held at once
+    peak_at_s: float  # when that is first so
+    at_peak_bytes: dict[str, float]  # by category, at that moment
+    start_bytes: dict[str, float]  # by category, at the start of the iteration
+    changes: tuple[Change, ...]  # (time in s, bytes, category index) in order
 
     def curve(self, category: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes held from then on), of one category or of all."""

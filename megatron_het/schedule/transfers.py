@@ -191,29 +191,19 @@ Inserts = list[dict[int, list[Op]]]  # per device: operations to insert before a
 
 
 class Moment(NamedTuple):
-    """When an operation is inserted on all devices that its microbatch visits.  Ordered by time, forwards first.
+    """When an operation is inserted on all devices that its microbatch visits.  Ordered by time, forwards first."""
 
-    Attributes:
-        time: in the replay.
-        node: the compute operation whose microbatch and slice it has.
-    """
-
-    time: float
+    time: float  # in the replay
     backward: bool
-    node: int
+    node: int  # the compute operation whose microbatch and slice it has
 
 
 class Place(NamedTuple):
-    """Where an operation is inserted.
-
-    Attributes:
-        ahead: before what runs on a device at the moment; else before what starts at or after it.
-        own: on the device of the moment's node: positions after the node; None: as on the others.
-    """
+    """Where an operation is inserted."""
 
     kind: Kind
-    ahead: bool
-    own: int | None
+    ahead: bool  # before what runs on a device at the moment; else before what starts at or after it
+    own: int | None  # on the device of the moment's node: positions after the node; None: as on the others
 
 
 def with_inserts(program: Program, inserts: Inserts) -> Program:

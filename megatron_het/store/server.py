@@ -252,14 +252,10 @@ def free_port() -> int:
 
 @dataclass
 class Strangers:
-    """Connections that came without the token.
-
-    Attributes:
-        last: Address of the last one.
-    """
+    """Connections that came without the token."""
 
     refused: int = 0
-    last: str = ""
+    last: str = ""  # address of the last one
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""

@@ -33,22 +33,14 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Holds what an attention layer of this rank works on, or the heads of it that another rank attends for.
+    """Holds what an attention layer of this rank works on, or the heads of it that another rank attends for."""
 
-    Attributes:
-        slice_tokens: Tokens per slice.
-        heads: Query heads of this TP rank.
-        groups: Key-value groups of this TP rank.
-        channels: Channels per head.
-        dtype: Of queries, keys and values.
-    """
-
-    slice_tokens: int
+    slice_tokens: int  # tokens per slice
     batch: int
-    heads: int
-    groups: int
-    channels: int
-    dtype: torch.dtype
+    heads: int  # query heads of this TP rank
+    groups: int  # Key-value groups of this TP rank
+    channels: int  # channels per head
+    dtype: torch.dtype  # of queries, keys and values
     device: torch.device
 
     @property
@@ -141,15 +133,10 @@ def attend_backward(
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Whose attention it is.
+    """Whose attention it is."""
 
-    Attributes:
-        reach: What limits it.
-        rows: Tokens of the sequence that the queries are, in the order of their rows.
-    """
-
-    reach: Reach
-    rows: tuple[Span, ...]
+    reach: Reach  # what limits it
+    rows: tuple[Span, ...]  # tokens of the sequence that the queries are, in the order of their rows
     keys: tuple[Span, ...]
 
     def calls(self, query: Tensor, keys: Tensor, values: Tensor) -> Iterator[Call]:
@@ -289,15 +276,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class KeyUses:
-    """Which received keys every ATTEND_HELP uses, and which it is the last to use.
+    """Which received keys every ATTEND_HELP uses, and which it is the last to use."""
 
-    Attributes:
-        uses: By ATTEND_HELP operation.
-        last: By ATTEND_HELP operation: what may go after it.
-    """
-
-    uses: dict[RankOp, tuple[Use, ...]]
-    last: dict[RankOp, tuple[RankOp, ...]]
+    uses: dict[RankOp, tuple[Use, ...]]  # by ATTEND_HELP operation
+    last: dict[RankOp, tuple[RankOp, ...]]  # by ATTEND_HELP operation: what may go after it
 
     @classmethod
     def of(cls, program: RankProgram) -> KeyUses:

@@ -39,15 +39,10 @@ _DIAGONAL_HALVES = 1
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Holds what passes take, in any unit of time that is the same for all; backwards take as many times as long.
+    """Holds what passes take, in any unit of time that is the same for all; backwards take as many times as long."""
 
-    Attributes:
-        attention: By device, the attention of one layer and slice to the keys and values of one slice.
-        rest: By device and chunk, everything else of a pass of one slice.
-    """
-
-    attention: tuple[int, ...]
-    rest: tuple[tuple[int, ...], ...]
+    attention: tuple[int, ...]  # by device, the attention of one layer and slice to the keys and values of one slice
+    rest: tuple[tuple[int, ...], ...]  # by device and chunk, everything else of a pass of one slice
 
     @classmethod
     def of(cls, shape: Shape, attention: Sequence[int], rest: Sequence[int]) -> "PassCosts":
@@ -204,15 +199,10 @@ class ExchangeSlot:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """All slots in the order in which they run.
+    """All slots in the order in which they run."""
 
-    Attributes:
-        units: units per slice.
-        slots: forward and backward slots, in one global order.
-    """
-
-    units: int
-    slots: tuple[ExchangeSlot, ...]
+    units: int  # units per slice
+    slots: tuple[ExchangeSlot, ...]  # forward and backward slots, in one global order
 
     def volume(self, backward: bool = False) -> dict[int, float]:
         """Slices of query, output, key and value that cross each device's links, in both directions."""

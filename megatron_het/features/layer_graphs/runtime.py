@@ -22,17 +22,11 @@ _WARMUP_RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward passes of this rank in an iteration of training, in the order of the program.
+    """The forward passes of this rank in an iteration of training, in the order of the program."""
 
-    Attributes:
-        forwards: Their operations.
-        numbers: Of a pass among those of its chunk.
-        order: Numbers of ``forwards`` from 1; negative for the backward of the pass.
-    """
-
-    forwards: tuple[RankOp, ...]
-    numbers: Mapping[Key, int]
-    order: tuple[int, ...]
+    forwards: tuple[RankOp, ...]  # their operations
+    numbers: Mapping[Key, int]  # of a pass among those of its chunk
+    order: tuple[int, ...]  # numbers of ``forwards`` from 1; negative for the backward of the pass
 
     @classmethod
     def of(cls, program: RankProgram) -> Passes:

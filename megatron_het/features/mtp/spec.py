@@ -15,13 +15,9 @@ _LANGUAGE = "megatron.core.models.common.language_module.language_module.Languag
 
 @dataclass(frozen=True, slots=True)
 class MtpOptions:
-    """Holds what the model says.
+    """Holds what the model says."""
 
-    Attributes:
-        layers: So many tokens after the next one are predicted, above 0.
-    """
-
-    layers: int
+    layers: int  # so many tokens after the next one are predicted, above 0
 
 
 class MultiTokenPrediction(Feature):

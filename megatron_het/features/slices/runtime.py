@@ -286,7 +286,7 @@ def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
     return found
 
 
-Pass = tuple[int, int, bool]  # Microbatch, slice, and whether the pass is a forward
+Pass = tuple[int, int, bool]  # microbatch, slice, and whether the pass is a forward
 
 
 def passes_of(program: RankProgram, chunk: int) -> list[Pass]:

@@ -157,21 +157,13 @@ def arrived(arriving: Sequence[Arriving], timeline: Timeline, channels: Channels
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """Which rows of the vocabulary a rank holds: stages first, TP ranks within a stage.
+    """Which rows of the vocabulary a rank holds: stages first, TP ranks within a stage."""
 
-    Attributes:
-        first: Vocabulary id of this rank's first row.
-        rows: Rows of this rank.
-        tp: TP size of this rank's replica; its ranks share the stage's rows equally.
-        total: Rows of the vocabulary.
-        unit: Divides the rows of every rank of every replica.
-    """
-
-    first: int
-    rows: int
-    tp: int
-    total: int
-    unit: int
+    first: int  # vocabulary id of this rank's first row
+    rows: int  # rows of this rank
+    tp: int  # TP size of this rank's replica; its ranks share the stage's rows equally
+    total: int  # rows of the vocabulary
+    unit: int  # divides the rows of every rank of every replica
 
     @classmethod
     def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:

@@ -26,29 +26,17 @@ was made from."""
 
 @dataclass(slots=True)
 class Finding:
-    """One thing that is not as planned.
+    """One thing that is not as planned."""
 
-    Attributes:
-        what: Which sort of thing.
-        name: Its name: ``rank 2``, ``rank 0 -> rank 1``, ``a100``, ``a100 -> l40s``.
-        factor: How many times as long it takes as before (device, operation, link), or as planned.
-        since: First iteration in which it was so; 0 for the whole run.
-        found: Iteration after which it was known.
-        kind: Kind of device, or kinds of both ends.
-        operation: Kind of operation, "" for all.
-        place: More words about where, e.g. stage, replica and host.
-        ended: Iteration after which it was over; None while it lasts.
-    """
-
-    what: What
-    name: str
-    factor: float
-    since: int
-    found: int
-    kind: str = ""
-    operation: str = ""
-    place: str = ""
-    ended: int | None = None
+    what: What  # which sort of thing
+    name: str  # its name: ``rank 2``, ``rank 0 -> rank 1``, ``a100``, ``a100 -> l40s``
+    factor: float  # how many times as long it takes as before (device, operation, link), or as planned
+    since: int  # first iteration in which it was so; 0 for the whole run
+    found: int  # iteration after which it was known
+    kind: str = ""  # kind of device, or kinds of both ends
+    operation: str = ""  # kind of operation, "" for all
+    place: str = ""  # more words about where, e.g. stage, replica and host.
+    ended: int | None = None  # iteration after which it was over; None while it lasts
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -80,22 +68,14 @@ SIGNIFICANT = 0.1  # operations below this share of a subject's time are not ask
 
 @dataclass(slots=True)
 class Subject:
-    """A device or a link.
-
-    Attributes:
-        what: ``device`` or ``link``.
-        group: Subjects with equal ones are alike.
-        predicted_s: By operation: seconds per iteration of a device, per transfer of a link.
-        place: More words about where it is.
-        ends: Names of the devices of a link.
-    """
+    """A device or a link."""
 
     name: str
-    what: What
-    group: str
-    predicted_s: Mapping[str, float]
-    place: str = ""
-    ends: tuple[str, ...] = ()
+    what: What  # ``device`` or ``link``
+    group: str  # subjects with equal ones are alike
+    predicted_s: Mapping[str, float]  # by operation: seconds per iteration of a device, per transfer of a link
+    place: str = ""  # more words about where it is
+    ends: tuple[str, ...] = ()  # names of the devices of a link
     weight: float = 1.0
     recent: dict[str, deque[tuple[int, float]]] = field(default_factory=dict)
     reference_s: dict[str, float] = field(default_factory=dict)

@@ -40,15 +40,10 @@ Edge = tuple[int, int]  # (source, destination), world ranks
 
 
 class Moved(NamedTuple):
-    """The transfers of an edge in one iteration.
+    """The transfers of an edge in one iteration."""
 
-    Attributes:
-        seconds: Median of those for which the receiver waited.
-        waited_for: How many these are in the whole iteration, as far as the told ones say.
-    """
-
-    seconds: float
-    waited_for: float
+    seconds: float  # median of those for which the receiver waited
+    waited_for: float  # how many these are in the whole iteration, as far as the told ones say
 
 
 def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge, Moved]:
@@ -347,7 +342,7 @@ REPORT, TRACE = "watch.json", "watch-trace.json"
 WRITTEN_EVERY = 50  # iterations between two reports when nothing changes
 MOST_COST = 0.004  # share of the iteration that reading may take; of a run with more ranks fewer iterations are read
 MOST_STRIDE = 4
-MOST_SCALARS = 32  # Devices, and links, that have a curve of their own in TensorBoard
+MOST_SCALARS = 32  # devices, and links, that have a curve of their own in TensorBoard
 
 
 class Reader:

@@ -70,20 +70,13 @@ _MICRO = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Holds what a rank says once.
-
-    Attributes:
-        device: Number of its replica, counted through the stages.
-        host: Name of its machine.
-        clock: Ranks with equal ones read one clock.
-        predicted_s: Seconds of an iteration by kind of operation, as the plan says.
-    """
+    """Holds what a rank says once."""
 
     rank: int
-    device: int
-    host: str
-    clock: str
-    predicted_s: Mapping[str, float]
+    device: int  # number of its replica, counted through the stages
+    host: str  # name of its machine
+    clock: str  # ranks with equal ones read one clock
+    predicted_s: Mapping[str, float]  # seconds of an iteration by kind of operation, as the plan says
 
     def encode(self) -> str:
         """Returns JSON."""

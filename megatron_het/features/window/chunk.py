@@ -46,10 +46,6 @@ class WindowUse:
     Kinds: ``parameter`` (whole parameters of open ministages), ``shard`` (parameter shards on the
     device), ``gradient`` (whole gradients), ``gradient_shard`` (reduced, waiting for the update), and
     ``optimizer`` (its state on the device, when it is offloaded between updates).
-
-    Attributes:
-        streams: The CUDA streams of this window; they go with it.
-        ends_when_waited_for: Whether reductions count as under way until somebody waits for them.
     """
 
     gathers: int = 0
@@ -57,8 +53,8 @@ class WindowUse:
     held_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_total_bytes: int = 0
-    streams: Streams = field(default_factory=Streams)
-    ends_when_waited_for: bool = False
+    streams: Streams = field(default_factory=Streams)  # the CUDA streams of this window; they go with it
+    ends_when_waited_for: bool = False  # whether reductions count as under way until somebody waits for them
 
     def add(self, kind: str, count: int) -> None:
         """Account for ``count`` more (or, negative, fewer) bytes of a kind."""
@@ -197,25 +193,16 @@ _ATTRIBUTE = "het_window"
 
 @dataclass
 class Bucket:
-    """A bucket of Megatron's buffers, which is one layer of the ministage.
+    """A bucket of Megatron's buffers, which is one layer of the ministage."""
 
-    Attributes:
-        source: Megatron's bucket, with ``param_data`` and ``grad_data``.
-        layer: Index of the layer within the ministage.
-        shard: This rank's part of the parameters; for a resident ministage a view of the whole.
-        gradient: This rank's part of the reduced gradients, from the reduction to the update.
-        host: The shard's place in host memory, with offload.
-        is_reduced: The whole gradients have been given to a reduction.
-    """
-
-    source: Any
-    layer: int
-    shard: torch.Tensor
-    gradient: torch.Tensor | None = None
-    host: HostCopy | None = None
+    source: Any  # Megatron's bucket, with ``param_data`` and ``grad_data``
+    layer: int  # index of the layer within the ministage
+    shard: torch.Tensor  # this rank's part of the parameters; for a resident ministage a view of the whole
+    gradient: torch.Tensor | None = None  # this rank's part of the reduced gradients, from the reduction to the update
+    host: HostCopy | None = None  # the shard's place in host memory, with offload
     gathering: Pending | torch.cuda.Event | None = None
     reducing: Pending | None = None
-    is_reduced: bool = False
+    is_reduced: bool = False  # the whole gradients have been given to a reduction
 
 
 @dataclass(eq=False)

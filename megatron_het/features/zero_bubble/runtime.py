@@ -50,18 +50,12 @@ class _Half(Protocol):
 
 @dataclass(slots=True)
 class _Product:
-    """A weight gradient that has not been computed.
-
-    Attributes:
-        source: The layer's input ``[s, b, k]``; with sequence parallelism this rank's part of the sequence.
-        gradient: Of the layer's output ``[s, b, n]``.
-        group: Ranks to gather the input from, None where it is whole.
-    """
+    """A weight gradient that has not been computed."""
 
     weight: torch.nn.Parameter
-    source: torch.Tensor
-    gradient: torch.Tensor
-    group: dist.ProcessGroup | None
+    source: torch.Tensor  # the layer's input ``[s, b, k]``; with sequence parallelism this rank's part of the sequence
+    gradient: torch.Tensor  # of the layer's output ``[s, b, n]``
+    group: dist.ProcessGroup | None  # ranks to gather the input from, None where it is whole
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
         source = self.source
@@ -245,20 +239,13 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Holds what a call of a linear layer works with.
+    """Holds what a call of a linear layer works with."""
 
-    Attributes:
-        weight: ``[n, k]``.
-        reduces: Whether the input's gradient is summed over the TP group.
-        gathers: Whether the input is a part of the sequence (sequence parallelism).
-        gradients: Takes the second product.
-    """
-
-    weight: torch.nn.Parameter
-    reduces: bool
-    gathers: bool
+    weight: torch.nn.Parameter  # ``[n, k]``
+    reduces: bool  # whether the input's gradient is summed over the TP group
+    gathers: bool  # whether the input is a part of the sequence (sequence parallelism)
     group: dist.ProcessGroup | None
-    gradients: WeightGradients
+    gradients: WeightGradients  # takes the second product
 
 
 def _input_gradient(layer: _Layer, gradient: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

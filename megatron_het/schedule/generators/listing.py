@@ -19,17 +19,11 @@ Orders = tuple[tuple[Op, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a shape.
+    """One part of a shape."""
 
-    Attributes:
-        devices: its devices in the whole shape, stage-major, in the order of ``shape.devices``.
-        microbatches: its microbatches in the whole shape, ascending.
-        shape: the part alone.
-    """
-
-    devices: tuple[int, ...]
-    microbatches: tuple[int, ...]
-    shape: Shape
+    devices: tuple[int, ...]  # its devices in the whole shape, stage-major, in the order of ``shape.devices``
+    microbatches: tuple[int, ...]  # its microbatches in the whole shape, ascending
+    shape: Shape  # the part alone
 
 
 def parts_of(shape: Shape) -> list[Part]:
@@ -154,13 +148,9 @@ def alternate(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Relative durations by which a greedy order is decided.
+    """Relative durations by which a greedy order is decided."""
 
-    Attributes:
-        forward_s: ``forward_s[device][chunk]``, time of one forward of one slice.
-    """
-
-    forward_s: tuple[tuple[float, ...], ...]
+    forward_s: tuple[tuple[float, ...], ...]  # ``forward_s[device][chunk]``, time of one forward of one slice
     backward_s: tuple[tuple[float, ...], ...]
 
     @classmethod

@@ -40,13 +40,9 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that hold, compute and send alike.
+    """Ranks that hold, compute and send alike."""
 
-    Attributes:
-        ranks: All of them, ascending; the first one is run.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # all of them, ascending; the first one is run
 
 
 def rank_kinds(plan: Plan) -> list[RankKind]:
@@ -304,25 +300,16 @@ Search = Callable[[Estimator], Outcome]  # searches with the memory margin of an
 
 @dataclass(frozen=True, slots=True)
 class RankCheck:
-    """A rank's dry run beside its GPU.
+    """A rank's dry run beside its GPU."""
 
-    Attributes:
-        rank: The one that ran.
-        stands_for: So many ranks are of its kind.
-        gpu: Its kind of GPU.
-        needed_bytes: The peak of the dry run, and what allocator and libraries take; 0 where the dry run failed.
-        predicted_bytes: The same by the planner's formulas.
-        error: Why there are no figures.
-    """
-
-    rank: int
-    stands_for: int
+    rank: int  # the one that ran
+    stands_for: int  # so many ranks are of its kind
     stage: int
-    gpu: str
-    needed_bytes: float
-    predicted_bytes: float
+    gpu: str  # its kind of GPU
+    needed_bytes: float  # the peak of the dry run, and what allocator and libraries take; 0 where the dry run failed
+    predicted_bytes: float  # the same by the planner's formulas
     capacity_bytes: float
-    error: str = ""
+    error: str = ""  # why there are no figures
 
     @property
     def is_too_large(self) -> bool:
@@ -332,26 +319,16 @@ class RankCheck:
 
 @dataclass(slots=True)
 class Verified:
-    """Holds what dry runs say of a plan.
+    """Holds what dry runs say of a plan."""
 
-    Attributes:
-        found: The finalist that was taken.
-        ranks: One of each kind.
-        left: Why finalists before it were left, in order; for people.
-        searches: How often a plan was searched.
-        memory_margin: Share of a GPU's memory in the last search.
-        seconds: That dry runs took.
-        limit_s: That they might take.
-    """
-
-    found: Found
+    found: Found  # the finalist that was taken
     plan: Plan
-    ranks: list[RankCheck]
-    left: list[str] = field(default_factory=list)
-    searches: int = 1
-    memory_margin: float = 0.95
-    seconds: float = 0.0
-    limit_s: float = 0.0
+    ranks: list[RankCheck]  # one of each kind
+    left: list[str] = field(default_factory=list)  # why finalists before it were left, in order; for people
+    searches: int = 1  # how often a plan was searched
+    memory_margin: float = 0.95  # share of a GPU's memory in the last search
+    seconds: float = 0.0  # that dry runs took
+    limit_s: float = 0.0  # that they might take
 
     @property
     def is_complete(self) -> bool:

@@ -208,22 +208,14 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Equal nodes that were found.
+    """Equal nodes that were found."""
 
-    Attributes:
-        gpus: Those of each node, in the order in which they were listed.
-        hosts: Their names, when known.
-        memory_bytes: Main memory of a node.
-        network: Bytes per second of a node, and how that is known.
-        slurm: Partition, constraint and cores, as far as known.
-    """
-
-    gpus: tuple[Seen, ...]
+    gpus: tuple[Seen, ...]  # those of each node, in the order in which they were listed
     count: int = 1
-    hosts: tuple[str, ...] = ()
-    memory_bytes: float | None = None
-    network: tuple[float, str] | None = None
-    slurm: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[str, ...] = ()  # their names, when known
+    memory_bytes: float | None = None  # main memory of a node
+    network: tuple[float, str] | None = None  # bytes per second of a node, and how that is known
+    slurm: tuple[tuple[str, str], ...] = ()  # partition, constraint and cores, as far as known
 
 
 def ask(command: Sequence[str]) -> str | None:

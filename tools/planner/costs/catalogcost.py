@@ -41,23 +41,14 @@ SCAN_WIDTH = 128  # the recurrence of a chunk is products of about this size
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """A forward of one layer and microbatch on one rank.
+    """A forward of one layer and microbatch on one rank."""
 
-    Attributes:
-        products: Matrix products of the layer.
-        attention_flops: Of fused attention, masked blocks skipped.
-        score_width: Width of a query, which decides how much of the matrix units attention uses.
-        elements: Elements that perfectly fused norms, residual connections and activation functions move.
-        experts: Products of the routed experts.
-        routed_elements: Elements of the tokens that this rank sends to experts, once each; 0 without experts.
-    """
-
-    products: tuple[Product, ...]
-    attention_flops: float
-    score_width: float
-    elements: float
-    experts: tuple[Product, ...] = ()
-    routed_elements: float = 0.0
+    products: tuple[Product, ...]  # matrix products of the layer
+    attention_flops: float  # of fused attention, masked blocks skipped
+    score_width: float  # width of a query, which decides how much of the matrix units attention uses
+    elements: float  # elements that perfectly fused norms, residual connections and activation functions move
+    experts: tuple[Product, ...] = ()  # products of the routed experts
+    routed_elements: float = 0.0  # elements of the tokens that this rank sends to experts, once each; 0 without experts
 
 
 def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, expert_tp: int = 1) -> LayerWork:

@@ -271,24 +271,19 @@ def runtime_for(gpus: Iterable[Gpu]) -> Runtime:
 
 
 class Uncertainty(NamedTuple):
-    """Relative error that four of five predictions of a kind stay within.
-
-    Attributes:
-        runs: How many measured runs it was found on, each predicted with constants that its family has no part in.
-        of: What those runs were.
-    """
+    """Relative error that four of five predictions of a kind stay within."""
 
     error: float
-    runs: int
-    of: str
+    runs: int  # how many measured runs it was found on, each predicted with constants that its family has no part in
+    of: str  # what those runs were
 
     def __str__(self) -> str:
         return f"+-{100 * self.error:.0f} %, from {self.runs} {self.of}"
 
 
 PROFILED = Uncertainty(0.05, 14, "runs with a profile")  # from a profile of the same model and GPUs
-DENSE = Uncertainty(0.06, 88, "runs of dense models")  # Catalog, dense models
-EXPERTS = Uncertainty(0.27, 26, "runs with experts")  # Catalog, mixture of experts
+DENSE = Uncertainty(0.06, 88, "runs of dense models")  # catalog, dense models
+EXPERTS = Uncertainty(0.27, 26, "runs with experts")  # catalog, mixture of experts
 OTHER_GPU = Uncertainty(0.25, 11, "sets of layer times")
 """Catalog, GPUs or precisions of which no runs are published, and layers without Transformer Engine."""
 COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB200", "GB300"})

@@ -137,16 +137,11 @@ def _layer(kind: str, timing: LayerTiming) -> LayerExpectation:
 
 @dataclass(slots=True)
 class Emitted:
-    """Holds what was written.
-
-    Attributes:
-        nodes: The launch, node by node.
-        notes: What the reader should know, e.g. why there is no plain job.
-    """
+    """Holds what was written."""
 
     files: dict[str, Path] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # the launch, node by node
+    notes: list[str] = field(default_factory=list)  # what the reader should know, e.g. why there is no plain job.
 
 
 def emit(

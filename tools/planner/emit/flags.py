@@ -53,15 +53,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Holds what a training whose global batch size changes is told.
+    """Holds what a training whose global batch size changes is told."""
 
-    Attributes:
-        batch_sizes: Megatron's ``--step-batch-size-schedule``.
-        more: The plans of the other sizes, with their files.
-    """
-
-    batch_sizes: str
-    more: tuple[tuple[str, Plan], ...] = ()
+    batch_sizes: str  # Megatron's ``--step-batch-size-schedule``
+    more: tuple[tuple[str, Plan], ...] = ()  # the plans of the other sizes, with their files
 
     @property
     def named(self) -> dict[str, Plan]:

@@ -53,21 +53,13 @@ class PodOptions:
 
 @dataclass(frozen=True, slots=True)
 class PodKind:
-    """Holds where nodes of one kind are.
+    """Holds where nodes of one kind are."""
 
-    Attributes:
-        node_selector: Labels of Kubernetes' nodes.
-        resource: Name of the GPUs as a resource of Kubernetes; empty on nodes without.
-        accelerators: What SkyPilot calls the GPU; empty on nodes without.
-        infra: Where SkyPilot takes them from, like ``aws/us-east-1``.
-        use_spot: Whether SkyPilot may take machines that can be taken away.
-    """
-
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    resource: str = "nvidia.com/gpu"
-    accelerators: str = ""
-    infra: str = ""
-    use_spot: bool = False
+    node_selector: Mapping[str, str] = field(default_factory=dict)  # labels of Kubernetes' nodes
+    resource: str = "nvidia.com/gpu"  # name of the GPUs as a resource of Kubernetes; empty on nodes without
+    accelerators: str = ""  # what SkyPilot calls the GPU; empty on nodes without
+    infra: str = ""  # where SkyPilot takes them from, like ``aws/us-east-1``
+    use_spot: bool = False  # whether SkyPilot may take machines that can be taken away
 
 
 _SECTIONS = {"jobset": "kubernetes: {node_selector: {LABEL: VALUE}}", "skypilot": "skypilot: {accelerators: NAME}"}

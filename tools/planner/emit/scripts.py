@@ -17,17 +17,11 @@ AtTimeLimit = Literal["requeue", "chain", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Holds in what the processes of a job run.
+    """Holds in what the processes of a job run."""
 
-    Attributes:
-        image: A file, or a name of a registry.
-        runtime: ``pyxis`` (Slurm's plugin for enroot) or ``apptainer``.
-        mounts: Folders besides that of the run, as ``/FOLDER[:/INSIDE[:ro]]``.
-    """
-
-    image: str
-    runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    mounts: tuple[str, ...] = ()
+    image: str  # a file, or a name of a registry
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"  # ``pyxis`` (Slurm's plugin for enroot) or ``apptainer``
+    mounts: tuple[str, ...] = ()  # folders besides that of the run, as ``/FOLDER[:/INSIDE[:ro]]``
 
     @property
     def step(self) -> str:
@@ -50,40 +44,23 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """Settings of the scripts.
+    """Settings of the scripts."""
 
-    Attributes:
-        run_dir: Folder of the run as the nodes see it: args.sh, logs and checkpoints live there.
-        time_limit: Slurm's time limit.
-        python: The interpreter.
-        module: The training module.
-        save_interval: Iterations between checkpoints.
-        environment: Further variables for every rank.
-        cpus_per_task: Cores of a rank; 0 = a node's ranks share its cores.
-        doctor: Check the nodes first; the training starts only if they are fit.
-        iterations: After which the training is over; 0: unknown.
-        notice_s: So long before the end of its time a job saves and stops, in seconds.
-        at_time_limit: What it does then.
-        modules: Environment modules that are loaded first.
-        prologue: Bash that is run first, in the same shell.
-        container: In what the processes run.
-    """
-
-    run_dir: str
+    run_dir: str  # folder of the run as the nodes see it: args.sh, logs and checkpoints live there
     job_name: str = "megatron-het"
-    time_limit: str = "24:00:00"
-    python: str = "python"
-    module: str = "megatron_het.pretrain_gpt"
-    save_interval: int = 500
-    environment: Mapping[str, str] | None = None
-    cpus_per_task: int = 0
-    doctor: bool = False
-    iterations: int = 0
-    notice_s: int = 120
-    at_time_limit: AtTimeLimit = "requeue"
-    modules: tuple[str, ...] = ()
-    prologue: str = ""
-    container: Container | None = None
+    time_limit: str = "24:00:00"  # Slurm's time limit
+    python: str = "python"  # the interpreter
+    module: str = "megatron_het.pretrain_gpt"  # the training module
+    save_interval: int = 500  # iterations between checkpoints
+    environment: Mapping[str, str] | None = None  # further variables for every rank
+    cpus_per_task: int = 0  # cores of a rank; 0 = a node's ranks share its cores
+    doctor: bool = False  # check the nodes first; the training starts only if they are fit
+    iterations: int = 0  # after which the training is over; 0: unknown
+    notice_s: int = 120  # so long before the end of its time a job saves and stops, in seconds
+    at_time_limit: AtTimeLimit = "requeue"  # what it does then
+    modules: tuple[str, ...] = ()  # environment modules that are loaded first
+    prologue: str = ""  # bash that is run first, in the same shell
+    container: Container | None = None  # in what the processes run
 
 
 # Variables of the process, each unless the user has set it.

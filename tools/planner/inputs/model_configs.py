@@ -35,17 +35,11 @@ _SOFT_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Fields that are read together.
+    """Fields that are read together."""
 
-    Attributes:
-        keys: Their names, as most families call them.
-        becomes: What they become, for the documentation.
-        read: Reads them.
-    """
-
-    keys: tuple[str, ...]
-    becomes: str
-    read: Callable[[Reading], None]
+    keys: tuple[str, ...]  # their names, as most families call them
+    becomes: str  # what they become, for the documentation
+    read: Callable[[Reading], None]  # reads them
 
 
 def from_config(config: Config, file: str, seq_length: int | None = None) -> dict[str, Any]:

@@ -354,27 +354,17 @@ ONLY_WHEN: dict[str, tuple[Any, str]] = {
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A config.json that is being read.
-
-    Attributes:
-        kind: Its ``model_type``.
-        seq_length: Of the training, where it is known.
-        document: Fields of a model file found so far.
-        flags: Megatron's flags found so far.
-        lost: What no flag says, with the reason.
-        used: Fields that were read.
-        notes: Small differences that stay.
-    """
+    """A config.json that is being read."""
 
     config: Config
-    kind: str
+    kind: str  # its ``model_type``
     file: str
-    seq_length: int | None = None
-    document: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, FlagValue] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    seq_length: int | None = None  # of the training, where it is known
+    document: dict[str, Any] = field(default_factory=dict)  # fields of a model file found so far
+    flags: dict[str, FlagValue] = field(default_factory=dict)  # Megatron's flags found so far
+    lost: dict[str, str] = field(default_factory=dict)  # what no flag says, with the reason
+    used: set[str] = field(default_factory=set)  # fields that were read
+    notes: list[str] = field(default_factory=list)  # small differences that stay
 
     @property
     def family(self) -> Family:

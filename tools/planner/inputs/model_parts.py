@@ -111,17 +111,11 @@ def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_
 
 
 class Shared(NamedTuple):
-    """Holds what context-parallel ranks have to do with each other.
+    """Holds what context-parallel ranks have to do with each other."""
 
-    Attributes:
-        sent: Share of its queries that a rank sends to another one, in the mean: those that see its keys.
-        most: Attention of the rank with most of it over the mean, slice by slice.
-        whole: Whether documents are on one rank where one has room for them.
-    """
-
-    sent: float
-    most: float = 1.0
-    whole: bool = False
+    sent: float  # share of its queries that a rank sends to another one, in the mean: those that see its keys
+    most: float = 1.0  # attention of the rank with most of it over the mean, slice by slice
+    whole: bool = False  # whether documents are on one rank where one has room for them
 
 
 @functools.lru_cache(maxsize=256)

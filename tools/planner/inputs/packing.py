@@ -226,21 +226,13 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of the launch.
+    """One node of the launch."""
 
-    Attributes:
-        kind: Name of its node kind; of the first one where it has devices of several kinds.
-        ranks: The plan's ranks on it, by local rank.
-        host: Its name, if known.
-        kinds: Name of the kind of every local rank, where kinds share such nodes; else empty.
-        devices: Number of the device of every local rank there.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    host: str = ""
-    kinds: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
+    kind: str  # name of its node kind; of the first one where it has devices of several kinds
+    ranks: tuple[int, ...]  # the plan's ranks on it, by local rank
+    host: str = ""  # its name, if known
+    kinds: tuple[str, ...] = ()  # name of the kind of every local rank, where kinds share such nodes; else empty
+    devices: tuple[int, ...] = ()  # number of the device of every local rank there
 
     @property
     def name(self) -> str:
@@ -254,18 +246,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job.
+    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job."""
 
-    Attributes:
-        kind: Name of the node kind.
-        per_node: Ranks of each node.
-        is_whole: Whether the ranks use all devices of every node.
-    """
-
-    kind: str
-    per_node: int
+    kind: str  # name of the node kind
+    per_node: int  # ranks of each node
     nodes: tuple[Node, ...]
-    is_whole: bool = False
+    is_whole: bool = False  # whether the ranks use all devices of every node
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -66,13 +66,6 @@ class ProfiledModel:
     """The model the figures belong to; a profile of another model or precision is refused.
 
     Tied or not, dropout and similar switches do not change the figures enough to matter here.
-
-    Attributes:
-        head_size: Width of a head, 0 for ``hidden_size / num_attention_heads``.
-        window: Keys that a query sees in layers with a sliding window, 0 without such layers.
-        windowed: Whether all layers have the window.
-        sequence_parallel: TP groups were measured with divided sequences.
-        kinds: Of a hybrid model: the symbols of its layers, each once.
     """
 
     hidden_size: int
@@ -83,13 +76,13 @@ class ProfiledModel:
     seq_length: int
     precision: Literal["fp32", "tf32", "bf16", "fp16"]
     name: str = ""
-    head_size: int = 0
+    head_size: int = 0  # width of a head, 0 for ``hidden_size / num_attention_heads``
     experts: ProfiledExperts | None = None
     latent: ProfiledLatent | None = None
-    window: int = 0
-    windowed: bool = True
-    sequence_parallel: bool = False
-    kinds: str = ""
+    window: int = 0  # keys that a query sees in layers with a sliding window, 0 without such layers
+    windowed: bool = True  # whether all layers have the window
+    sequence_parallel: bool = False  # TP groups were measured with divided sequences
+    kinds: str = ""  # of a hybrid model: the symbols of its layers, each once
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 

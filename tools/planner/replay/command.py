@@ -96,21 +96,13 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Holds what was found for a pool.
+    """Holds what was found for a pool."""
 
-    Attributes:
-        pool: Its nodes.
-        iteration_s: Of the best plan; None where none fits.
-        plan: In one line.
-        state_bytes: Parameters and optimizer state of the rank that holds most.
-        grows_s: Seconds of a change to it that grow with state, links and groups.
-    """
-
-    pool: Pool
-    iteration_s: float | None
-    plan: str = ""
-    state_bytes: float = 0.0
-    grows_s: float = 0.0
+    pool: Pool  # its nodes
+    iteration_s: float | None  # of the best plan; None where none fits
+    plan: str = ""  # in one line
+    state_bytes: float = 0.0  # parameters and optimizer state of the rank that holds most
+    grows_s: float = 0.0  # seconds of a change to it that grow with state, links and groups
 
 
 def search_pools(

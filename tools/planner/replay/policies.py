@@ -44,27 +44,18 @@ _NOTICE = {"yes": True, "no": False, "": False}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Holds what there is from a time on.
+    """Holds what there is from a time on."""
 
-    Attributes:
-        time_s: Since the start.
-        notice: Whether nodes that have gone were announced.
-    """
-
-    time_s: float
+    time_s: float  # since the start
     pool: Pool
-    notice: bool = False
+    notice: bool = False  # whether nodes that have gone were announced
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """An availability trace.
+    """An availability trace."""
 
-    Attributes:
-        changes: In the order of time; the first one is at 0.
-    """
-
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # in the order of time; the first one is at 0
     end_s: float
 
     def pools(self) -> tuple[Pool, ...]:

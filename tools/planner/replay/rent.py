@@ -31,23 +31,14 @@ DAY_S, HOUR_S = 86400.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """Nodes that are rented together.
+    """Nodes that are rented together."""
 
-    Attributes:
-        pool: All nodes so far, by group of the cluster file.
-        added: Those that the rung before has not.
-        plan: The best plan on them.
-        usd_per_h: Of all GPUs of the nodes, used or not.
-        goodput: Share of the time in which iterations count, with the interruptions that are expected.
-        tokens_per_s: That count.
-    """
-
-    pool: Pool
-    added: Pool
-    plan: PoolPlan
-    usd_per_h: float
-    goodput: float
-    tokens_per_s: float
+    pool: Pool  # all nodes so far, by group of the cluster file
+    added: Pool  # those that the rung before has not
+    plan: PoolPlan  # the best plan on them
+    usd_per_h: float  # of all GPUs of the nodes, used or not
+    goodput: float  # share of the time in which iterations count, with the interruptions that are expected
+    tokens_per_s: float  # that count
 
     @property
     def usd_per_billion_tokens(self) -> float:
