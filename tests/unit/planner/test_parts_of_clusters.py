@@ -14,11 +14,12 @@ from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.schedules.pipelines import SlimPipe
 from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
-from tools.planner.search import auto
+from tools.planner.search import auto, finish
 from tools.planner.search import thorough as thorough_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
@@ -136,6 +137,31 @@ def test_replicas_that_shorten_nothing_are_left_out():
     book.try_candidate(Candidate(wide, 1, zero_stage=1))
     thorough_search._polish(book)
     assert any([s.groups[0].count for s in c.stages] == [13, 16] for c in book.good)
+
+
+def test_of_finalists_that_look_alike_kinds_side_by_side_are_simulated_first(monkeypatch):
+    """The closed form hardly knows places; a plan whose kinds take turns used up what may be simulated."""
+    estimator = estimator_of(*fast_and_slow())
+    book, fast, slow = Book(estimator, Goal(), Progress()), Stage(4, (Group(0, 1, 8),)), Stage(4, (Group(1, 1, 8),))
+    for stages, seconds in (((fast, slow, fast), 1.0), ((fast, fast, slow), 1.0005)):
+        candidate = Candidate(stages, 1, zero_stage=1)
+        estimate = estimator.estimate(candidate)._replace(iteration_s=seconds)
+        book.good[candidate] = seconds, estimate
+    monkeypatch.setattr(finish, "_simulated", lambda e, g, candidate, estimate, *_: Found(candidate, estimate, 1.0))
+    queues = finish._queues(book, 10)
+    found = finish._finalists(book, Outcome("auto"), estimator, Effort(), queues, lambda c: c, bound=inf, known=inf)
+    assert [f.candidate.stages for f in found] == [(fast, fast, slow), (fast, slow, fast)]
+
+
+def test_the_fewest_slices_are_tried_where_passes_have_tokens_enough():
+    """15 stages, 2,048 tokens: slices of 128 tokens of eight sequences are a pass that is worth its launch."""
+    estimator = estimator_of(
+        Cluster(nodes=(NodeGroup(gpu="A10G", count=15, gpus_per_node=1),)),
+        model_of(layers=32, hidden=4096, tokens=2048, batch=64),
+    )
+    stages = tuple([Stage(2, (Group(0, 1, 1),))] * 15)
+    tried = {n: [v.slices for v in SlimPipe().variants(estimator, Candidate(stages, n))] for n in (4, 8)}
+    assert tried == {4: [], 8: [16]}
 
 
 def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, combinations, islice, product
+from itertools import chain, combinations, islice, pairwise, product
 from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
@@ -156,6 +156,7 @@ Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 """Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
 COMPILED = 8  # so many operations of 1F1B, whose loops are compiled, take the time of one of other schedules
 BUILT = 4  # one of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more
+ALIKE = 0.001  # of finalists that look so nearly as fast that comes first whose pools take turns least
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
@@ -248,7 +249,9 @@ def _finalists(
     most = 2 * left  # operations of the first one, which is simulated whatever has been spent
     ratios, best = _Ratios(effort.first), bound
     while queues and not (best < inf and book.progress.spent):
-        name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n, queues[n][0][2]))
+        hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
+        alike = [n for n, hope in hopes.items() if hope <= min(hopes.values()) * (1 + ALIKE)]
+        name = min(alike, key=lambda n: (_turns(n[2]), hopes[n]))
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
             del queues[name]
@@ -271,6 +274,11 @@ def _finalists(
             if _within(goal, entry):
                 best = min(best, entry.value(goal))
             yield entry
+
+
+def _turns(pools: tuple[tuple[int, ...], ...]) -> int:
+    """How often GPUs of another pool follow along the pipeline."""
+    return sum([a != b for a, b in pairwise(pools)])
 
 
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:

@@ -160,7 +160,8 @@ def _lead(earlier: StageTimes, stage: StageTimes, transfer_s: float) -> float:
     return left - max([f + b for f, b in zip(stage.replica_f, stage.replica_b)]) - 2 * transfer_s
 
 
-LEAST_TOKENS = 256  # shorter slices are not worth their launches
+LEAST_TOKENS = 256  # shorter slices are not worth their launches, unless the slices of several sequences are one pass
+LEAST_TOKENS_OF_PASS = 1024
 EVENED = 0.45
 """With one slice per stage, the share of such waiting that long backwards beside short forwards take back: fitted to
 simulated pipelines of 2 to 8 stages."""
@@ -189,10 +190,12 @@ class SlimPipe(Schedule):
         return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
 
     def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
-        """With several numbers of slices."""
+        """With several numbers of slices; the fewest also where only passes of many sequences are worth a launch."""
         count, length = len(plain.stages), estimator.model.seq_length
-        wanted = (count, 2 * count, 4 * count) if count > 1 else ()
-        for slices in dict.fromkeys(_dividing(length, n) for n in wanted if length // n >= LEAST_TOKENS):
+        wanted = [n for n in (count, 2 * count, 4 * count) if length // n >= LEAST_TOKENS]
+        if not wanted and length // count * plain.micro_batch_size >= LEAST_TOKENS_OF_PASS:
+            wanted = [count]
+        for slices in dict.fromkeys(_dividing(length, n) for n in wanted if count > 1):
             yield plain.with_(schedule=self.name, slices=slices)
 
     def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
