@@ -1,8 +1,10 @@
 """The compiled loops say what the Python code says, to the last bit, and Python takes over without them."""
 
+import collections
 import os
 import random
 import stat
+from collections.abc import Iterator
 from ctypes import c_double, c_int32
 from dataclasses import replace
 
@@ -15,10 +17,17 @@ from megatron_het.schedule.generators.one_f_one_b import fast_merge
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import add_transfers
+from testing.planner_cases import estimator_of, random_pool
 from tools.planner.costs import plain
-from tools.planner.costs.candidate import Group
+from tools.planner.costs.candidate import Candidate, Group
+from tools.planner.costs.catalogcost import CatalogCosts
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.plain import Wiring, makespan_s, pipelines_s
+from tools.planner.costs.schedules import SCHEDULES, base, pipelines
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.catalog import catalog
+from tools.planner.search.balance import balance
 from tools.planner.search.book import _ROW, divide, stages_s
 
 
@@ -162,6 +171,70 @@ def test_stages_are_those_of_python(built):
 
 def test_too_many_stages_are_left_to_python(built):
     assert not built.het_stages(257, bytes(5 * 8 * 257), (c_int32 * 257)(), 300, 0.0, (c_double * 3)())
+
+
+def some_candidates(estimator: Estimator, rng: random.Random) -> Iterator[Candidate]:
+    """Stages of several kinds, and cut in equal ones, under all schedules, with whole vocabularies and split ones."""
+    limits = [n.quota for n in estimator.cluster.nodes]
+    for _ in range(12):
+        count = rng.randint(2, 6)
+        groups = [
+            tuple(
+                Group(p, 1, rng.randint(1, n // count))
+                for p, n in enumerate(limits)
+                if n >= count and rng.random() < 0.6
+            )
+            for _ in range(count)
+        ]
+        alike = Group(rng.randrange(len(limits)), 1, rng.randint(1, 3))
+        for stages in (groups, [(alike,)] * count):
+            like = Candidate((), 1, zero_stage=1, slack=rng.choice((0.0, 1.0)), rows=rng.choice(((), ((1.0, 1.0),))))
+            plain = balance(estimator, tuple(stages), like) if all(stages) else None
+            if plain is not None:
+                yield plain.with_(depths=tuple(rng.randint(1, 3) for _ in stages[1:]))
+                yield from (c for schedule in SCHEDULES.values() for c in schedule.variants(estimator, plain))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_closed_form_is_that_of_python(built, monkeypatch, in_turn):
+    rng, met = random.Random(in_turn), collections.Counter()
+    for seed, slower in ((0, 1), (7, 1), (10, 100), (16, 1000), (2, 30)):
+        cluster, model = random_pool(seed, "vocabulary" if seed == 7 else "dense")
+        nodes = [n.model_copy(update={"network_bytes_per_s": n.network_bytes_per_s / slower}) for n in cluster.nodes]
+        cluster = cluster.model_copy(update={"nodes": tuple(nodes)})
+        costs = CatalogCosts(model, lambda name: catalog()[name])
+        runtime = replace(MEGATRON_HET, transfers_in_turn=in_turn)
+        mine, theirs = (Estimator(cluster, model, costs, runtime) for _ in range(2))
+        for candidate in some_candidates(mine, rng):
+            with monkeypatch.context() as context:
+                for module in (base, pipelines):
+                    context.setattr(module, "loops", lambda: None)
+                wanted = theirs.estimate(candidate)
+            found = mine.estimate(candidate)
+            assert found == wanted
+            if found is not None:
+                met[candidate.schedule, bool(candidate.rows)] += 1
+                met[max(len(stage.groups) for stage in candidate.stages) > 1] += 1
+    assert len(met) == 10 and min(met.values()) > 5
+
+
+def test_what_certainly_takes_longer_is_not_priced():
+    """What is priced below a limit is what is priced without one, and nothing below it is left out."""
+    cluster, model = random_pool(10)
+    mine, theirs = (estimator_of(cluster, model) for _ in range(2))
+    left_out = above = 0
+    for candidate in some_candidates(mine, random.Random(1)):
+        wanted = theirs.estimate(candidate)
+        if wanted is None:
+            continue
+        for share in (0.9, 1.0, 1.1):
+            before = mine.evaluations
+            found = mine.estimate(candidate, share * wanted.iteration_s)
+            assert found == wanted or (found is None and share < 1)
+            left_out += found is None
+            above += found is None and mine.evaluations > before
+        assert mine.estimate(candidate) == wanted
+    assert left_out > 50 and not above
 
 
 def test_equal_parts_are_timed_once_and_different_ones_all(built, monkeypatch):

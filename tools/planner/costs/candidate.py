@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import floor, gcd
@@ -470,6 +471,17 @@ class StageTimes:
     memory: tuple[GroupMemory, ...] = ()
     fullest: float = 0.0
     memo: dict[object, Any] = field(default_factory=dict)
+    _figures: bytes = field(default=b"", init=False, repr=False, compare=False)
+
+    @property
+    def figures(self) -> bytes:
+        """What the compiled closed form wants to know."""
+        if not self._figures:
+            found = array("d", (self.forward_s, self.backward_s, self.busy_s, len(self.replica_f)))
+            for kind in zip(self.replica_f, self.replica_b, self.microbatches, self.in_flight, strict=True):
+                found.extend(kind)
+            self._figures = found.tobytes()
+        return self._figures
 
     @property
     def slowest(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from megatron_het.plan.validate import most_chunks
 
@@ -29,7 +29,9 @@ from .candidate import (
 from .layer import Uncertainty
 from .operating import OperatingPoints
 from .schedules import schedule_of
-from .stages import stages_of
+from .stages import remember_memory, stages_of
+
+INFEASIBLE = float("inf")
 
 # The closed forms behind ``Estimator.estimate``: time and price.
 
@@ -75,8 +77,10 @@ def _pool_shares(stage: StageTimes, groups: tuple[Group, ...]) -> dict[int, floa
     return out
 
 
-def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | None:
-    """See ``Estimator.estimate``."""
+def evaluate(
+    estimator: OperatingPoints, candidate: Candidate, most_s: float = INFEASIBLE
+) -> Estimate | Literal[False] | None:
+    """See ``Estimator.estimate``; False where that is certainly more than ``most_s``."""
     model = estimator.model
     if not candidate.stages or (model.global_batch_size % candidate.micro_batch_size and not candidate.sizes):
         return None
@@ -96,8 +100,12 @@ def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | Non
     stages = stages_of(estimator, candidate, blocks, total, transfers)
     if stages is None:
         return None
-    pipeline, ends = _pipeline(estimator, candidate, stages, transfers, total)
+    pipeline = _pipeline(estimator, candidate, stages, transfers, total)
     pipe_s, busy_s, bottleneck, gather_s, _ = pipeline
+    if pipe_s + estimator.runtime.iteration_s > most_s:
+        return False
+    remember_memory(estimator, candidate, stages)
+    ends = schedule_of(candidate).ends(estimator, candidate, stages, transfers, pipeline)
     tail_s = max([end + stage.sync_s + stage.update_s for end, stage in zip(ends, stages)])
     sync_s = max([stage.sync_s for stage in stages])
     iteration_s = max(pipe_s, tail_s) + estimator.runtime.iteration_s
@@ -124,8 +132,8 @@ def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | Non
 
 def _pipeline(
     estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes], transfers: list[float], total: int
-) -> tuple[Pipeline, list[float]]:
-    """The time of the pipeline, and the end of the last backward of each stage."""
+) -> Pipeline:
+    """The time of the pipeline."""
     schedule = schedule_of(candidate)
     mixed = max([len(stage.units) for stage in stages]) > 1 and not schedule.shards_parameters
     apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
@@ -134,7 +142,7 @@ def _pipeline(
     found = max([schedule.pipeline(estimator, candidate, line, transfers, total) for line in lines])
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
-    return found, schedule.ends(estimator, candidate, stages, transfers, found)
+    return found
 
 
 def _of_kind(stage: StageTimes, i: int) -> StageTimes:
@@ -151,8 +159,6 @@ def _of_kind(stage: StageTimes, i: int) -> StageTimes:
         backward_s=b,
     )
 
-
-INFEASIBLE = float("inf")
 
 __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "Unit", "allocate"]
 
@@ -235,11 +241,18 @@ class Estimator(OperatingPoints):
         limits = ((pool, held, self.cluster.nodes[pool].host_memory_bytes) for pool, held in self.host_memory(estimate))
         return [(pool, held, limit) for pool, held, limit in limits if limit is not None and held > limit]
 
-    def estimate(self, candidate: Candidate) -> Estimate | None:
-        """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes."""
+    def estimate(self, candidate: Candidate, most_s: float = INFEASIBLE) -> Estimate | None:
+        """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes.
+
+        Args:
+            most_s: None too where an iteration certainly takes longer; that is seen in a fraction of the time.
+        """
         if candidate not in self.known_estimates:
+            found = evaluate(self, candidate, most_s)
+            if found is False:
+                return None
             self.evaluations += 1
-            self.known_estimates[candidate] = evaluate(self, candidate)
+            self.known_estimates[candidate] = found
         return self.known_estimates[candidate]
 
     def uncertainty(self, candidate: Candidate) -> Uncertainty:

@@ -1,6 +1,6 @@
 /* The loops that take a search longest: of plain 1F1B pipelines the merge of forwards and backwards
- * (megatron_het/schedule/generators/one_f_one_b.py); the time of forwards and backwards in any order (plain.py); and
- * the division of layers over stages with the guess at their time (search/sketch.py).
+ * (megatron_het/schedule/generators/one_f_one_b.py); the time of forwards and backwards in any order (plain.py); the
+ * division of layers over stages with the guess at their time (search/book.py); and the closed form (schedules/).
  *
  * All do what the Python code does, operation by operation, with the same additions in the same order, so that
  * results are equal to the last bit.  Compile without -ffast-math and without fused multiply-add.
@@ -279,7 +279,7 @@ double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t
 #define FIGURES 5
 #define MOST_STAGES 256
 
-/* Layers of each stage so that the slowest ends as early as possible: `divide` of search/sketch.py. */
+/* Layers of each stage so that the slowest ends as early as possible: `divide` of search/book.py. */
 static void divide(int32_t count, const double *stages, const int32_t *caps, int32_t wanted, int32_t *layers) {
     double now[MOST_STAGES], ends = 0.0, rate = 0.0;
     for (int32_t i = 0; i < count; i++) {
@@ -318,7 +318,7 @@ static void divide(int32_t count, const double *stages, const int32_t *caps, int
     }
 }
 
-/* What the stages take with the layers that suit them best: `stages_s` of search/sketch.py.
+/* What the stages take with the layers that suit them best: `stages_s` of search/book.py.
  *
  * stages: by stage, seconds of a layer with all microbatches, embedding and head as layers, seconds of a pass through
  * a layer, parameters of embedding and head as layers, seconds of the sum of a layer's gradients.
@@ -345,5 +345,129 @@ int32_t het_stages(int32_t count, const double *stages, const int32_t *caps, int
     out[0] = busy;
     out[1] = passes - worst_pass;
     out[2] = tail;
+    return 1;
+}
+
+/* The closed form of a pipeline (schedules/base.py, schedules/pipelines.py).  A stage in figures: seconds of a forward
+ * and of a backward, of all it computes, and its kinds of replicas; of each kind, seconds of a forward and of a
+ * backward, microbatches, and those in flight.
+ */
+enum { FORWARD, BACKWARD, BUSY, KINDS, HEAD, MINE = 2, HELD, KIND };
+
+static double larger(double a, double b) { return b > a ? b : a; }
+
+/* Where the figures of every stage begin. */
+static int32_t begin(int32_t count, const double *figures, const double **stages) {
+    if (count > MOST_STAGES) return 0;
+    for (int32_t s = 0; s < count; s++) {
+        stages[s] = figures;
+        figures += HEAD + KIND * (int32_t)figures[KINDS];
+    }
+    return 1;
+}
+
+static double slowest_pass(const double *stage) {
+    const double *kind = stage + HEAD;
+    double slowest = kind[FORWARD] + kind[BACKWARD];
+    for (int32_t i = 1; i < (int32_t)stage[KINDS]; i++) {
+        kind += KIND;
+        slowest = larger(slowest, kind[FORWARD] + kind[BACKWARD]);
+    }
+    return slowest;
+}
+
+/* `_loops_s`: the loops over each stage and later ones. */
+int32_t het_loops(int32_t count, const double *both, const double *ways, const double *ahead, double *out) {
+    for (int32_t s = 0; s < count; s++) {
+        double loop = both[s];
+        out[s] = loop;
+        for (int32_t e = s + 1; e < count; e++) {
+            loop += 2 * ways[e - 1] + both[e];
+            out[s] = larger(out[s], loop / (ahead[s] - ahead[e] + 1));
+        }
+    }
+    return 1;
+}
+
+/* `_stall_s`: how long a stage waits, beyond the compute of its slowest replica. */
+static double stall_of(const double *stage, double trip, double slowest, double cut, double link, double chunks,
+                       double period) {
+    double stall = 0.0;
+    const double *kind = stage + HEAD;
+    for (int32_t i = 0; i < (int32_t)stage[KINDS]; i++, kind += KIND) {
+        double f = kind[FORWARD] / cut, b = kind[BACKWARD] / cut, k = kind[MINE], held = kind[HELD];
+        double ahead = (held - 1) * cut, own = (f + b) * cut * k;
+        double idle = larger(0.0, trip - ahead * f) + larger(0.0, trip - ahead * b);
+        if (cut > 1) {
+            idle = trip + k * larger(0.0, period - (f + b) * cut);
+        } else if (k <= held) {
+            idle = larger(0.0, trip + larger(f + k * b, k * f + b) - own);
+        } else {
+            double late = (idle < trip ? idle : trip) + (k - held) * (period - f - b);
+            if (period > f + b) idle = larger(idle, late);
+            idle = larger(idle, (k - held) * (f + b + (trip + slowest) / 2) / held + f + b + trip - own);
+        }
+        idle = larger(idle, link * k * chunks - own);
+        stall = larger(stall, own + idle - stage[BUSY]);
+    }
+    return stall;
+}
+
+/* `Schedule.pipeline`.
+ *
+ * at_once, transfers, periods, waits: as there; transfers come in turn where in_turn is not 0.
+ * out: by stage, the earliest end of its last backward; then the end of all.
+ * Returns the stage that decides it, negative if there are too many.
+ */
+int32_t het_pipeline(int32_t count, const double *figures, const double *at_once, const double *transfers,
+                     const double *periods, double waits, double slices, double chunks, int32_t in_turn, double *out) {
+    const double *stages[MOST_STAGES];
+    double trips[MOST_STAGES], slowest[MOST_STAGES], cut = chunks * slices, sooner = 0.0, drain = 0.0, worst = 0.0;
+    int32_t which = 0, last = count - 1;
+    if (!begin(count, figures, stages)) return -1;
+    trips[last] = slowest[last] = 0.0;
+    for (int32_t s = last - 1; s >= 0; s--) {
+        const double *next = stages[s + 1], way = transfers[s] / slices;
+        trips[s] = trips[s + 1] + (next[FORWARD] + next[BACKWARD] - at_once[s + 1]) / cut + 2 * way;
+        slowest[s] = slowest[s + 1] + (slowest_pass(next) - at_once[s + 1]) / cut + 2 * way;
+    }
+    for (int32_t s = 0; s < count; s++) {
+        const double *stage = stages[s], way = s < last ? transfers[s] / slices : 0.0;
+        double stall = trips[s] - (s ? 2 * (transfers[s - 1] / slices) : 0.0);
+        if (!in_turn) {
+            double link = larger(s ? transfers[s - 1] : 0.0, s < last ? transfers[s] : 0.0);
+            stall = stall_of(stage, trips[s], slowest[s], cut, link, chunks, periods[s]) + waits;
+        }
+        double end = sooner + stage[BUSY] + stall;
+        out[s] = end - drain;
+        drain += stage[BACKWARD] / cut + way;
+        if (end > worst) {
+            worst = end;
+            which = s;
+        }
+        sooner += (stage[FORWARD] + stage[BACKWARD] - at_once[s]) / cut + 2 * way;
+    }
+    out[count] = worst;
+    return which;
+}
+
+/* `OneFOneB.ends`: when each stage ends its last backward, none before `earliest`.  Returns 0 if there are too many. */
+int32_t het_ends(int32_t count, const double *figures, const double *transfers, double end, const double *earliest,
+                 double *out) {
+    const double *stages[MOST_STAGES];
+    double sooner = 0.0, ahead = 0.0;
+    if (!begin(count, figures, stages)) return 0;
+    out[0] = end;
+    for (int32_t s = 1; s < count; s++) {
+        const double *kind = stages[s - 1] + HEAD;
+        double left = HUGE_VAL;
+        for (int32_t i = 0; i < (int32_t)stages[s - 1][KINDS]; i++, kind += KIND) {
+            double held = (kind[HELD] < kind[MINE] ? kind[HELD] : kind[MINE]) * kind[BACKWARD];
+            left = held < left ? held : left;
+        }
+        sooner += stages[s - 1][BACKWARD] + transfers[s - 1];
+        ahead = larger(sooner, ahead + (left - slowest_pass(stages[s]) - 2 * transfers[s - 1]));
+        out[s] = larger(end - ahead, earliest[s]);
+    }
     return 1;
 }

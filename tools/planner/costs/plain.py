@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from functools import cache
 from itertools import accumulate, chain
@@ -33,7 +33,7 @@ from megatron_het.schedule.generators.one_f_one_b import Ways, ways
 from megatron_het.schedule.ir import Kind, Op, Shape
 
 from ..errors import PlannerError
-from .candidate import Group
+from .candidate import Group, StageTimes
 
 # The search's inner loops in C, compiled when they are first needed; without a compiler Python does the same.
 #
@@ -109,7 +109,25 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.het_elapsed.restype = ctypes.c_double
     found.het_stages.argtypes = [ctypes.c_int32, ctypes.c_char_p, ints, ctypes.c_int32, ctypes.c_double, doubles]
     found.het_stages.restype = ctypes.c_int32
+    row, real = ctypes.c_char_p, ctypes.c_double  # doubles as bytes
+    found.het_loops.argtypes = [ctypes.c_int32, row, row, row, doubles]
+    found.het_pipeline.argtypes = [ctypes.c_int32, *[row] * 4, real, real, real, ctypes.c_int32, doubles]
+    found.het_ends.argtypes = [ctypes.c_int32, row, row, real, row, doubles]
     return found
+
+
+MOST_STAGES = 256
+"""As the compiled loops have it."""
+
+
+def figures_of(stages: Sequence[StageTimes]) -> bytes:
+    """Returns the figures of all stages."""
+    return b"".join([stage.figures for stage in stages])
+
+
+def row_of(values: Iterable[float]) -> bytes:
+    """Returns numbers as the compiled closed form wants them."""
+    return array("d", values).tobytes()
 
 
 MOST_PAIRS = 1 << 20

@@ -262,7 +262,7 @@ def _of_group(
 def stages_of(
     estimator: OperatingPoints, candidate: Candidate, blocks: int, total: int, transfers: Sequence[float]
 ) -> list[StageTimes] | None:
-    """All stages at their operating points, None where one cannot be.
+    """All stages at their operating points, but for their memory; None where one cannot be.
 
     Most candidates of a search differ from others in a stage or two, so every stage is priced once.
 
@@ -312,7 +312,7 @@ def stages_of(
 def _in_flight(
     estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes], blocks: int, total: int
 ) -> list[StageTimes]:
-    """The stages with what they hold."""
+    """The stages with how many microbatches they hold."""
     last, later, out = len(stages) - 1, 0, []
     depths = candidate.depths or (1,) * last
     alike = divided_alike(candidate, [s.microbatches for s in stages])
@@ -328,12 +328,18 @@ def _in_flight(
         known = stage.memo.get(key) if candidate.shares is None else None
         if known is None:
             known = replace(stage, in_flight=held)
-            known.memory = tuple(stage_memory(estimator, candidate, known, s))
-            known.fullest = max(m.total_bytes / m.capacity_bytes for m in known.memory)
             if candidate.shares is None:
                 stage.memo[key] = known
         out.append(known)
     return out[::-1]
+
+
+def remember_memory(estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes]) -> None:
+    """Adds to stages what they hold in memory."""
+    for s, stage in enumerate(stages):
+        if not stage.memory:
+            stage.memory = tuple(stage_memory(estimator, candidate, stage, s))
+            stage.fullest = max([m.total_bytes / m.capacity_bytes for m in stage.memory])
 
 
 def _stage(

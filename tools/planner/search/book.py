@@ -92,10 +92,9 @@ class _Point:
         most_stages: Stages of a plan that has no more passes than a plan may have.
         computes: All that computing depends on.
         known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
-        values: Guesses that were made, by the groups of all stages.
     """
 
-    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "total", "values")
+    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "total")
 
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
@@ -103,7 +102,18 @@ class _Point:
         self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         self.known: defaultdict[tuple[float, float], _Met] = defaultdict(dict)
-        self.values: dict[Groups, float] = {}
+
+
+class _Guesses(NamedTuple):
+    """Holds what was found of the groups of all stages.
+
+    Attributes:
+        values: Guesses by point.
+        leasts: What they compute at least, by all that computing depends on.
+    """
+
+    values: dict[_Point, float]
+    leasts: dict[object, float]
 
 
 class Sketch:
@@ -116,7 +126,8 @@ class Sketch:
         self._met: dict[int, tuple[Candidate, _Point | None]] = {}
         self.stages: dict[object, _Stage | None] = {}
         self.tails: dict[object, float] = {}
-        self.leasts: dict[object, float] = {}
+        self._guesses: dict[Groups, _Guesses] = {}
+        self._asked: tuple[Groups, _Guesses] = (), _Guesses({}, {})
         self._compiled = loops()
         self._out = (c_double * 3)()
 
@@ -132,9 +143,9 @@ class Sketch:
         wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
         if last >= wanted or point is None or last >= point.most_stages:
             return inf
-        known = point.values.get(groups)
-        if known is not None:
-            return known
+        values = self._guesses_of(groups).values
+        if point in values:
+            return values[point]
         found, rate = self._stages(point, groups, like, min(most, simulated))
         if not rate:
             return inf
@@ -149,8 +160,15 @@ class Sketch:
         limits = (most / usd, simulated / usd) if usd else (inf, inf)
         value = usd * self._seconds(groups, point, found, caps, *limits)
         if value < inf:
-            point.values[groups] = value
+            values[point] = value
         return value
+
+    def _guesses_of(self, groups: Groups) -> _Guesses:
+        """Returns what was found of these stages; they are asked for under many schedules, one after the other."""
+        if groups is not self._asked[0]:
+            found = self._guesses.get(groups) or self._guesses.setdefault(groups, _Guesses({}, {}))
+            self._asked = groups, found
+        return self._asked[1]
 
     def _point(self, like: Candidate) -> _Point | None:
         """The candidate's point; None where the batch does not divide."""
@@ -199,17 +217,25 @@ class Sketch:
         Memory is what takes long to find, and the schedule makes no difference to this.
         """
         point = self._point(like)
-        key = groups, point and point.computes, like.rows
-        if point is not None and key not in self.leasts:
-            self.leasts[key] = self._find_least(point, groups)
-        return self.leasts.get(key, inf)
+        if point is None:
+            return inf
+        leasts, key = self._guesses_of(groups).leasts, (point.computes, point.like.rows)
+        if key not in leasts:
+            leasts[key] = self._find_least(point, groups)
+        return leasts[key]
 
     def _find_least(self, point: _Point, groups: Groups) -> float:
-        count, wanted = len(groups), self.estimator.model.num_layers
-        met = [self._stage(point, mine, *ends_at(point.like, s, count)) for s, mine in enumerate(groups)]
-        stages = [stage for stage in met if stage is not None]
-        if len(stages) < count:
-            return inf
+        count, wanted, stages = len(groups), self.estimator.model.num_layers, []
+        alike: dict[object, _Stage | None] = {}  # most stages are the same object as the one before
+        for s, mine in enumerate(groups):
+            ends = ends_at(point.like, s, count)
+            kind = id(mine), ends
+            if kind not in alike:
+                alike[kind] = self._stage(point, mine, *ends)
+            stage = alike[kind]
+            if stage is None:
+                return inf
+            stages.append(stage)
         usd = sum([stage.usd_per_s for stage in stages]) if self.costs_money else 1.0
         figures = b"".join([stage.figures + _NO_TAIL for stage in stages])
         slowest_s = self._stages_s(figures, [wanted] * count, 0.0)[0]

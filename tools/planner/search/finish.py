@@ -87,7 +87,7 @@ def _hopeful(
         if candidate in seen:
             continue
         seen.add(candidate)
-        estimate = estimator.estimate(candidate)
+        estimate = estimator.estimate(candidate, goal.seconds(estimator, candidate, most))
         if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
             continue
         if goal.value(estimate) <= most:

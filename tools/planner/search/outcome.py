@@ -146,6 +146,13 @@ class Goal:
         """Returns what is minimised."""
         return estimate.usd_per_iteration if self.objective == "cost" else estimate.iteration_s
 
+    def seconds(self, estimator: Estimator, candidate: Candidate, value: float) -> float:
+        """Seconds beyond which a candidate's value is above this one, whatever else it pays for."""
+        if self.objective != "cost":
+            return value
+        usd_per_s = sum(estimator.price[p] * n for p, n in candidate.gpus().items())
+        return value / usd_per_s * (1 + 1e-9) if usd_per_s else inf
+
     def score(self, estimator: Estimator, candidate: Candidate, estimate: Estimate | None) -> float:
         """Value with penalties for what does not fit or breaks a constraint; infinite when it cannot run."""
         if estimate is None:

@@ -482,6 +482,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
     head is long for such stages, the vocabulary is split as well.
     """
     looked_at: dict[tuple[str, bool], list[tuple[float, int, Groups, Candidate]]] = {}
+    most_of = {schedule.name: POLISHED * book.to_beat_under(schedule.name) for schedule in book.goal.allowed}
     known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
     for groups, like in with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met)):
@@ -490,7 +491,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
             known[kind] = _even_variants(book, groups, like)
         for variant in known[kind]:
             name = variant.schedule, bool(variant.rows)
-            mine, most = looked_at.setdefault(name, []), POLISHED * book.to_beat_under(variant.schedule)
+            mine, most = looked_at.setdefault(name, []), most_of[variant.schedule]
             if book.sketch.least(groups, variant) > min(most, book.simulated):
                 continue
             value = book.sketch.value(groups, variant, most, book.simulated)

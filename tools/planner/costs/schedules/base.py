@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import c_double
 from functools import lru_cache
 from math import ceil, log2
 from typing import ClassVar
@@ -16,6 +17,7 @@ from megatron_het.schedule.cutting import Parts
 from ...inputs.model import Model
 from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, Unit
 from ..operating import OperatingPoints
+from ..plain import MOST_STAGES, figures_of, loops, row_of
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)
 State = tuple[float, float, float, float]
@@ -123,9 +125,19 @@ class Schedule:
         ways = [t / candidate.slices for t in transfers]
         rows = candidate.rows
         at_once = [stage.units[0].ends_s(*rows[s]) if rows else 0.0 for s, stage in enumerate(stages)]
-        round_trip, slowest = _round_trips(stages, ways, cut, at_once)
         periods = self.periods_s(candidate, stages, ways)
         waits_s = self.waits_s(estimator, candidate, stages, ways)
+        compiled = loops()
+        if compiled is not None and len(stages) <= MOST_STAGES:
+            out = (c_double * (len(stages) + 1))()
+            in_turn = estimator.runtime.transfers_in_turn
+            rows_of_stages = figures_of(stages), row_of(at_once), row_of(transfers), row_of(periods)
+            which = compiled.het_pipeline(
+                len(stages), *rows_of_stages, waits_s, candidate.slices, candidate.chunks, in_turn, out
+            )
+            *alone, worst = out
+            return Pipeline(worst, stages[which].busy_s, which, 0.0, alone)
+        round_trip, slowest = _round_trips(stages, ways, cut, at_once)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
         drain, alone = 0.0, []
         for s, stage in enumerate(stages):
@@ -368,6 +380,11 @@ def _loops_s(both: Sequence[float], ways: Sequence[float], ahead: Sequence[int])
         ways: Seconds of a message over each boundary.
         ahead: Passes that each stage is ahead of its backwards.
     """
+    compiled = loops()
+    if compiled is not None:
+        found = (c_double * len(both))()
+        compiled.het_loops(len(both), row_of(both), row_of(ways), row_of(ahead), found)
+        return found[:]
     out = []
     for s, own in enumerate(both):
         worst = loop = own

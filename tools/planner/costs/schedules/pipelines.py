@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from ctypes import c_double
 from math import lcm
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from ...inputs.model import Model
 from ...inputs.model_parts import Lengths, drawn
 from ..candidate import Candidate, Estimate, Pipeline, StageTimes, Unit, divided_alike
 from ..operating import OperatingPoints
+from ..plain import MOST_STAGES, figures_of, loops, row_of
 from .base import Place, Schedule
 
 # Interleaved 1F1B: several chunks per stage, in groups of as many microbatches as there are stages.
@@ -138,6 +140,11 @@ class OneFOneB(Schedule):
         """A later stage ends earlier by the backwards that the stage before it still holds."""
         if estimator.runtime.transfers_in_turn:
             return super().ends(estimator, candidate, stages, transfers, found)
+        compiled = loops()
+        if compiled is not None and len(stages) <= MOST_STAGES:
+            out, figures = (c_double * len(stages))(), figures_of(stages)
+            compiled.het_ends(len(stages), figures, row_of(transfers), found.end_s, row_of(found.earliest), out)
+            return out[:]
         ends, before, ahead = [], 0.0, 0.0
         for s, stage in enumerate(stages):
             if s:
