@@ -103,7 +103,10 @@ class Candidate(NamedTuple):
             changes.keys() & {"chunks", "schedule"} or len(self.chunk_counts) != len(stages)  # type: ignore[arg-type]
         ):
             changes = {"chunk_counts": (), **changes}
-        return self._replace(**changes)  # type: ignore[arg-type]
+        fields: list[Any] = list(self)  # what ``_replace`` does, in half the time
+        for name, value in changes.items():
+            fields[_AT[name]] = value
+        return Candidate._make(fields)
 
     def chunks_of(self, s: int) -> int:
         """Model chunks of a stage."""
@@ -218,6 +221,9 @@ class Candidate(NamedTuple):
     def world_size(self) -> int:
         """GPUs used."""
         return sum(self.gpus().values())
+
+
+_AT = {name: i for i, name in enumerate(Candidate._fields)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ class _Stage(NamedTuple):
         ends: Embedding and head, as so many layers.
         pass_s: Forward and backward of one microbatch through a layer, on average.
         ends_size: Parameters of embedding and head, as so many layers.
-        figures: The first four as the compiled loops want them.
+        figures, without_tail: The first four as the compiled loops want them, and with a tail of no time.
     """
 
     layer_s: float
@@ -52,6 +52,7 @@ class _Stage(NamedTuple):
     width: int
     usd_per_s: float
     figures: bytes
+    without_tail: bytes
 
 
 class _Known:
@@ -77,7 +78,6 @@ class _Known:
 
 
 _FIGURES, _SECONDS, _ROW = Struct("4d"), Struct("d"), Struct("5d")
-_NO_TAIL = _SECONDS.pack(0.0)
 _NO_ENDS = 0.0, 0.0
 
 
@@ -226,18 +226,16 @@ class Sketch:
 
     def _find_least(self, point: _Point, groups: Groups) -> float:
         count, wanted, stages = len(groups), self.estimator.model.num_layers, []
-        alike: dict[object, _Stage | None] = {}  # most stages are the same object as the one before
+        before = stage = ends = None
         for s, mine in enumerate(groups):
-            ends = ends_at(point.like, s, count)
-            kind = id(mine), ends
-            if kind not in alike:
-                alike[kind] = self._stage(point, mine, *ends)
-            stage = alike[kind]
+            its_ends = ends_at(point.like, s, count)
+            if mine is not before or its_ends != ends:  # most stages are the same object as the one before
+                before, ends, stage = mine, its_ends, self._stage(point, mine, *its_ends)
             if stage is None:
                 return inf
             stages.append(stage)
         usd = sum([stage.usd_per_s for stage in stages]) if self.costs_money else 1.0
-        figures = b"".join([stage.figures + _NO_TAIL for stage in stages])
+        figures = b"".join([stage.without_tail for stage in stages])
         slowest_s = self._stages_s(figures, [wanted] * count, 0.0)[0]
         return usd * max(slowest_s, wanted / sum([1.0 / stage.layer_s for stage in stages]))
 
@@ -304,7 +302,7 @@ class Sketch:
         size = first * unit.embedding_parameters + last * unit.head_parameters
         ends = load.time(1) / load.layer_s - 1.0
         figures = found[0], ends, width * load.layer_s, size / unit.layer_parameters
-        return _Stage(*figures, width, usd, _FIGURES.pack(*figures))
+        return _Stage(*figures, width, usd, _FIGURES.pack(*figures), _ROW.pack(*figures, 0.0))
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
