@@ -34,6 +34,10 @@ _REFUSED = (
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
+    *(
+        Refusal(name, "Megatron numbers microbatches by data-parallel rank, and a plan gives replicas other ones")
+        for name in ("logits_save_dir", "logits_load_dir")
+    ),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
     Refusal("phase_transition_iterations", "samples are routed by one global order"),
     Refusal("yaml_cfg", "give the options as flags"),

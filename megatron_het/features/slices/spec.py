@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
-from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, Refusal, check_reach, not_sliced, option
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, Option, check_reach, not_sliced, option
 from megatron_het.features.registry import attention_units
 from megatron_het.features.slices.passes import seq1f1b, slimpipe, terapipe
 from megatron_het.plan import Plan, PlanError
@@ -92,7 +92,7 @@ class Slices(Feature):
         f"{_LINEAR}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
         f"{_LINEAR}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
     }
-    refused = (*ATTENTION_REFUSED, Refusal("logits_load_dir", "saved logits are read by whole sequences"))
+    refused = ATTENTION_REFUSED
 
     def options_of(self, plan: Plan) -> SliceOptions | None:
         """The options; context parallelism cuts sequences too, into one slice."""

@@ -356,7 +356,6 @@ class Vocabulary(Feature):
     refused = (
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
         Refusal("fp8_output_proj", "the split output layer computes in the precision of the model"),
-        Refusal("logits_load_dir", "distillation needs whole logits"),
         Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
     )
 

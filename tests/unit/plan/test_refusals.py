@@ -71,6 +71,8 @@ def test_accepted() -> None:
         ({"train_iters": 4}, "--eval-interval = None: Megatron divides by it"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
+        ({"logits_save_dir": "x"}, "--logits-save-dir = 'x'.*numbers microbatches by data-parallel rank"),
+        ({"logits_load_dir": "x"}, "--logits-load-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
         (
             {"defer_embedding_wgrad_compute": True},
