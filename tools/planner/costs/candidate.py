@@ -481,7 +481,7 @@ class StageTimes:
 
     @property
     def figures(self) -> bytes:
-        """What the compiled closed form wants to know."""
+        """The times of the stage as the compiled closed form wants them."""
         if not self._figures:
             found = array("d", (self.forward_s, self.backward_s, self.busy_s, len(self.replica_f)))
             for kind in zip(self.replica_f, self.replica_b, self.microbatches, self.in_flight, strict=True):

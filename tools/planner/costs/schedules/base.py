@@ -130,11 +130,9 @@ class Schedule:
         compiled = loops()
         if compiled is not None and len(stages) <= MOST_STAGES:
             out = (c_double * (len(stages) + 1))()
-            in_turn = estimator.runtime.transfers_in_turn
             rows_of_stages = figures_of(stages), row_of(at_once), row_of(transfers), row_of(periods)
-            which = compiled.het_pipeline(
-                len(stages), *rows_of_stages, waits_s, candidate.slices, candidate.chunks, in_turn, out
-            )
+            setting = waits_s, candidate.slices, candidate.chunks, estimator.runtime.transfers_in_turn
+            which = compiled.het_pipeline(len(stages), *rows_of_stages, *setting, out)
             *alone, worst = out
             return Pipeline(worst, stages[which].busy_s, which, 0.0, alone)
         round_trip, slowest = _round_trips(stages, ways, cut, at_once)
