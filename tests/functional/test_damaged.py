@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "truncated": (truncate, 2, "bytes, at least"),
     "missing file": (lose, 2, "__1_"),
     "flipped bytes": (flip, 2, "another checksum"),
-    "truncated description": (cut_description, 2, ".metadata cannot be read"),
+    "truncated description": (cut_description, 2, ".metadata is not what was written"),
     "tracker ahead": (lose_newest, 2, "there is no iter_0000004"),
     "empty tracker": (empty_tracker, 4, "names no iteration"),
     "no tracker": (lose_tracker, 4, "is missing"),
