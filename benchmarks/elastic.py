@@ -284,15 +284,16 @@ class ForkedJob(ElasticJob):
         iterations: int,
         copy_every: str,
         make: Callable[[int], Plan] = plan_of,
+        setup: Callable[[], None] = lambda: None,
         *,
         nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
         data: Sequence[str] = ("--mock-data",),
     ) -> None:
-        self._others = descendants(os.getpid())
+        self._setup, self._others = setup, descendants(os.getpid())
         super().__init__(folder, iterations, copy_every, make, nodes=nodes, data=data)
 
     def _begin(self, name: str, words: list[str]) -> Any:
-        return _Node(lambda: het_run(words, lambda: None), self.folder / f"{name}.txt", environment())
+        return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)

@@ -126,10 +126,10 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 75_600,
-    "all_lines": 140_720,
+    "all_lines": 141_600,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_300,
+        "benchmarks": 16_150,
         "examples": 2_300,
         "megatron_het": 1_700,
         "megatron_het/arguments": 1_000,

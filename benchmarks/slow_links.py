@@ -1,0 +1,231 @@
+"""1F1B over a slow link, with more microbatches in flight and without: ``python -m benchmarks.slow_links --json OUT``.
+
+Two stages train over a delayed, rate-limited link on loopback (``slow_link.py``).  First a run without delay measures
+the passes.  A transfer then takes ``--share`` of a stage's time for one microbatch, half of it latency.  Depths are
+chosen by simulation (``schedule/generators/one_f_one_b.py``) and by the published rule.  Runs of plain 1F1B and of both
+depths alternate.  A run's figure is the median of the iteration times that Megatron logs, without the first ones.
+
+Keys: ``speedup`` (plain over chosen, median over rounds; at least 1.25 where the transfer takes half a stage's time),
+``speedup_of_rule``, ``predicted_speedup``, ``prediction_error`` (largest relative error of the predicted iteration
+times, at most 0.1).
+"""
+
+import functools
+import queue
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import megatron_het.features  # noqa: F401  (the kinds of all features)
+from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.zero_bubble_speed import durations, flags
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate
+from megatron_het.schedule.generators.one_f_one_b import choose_depths, published_depths
+from megatron_het.schedule.simulate import simulate
+from testing.runner import Job, Runner
+
+# A slow link on one machine: point-to-point messages that are on their way for a while.
+#
+# Messages to one rank leave one after the other at a limited rate and arrive a latency later.  They wait in a thread
+# of the sender, and are posted to gloo when they would arrive.  Collectives are as fast as ever.
+
+
+class _OnItsWay:
+    """Stands for the work of a message that has not been posted yet."""
+
+    def __init__(self) -> None:
+        self.posted = threading.Event()
+        self.work: Any = None
+        self.error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the message has been posted and has arrived.
+
+        Raises:
+            RuntimeError: The time is over, or posting failed.
+        """
+        began = time.monotonic()
+        bound = 600.0 if timeout is None else timeout.total_seconds()
+        if not self.posted.wait(bound):
+            raise RuntimeError(f"timed out after {bound:g} s on the slow link")
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+        return bool(self.work.wait(timedelta(seconds=max(0.001, bound - (time.monotonic() - began)))))
+
+    def is_completed(self) -> bool:
+        """Whether it has been posted and has arrived."""
+        return self.posted.is_set() and self.work is not None and self.work.is_completed()
+
+
+class SlowLink:
+    """The way to one rank.
+
+    Attributes:
+        latency_s: Seconds from the end of sending to the arrival; may change while messages are on their way.
+        bytes_per_s: Rate at which messages leave.
+    """
+
+    def __init__(self, latency_s: float = 0.0, bytes_per_s: float = inf) -> None:
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+        self._free_s = 0.0
+        self._waiting: queue.SimpleQueue[tuple[float, Callable[[], Any], _OnItsWay]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="slow link").start()
+
+    def send(self, post: Callable[[], Any], size_bytes: int = 0) -> _OnItsWay:
+        """Let a message leave after those before it, and post it when it arrives."""
+        message = _OnItsWay()
+        self._free_s = max(self._free_s, time.monotonic()) + size_bytes / self.bytes_per_s
+        self._waiting.put((self._free_s + self.latency_s, post, message))
+        return message
+
+    def _run(self) -> None:
+        while True:
+            arrival_s, post, message = self._waiting.get()
+            time.sleep(max(0.0, arrival_s - time.monotonic()))
+            try:
+                message.work = post()
+            except Exception as error:  # the rank that waits for it says so
+                message.error = error
+            message.posted.set()
+
+
+def divert(link_to: Callable[[int], SlowLink | None]) -> None:
+    """Send the point-to-point messages of this process over slow links.
+
+    Args:
+        link_to: The link to a rank, None for one that is as fast as ever.
+    """
+    import torch.distributed as dist
+
+    original = dist.isend
+
+    def isend(tensor: Any, dst: int, *arguments: Any, **named: Any) -> Any:
+        link = link_to(dst)
+        if link is None:
+            return original(tensor, dst, *arguments, **named)
+        size = tensor.numel() * tensor.element_size()
+        return link.send(lambda: original(tensor, dst, *arguments, **named), size)
+
+    dist.isend = isend  # type: ignore[assignment]
+
+
+def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
+    """From here on all point-to-point messages of this process take their time.
+
+    Args:
+        rank: This process; all ranks are slowed.
+        latency_s: Seconds from the end of sending to the arrival.
+        bytes_per_s: Rate at which messages to one rank leave.
+    """
+    del rank
+    divert(functools.cache(lambda dst: SlowLink(latency_s, bytes_per_s)))
+
+
+_LAYERS, _HIDDEN, _HEADS, _SEQ = 4, 512, 4, 256
+_SKIPPED, _TRACED = 3, 4
+_MESSAGE_BYTES = 4.0 * _SEQ * _HIDDEN
+_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+Depths = tuple[int, ...]
+
+
+def plan_of(microbatches: int, depths: Depths) -> Plan:
+    """Two equal stages of one rank."""
+    ids = tuple(range(microbatches))
+    return Plan(
+        ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ, 3 * _HIDDEN),
+        TrainingShape(1, microbatches),
+        tuple(Stage((_LAYERS // 2,), (Replica((rank,), ids),)) for rank in range(2)),
+        ScheduleSpec("1f1b", {"depths": list(depths)} if depths else {}),
+    )
+
+
+def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[str, float] | None) -> float:
+    """Train, with traces in the folder; the median seconds of an iteration."""
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    argv = (
+        *flags(plan.num_microbatches, iterations),
+        *("--het-transport", "gloo", "--het-plan", str(folder / "plan.json")),
+        *("--het-trace", str(folder), "--het-trace-iteration", str(_TRACED)),
+    )
+    setup = None if link is None else ("benchmarks.slow_link:slow_down", dict(link))
+    done = runner.run(Job(folder.name, 2, argv, folder, setup=setup, timeout_s=600.0))
+    return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(1))[_SKIPPED:])
+
+
+def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str, float], depths: Depths) -> float:
+    """Seconds of the passes and transfers of one iteration."""
+    shape = Shape.uniform(2, microbatches, layers_per_chunk=_LAYERS // 2)
+    costs = Costs(
+        forward_s=tuple((times[Kind.FORWARD],) for times in found),
+        backward_s=tuple((times[Kind.BACKWARD],) for times in found),
+        message_bytes=_MESSAGE_BYTES,
+        link=lambda source, target: Link(link["latency_s"], link["bytes_per_s"]),
+    )
+    return simulate(add_transfers(generate("1f1b", shape, depths=depths)), costs).makespan_s
+
+
+def measure(share: float, microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
+    """All runs and what follows from them."""
+    with Runner() as runner:
+        free_s = run(runner, plan_of(microbatches, ()), folder / "free", iterations, None)
+        found = durations(folder / "free", (Kind.FORWARD, Kind.BACKWARD))
+        stage_s = [sum(times.values()) for times in found]
+        transfer_s = share * statistics.mean(stage_s)
+        link = {"latency_s": transfer_s / 2, "bytes_per_s": _MESSAGE_BYTES / (transfer_s / 2)}
+        free = {"latency_s": 0.0, "bytes_per_s": 1e15}
+        rest_s = free_s - simulated(microbatches, found, free, ())  # loading, reduction, update
+        sides: dict[str, Depths] = {
+            "plain": (),
+            "chosen": choose_depths(stage_s, [transfer_s], lambda d: simulated(microbatches, found, link, d)),
+            "rule": published_depths(stage_s, [transfer_s], [True]),
+        }
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for index in range(rounds):
+            for side in list(sides)[index % 3 :] + list(sides)[: index % 3]:
+                plan = plan_of(microbatches, sides[side])
+                times[side].append(run(runner, plan, folder / f"{index}-{side}", iterations, link))
+                print(f"round {index} {side:7} {times[side][-1]:.3f} s", flush=True)
+    predicted = {side: simulated(microbatches, found, link, depths) + rest_s for side, depths in sides.items()}
+    ratios = {side: [a / b for a, b in zip(times["plain"], times[side], strict=True)] for side in ("chosen", "rule")}
+    return {
+        "speedup": statistics.median(ratios["chosen"]),
+        "speedup_of_rule": statistics.median(ratios["rule"]),
+        "predicted_speedup": predicted["plain"] / predicted["chosen"],
+        "prediction_error": max(abs(predicted[s] / statistics.median(times[s]) - 1) for s in sides),
+        "depths": {side: list(depths) for side, depths in sides.items()},
+        "transfer_s": transfer_s,
+        "stage_s": stage_s,
+        "microbatches": microbatches,
+        "share": share,
+        "predicted_s": predicted,
+        "runs_s": times,
+        "ratios": ratios,
+    }
+
+
+def main() -> int:
+    """Command line; exit code 1 where a bar is missed."""
+    parser = command_line("benchmarks.slow_links", __doc__)
+    parser.add_argument("--share", type=float, default=0.5, help="a transfer's time as a share of a stage's")
+    parser.add_argument("--microbatches", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
+    parser.add_argument("--iterations", type=int, default=8, help="of each run; the first 3 do not count")
+    options = parser.parse_args()
+    start_s = time.monotonic()
+    with scratch("slow-links-") as folder:
+        report = measure(options.share, options.microbatches, options.rounds, options.iterations, folder)
+    report["passed"] = report["prediction_error"] <= 0.1 and (options.share < 0.5 or report["speedup"] >= 1.25)
+    write_report(options.json, report, start_s)
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
