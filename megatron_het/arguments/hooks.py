@@ -49,7 +49,7 @@ def install(
     choose_plan: Chooses | None = None,
     measure: Callable[[HetConfig, Platform], HetConfig] | None = None,
 ) -> HetConfig:
-    """Do what :func:`megatron_het.launch.start.install` says, without the optional packages.
+    """Do what :func:`megatron_het.launch.start.install` says, errors included, without the optional packages.
 
     Args:
         choose_plan: Gives the run its plan where flags leave it to measurements; default none is chosen.

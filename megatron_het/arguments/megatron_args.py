@@ -84,7 +84,7 @@ _REFUSED_WHERE_MIXED = (
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
-    """Compare a plan with Megatron's parsed (not yet validated) arguments.
+    """Compare a plan with Megatron's parsed (not yet validated) arguments; raises PlanError.
 
     Args:
         plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).

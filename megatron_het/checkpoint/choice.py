@@ -438,7 +438,7 @@ def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
 
 
 def check_tracked_form(args: Any) -> None:
-    """Calls :func:`check_optimizer_state` for what the tracker names, before process groups exist.
+    """Calls :func:`check_optimizer_state` for what the tracker names, before groups exist; raises CheckpointError.
 
     A checkpoint that cannot be read passes: which one is loaded instead is found out later, by all ranks.
     """

@@ -319,7 +319,7 @@ class Failures:
         return _FIRST_PAUSE_S * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def note(self, reached: int, dead: int, errors: Collection[str]) -> None:
-        """A generation has failed.
+        """Notes a generation that has failed; raises JobError where it was one too many.
 
         Args:
             dead: How many of its ranks were lost.

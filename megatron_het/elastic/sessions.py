@@ -201,7 +201,7 @@ class ElasticBoundary(Boundary):
         self._copies.keep(session, self.trainee, iteration, self.check)
 
     def check(self) -> None:
-        """End the session where a process is lost: an aborted communicator gives wrong values without an error."""
+        """Raises RuntimeError where a process is lost: an aborted communicator gives wrong values without an error."""
         if self.has_aborted():
             raise RuntimeError("a process of this generation is lost")
 

@@ -67,7 +67,7 @@ class Option:
     on_host: Any = None  # the value with which as much as possible waits in main memory; None if it moves nothing there
 
     def check(self, value: Any, plan: Plan) -> None:
-        """Refuse a value of the wrong type or out of range."""
+        """Refuse a value of the wrong type or out of range; raises PlanError."""
         problem = self.problem(plan) if callable(self.problem) else self.problem
         if not self._has_type(value):
             raise self._error(value, problem or f"must be of type {self.kind.__name__}")
@@ -276,7 +276,7 @@ class Feature:
     # -- checks ------------------------------------------------------------------------------------
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that cannot be run as it says, whatever the training's arguments.
+        """Refuse a plan that cannot be run as it says, whatever the training's arguments; raises PlanError.
 
         Args:
             plan: Its parameters have the names of parameters of its schedule (``features.registry.check_plan_alone``).
@@ -310,13 +310,13 @@ class Feature:
         )
 
     def check_plan(self, plan: Plan, options: Any) -> None:
-        """Refuse a plan that has the feature; the values of its options have been checked."""
+        """Refuse a plan that has the feature; the values of its options have been checked. Raises PlanError."""
 
     def check_copies(self, plan: Plan, options: Any) -> None:
         """Raise a PlanError where copies of tied embeddings, of the first and the last stage, would not stay alike."""
 
     def check_off(self, plan: Plan) -> None:
-        """Refuse a plan that needs the feature but does not have it."""
+        """Refuse a plan that needs the feature but does not have it; raises PlanError."""
 
     def named(self, plan: Plan) -> str:
         """Returns what refusals of Megatron's arguments call the feature."""
@@ -324,7 +324,7 @@ class Feature:
         return self.title
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
-        """Refuse a ``--het-*`` flag of the run that is about the feature and does not go with the plans.
+        """Refuse a ``--het-*`` flag that is about the feature and does not go with the plans; raises PlanError.
 
         Args:
             plans: All of the job.
@@ -332,19 +332,19 @@ class Feature:
         """
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments no plan can have, or none without the feature."""
+        """Refuse what of Megatron's arguments no plan can have, or none without the feature; raises PlanError."""
         del plan
         for refusal in self.refused_by_plans:
             refusal.check(args, "--het-plan")
 
     def check_arguments(self, plan: Plan, options: Any, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments cannot go with the feature."""
+        """Refuse what of Megatron's parsed arguments cannot go with the feature; raises PlanError."""
         del options
         for refusal in self.refused:
             refusal.check(args, self.named(plan))
 
     def check_program(self, program: Callable[[], Program], options: Any, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments cannot go with the plan's training program.
+        """Refuse what of Megatron's parsed arguments cannot go with the plan's training program; raises PlanError.
 
         Args:
             program: Makes the program, of all devices.  Large ones take seconds: ask only where it matters.
@@ -477,7 +477,7 @@ ATTENTION_REFUSED = (
 
 
 def check_reach(args: Any) -> None:
-    """Refuse positions, windows and recomputation that the attention of slices does not know."""
+    """Refuse positions, windows and recomputation that the attention of slices does not know; raises PlanError."""
     if args.position_embedding_type not in POSITIONS:
         problem = f"positions of slices are known for {', '.join(POSITIONS)} only"
         raise PlanError("--position-embedding-type", args.position_embedding_type, problem)

@@ -45,12 +45,12 @@ def attention_units(plan: Plan) -> int:
 
 
 def options_of(plan: Plan, name: str) -> Any | None:
-    """The options of one feature of a checked plan; None where the feature is off."""
+    """The options of one feature of a checked plan; None where the feature is off. Raises KeyError."""
     return feature(name).options_of(plan)
 
 
 def feature(name: str) -> Feature:
-    """A feature by its name."""
+    """A feature by its name; raises KeyError where there is none."""
     return {known.name: known for known in FEATURES}[name]
 
 
@@ -183,7 +183,7 @@ def _executors_of(schedule: str) -> set[str]:
 
 
 def check_plan_alone(plan: Plan) -> None:
-    """Refuse a plan that no run can have, whatever its arguments.
+    """Refuse a plan that no run can have, whatever its arguments; raises PlanError.
 
     Args:
         plan: A plan that does not contradict itself (``plan.validate.check_plan``).

@@ -222,7 +222,7 @@ def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
 
 
 def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Program:
-    """One of the plan's programs, with all passes; not validated, and perhaps not executable.
+    """One of the plan's programs, with all passes; not validated. Raises PlanError where the shape cannot run so.
 
     Args:
         parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
@@ -241,7 +241,7 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
 
 
 def assemble_compute(plan: Plan, inputs: Inputs) -> Program | None:
-    """The plan's program without transfers, None where its generator makes more than forwards and backwards.
+    """The plan's program without transfers, None where it has more than forwards and backwards; raises PlanError.
 
     Args:
         inputs: What :func:`generator_inputs` returned for the plan.

@@ -67,7 +67,7 @@ class HetConfig:
 
 @contextlib.contextmanager
 def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
-    """An error that has to do with one of several plans says with which.
+    """An error that has to do with one of several plans says with which; raises PlanError.
 
     Args:
         plans: All of them; an error of an only plan stays as it is.
@@ -81,7 +81,7 @@ def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
 
 
 def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
-    """Plans that take turns are for one training, and differ in the global batch size."""
+    """Plans that take turns are for one training, and differ in the global batch size; raises PlanError."""
     first, sizes = plans[0], dict[int, str]()
     for plan, file in zip(plans, files, strict=True):
         for name, value, wanted in (
@@ -104,7 +104,7 @@ def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
 
 
 def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
-    """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size.
+    """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size; raises PlanError.
 
     Args:
         plans: All of them.

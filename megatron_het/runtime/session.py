@@ -63,7 +63,7 @@ _STALLED_SHARE = 0.8  # of the bound on every wait: an operation that takes so l
 
 
 def check_programs(plan: Plan, args: Any) -> None:
-    """Compare Megatron's parsed arguments with what the programs of a plan do."""
+    """Compare Megatron's parsed arguments with what the programs of a plan do; raises PlanError."""
     for feature, options in features_of(plan):
         feature.check_program(lambda: program_of(plan), options, args)
 
@@ -114,7 +114,7 @@ class HetSession:
         return next((feature for feature in self._features if feature.name == name), None)
 
     def check(self, args: Any) -> None:
-        """Compare Megatron's parsed arguments with what the programs do."""
+        """Compare Megatron's parsed arguments with what the programs do; raises PlanError."""
         check_programs(self.plan, args)
 
     # -- life --------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
-    """The value in a JSON file."""
+    """The value in a JSON file; raises FileError."""
     return parse_json(read_text(path, limit), path)
 
 
@@ -392,7 +392,7 @@ _WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """The value in a YAML file, or in a JSON file (``.json``); options as of :func:`parse_json`."""
+    """The value in a YAML file, or in a JSON file (``.json``); options as of :func:`parse_json`. Raises FileError."""
     text = read_text(path, MAX_YAML_BYTES)
     if not str(path).lower().endswith(".json"):
         return parse_yaml(text, path)

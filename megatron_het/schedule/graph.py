@@ -242,7 +242,7 @@ class Graph:
         return list(teams.values())
 
     def together(self) -> list[Sequence[int]]:
-        """:attr:`waits` where who waits for a collective waits for all replicas to come to it."""
+        """:attr:`waits` where who waits for a collective waits for all replicas to come to it; raises ScheduleError."""
         members = {i: team for team in self.teams() for i in team}
         if not members:
             return self.waits

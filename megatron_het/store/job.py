@@ -403,7 +403,7 @@ def token_of_file(file: Path, *, create: bool) -> str:
 
 
 def checked_token(token: str, where: str) -> str:
-    """Returns a token."""
+    """Returns a token; raises ValueError where it is none."""
     if len(token) > LONGEST_TOKEN or not token.isprintable():
         raise ValueError(f"{where} holds no token of at most {LONGEST_TOKEN} letters; let the program write one")
     if len(token) < TOKEN_BYTES:

@@ -210,7 +210,7 @@ class Channel:
         return int(length)
 
     def check(self, head: bytes, contents: bytes) -> None:
-        """Refuse contents that are not the other end's next ones."""
+        """Refuse contents that are not the other end's next ones; raises StoreError."""
         if not hmac.compare_digest(self._sign(contents), head[4:]):
             raise StoreError("a frame without this connection's signature")
 

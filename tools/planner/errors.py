@@ -56,7 +56,7 @@ def from_plan_error(file: str, error: PlanError) -> PlannerError:
 
 
 def validated(model: type[Any], document: Any, file: str, place: tuple[str | int, ...] = ()) -> Any:
-    """A document from a file as an instance of ``model``, without conversions: ``true`` and ``"1"`` are no numbers.
+    """A document from a file as a ``model``, unconverted: ``true`` and ``"1"`` are no numbers. Raises PlannerError.
 
     Args:
         model: A pydantic model, or a dataclass.

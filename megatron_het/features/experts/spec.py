@@ -113,7 +113,7 @@ class Experts(Feature):
 
 
 def check_expert_parallel(plan: Plan, experts: int) -> None:
-    """Refuse EP sizes that do not divide the experts of a layer.
+    """Refuse EP sizes that do not divide the experts of a layer; raises PlanError.
 
     Args:
         experts: Of a layer of the model; 0 without layers of experts.

@@ -96,7 +96,7 @@ def name_of(args: Any) -> str | None:
 
 
 def check_optimizer(plan: Plan, args: Any) -> None:
-    """Refuse an optimizer that would not train as in one process, or not at all.
+    """Refuse an optimizer that would not train as in one process, or not at all; raises PlanError.
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.

@@ -167,7 +167,7 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:
-        """The shard of a rank of a vocabulary that is padded to divide over the stages (``plan.rows``)."""
+        """The shard of a rank; raises ValueError where the vocabulary is not padded to divide over the stages."""
         where, plan = placement.locate(rank), placement.plan
         tp = placement.replica(where.stage, where.replica).tp
         of_stage = stage_rows(plan, vocab_size)

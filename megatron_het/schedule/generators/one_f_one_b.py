@@ -264,7 +264,7 @@ def ways(
     depths: Sequence[int] = (),
     merge: Callable[..., Ways] = fast_merge,
 ) -> Ways:
-    """The order of one part of a shape (:mod:`~megatron_het.schedule.generators.listing`), by device.
+    """The order of one part of a shape (see ``generators.listing``), by device; raises ValueError.
 
     Args:
         part: exchanges nothing with other parts.

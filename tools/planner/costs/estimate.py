@@ -191,7 +191,7 @@ class Estimator(OperatingPoints):
         return {}
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
-        """Returns what ``simulate`` says of the candidate, asked once."""
+        """Returns what ``simulate`` says of the candidate, asked once; raises PlannerError."""
         key = candidate, whole
         if key not in self.known_seconds:
             try:

@@ -141,7 +141,7 @@ Doubles = NDArray[np.float64]
 
 
 def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
-    """Returns what every replica computes, in order; None where the plan's program has further operations.
+    """Returns what replicas compute, in order; None where the program has further operations. Raises PlannerError.
 
     Args:
         inputs: Of the plan's generator (``generator_inputs``).
@@ -392,7 +392,7 @@ class Pipelines:
         ]
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
-        """Returns the seconds of the iteration."""
+        """Returns the seconds of the iteration; raises PlannerError where the schedule cannot run this shape."""
         try:
             return max([part.seconds(parameters) for part in self._parts])
         except ValueError as error:
@@ -409,7 +409,7 @@ def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Co
 def pipelines_s(
     schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
 ) -> float | None:
-    """Seconds of the iteration; None where :func:`pipelines_of` says so."""
+    """Seconds of the iteration; None where :func:`pipelines_of` says so. Raises PlannerError."""
     found = pipelines_of(schedule, shape, speeds, costs)
     return None if found is None else found.seconds(parameters)
 

@@ -321,7 +321,7 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
 
 
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """One of the candidate's equal, independent pipelines: what the others take, but for where they sit."""
+    """One of the candidate's equal pipelines: others take the same, but for their seats. Raises PlannerError."""
     plan = build_plan(estimator, candidate, estimate, one_block=True)
     return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
 
@@ -341,7 +341,7 @@ def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
 
 
 def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """The iteration time of :func:`simulate_block`, which it takes a fraction of the time to say."""
+    """The iteration time of :func:`simulate_block`, found in a fraction of the time; raises PlannerError."""
 
     def simulate_it() -> float:
         key, known = _in_one_order(candidate), estimator.known_blocks
@@ -396,7 +396,7 @@ class _Block:
 
 
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
-    """The iteration time of a whole plan: that of its slowest independent part.
+    """The iteration time of a whole plan: that of its slowest independent part. Raises PlannerError.
 
     Parts that are alike (replicas, microbatches, links) are simulated once, so that this takes a fraction of
     the time of :func:`simulate_candidate` and says the same.
@@ -445,7 +445,7 @@ def _different_parts(
 def simulate_candidate(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
 ) -> Simulation:
-    """One iteration of a whole plan, event by event.
+    """One iteration of a whole plan, event by event; raises PlannerError where the schedule cannot run this shape.
 
     Args:
         seated: Where the plan's ranks sit, for plans that list replicas in another order than the candidate.
@@ -484,7 +484,7 @@ def _quick_s(
 def with_costs(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
 ) -> Plan:
-    """The plan with the costs of its operations beside its prediction, for the run to compare itself with."""
+    """The plan with the costs of its operations, for the run to compare itself with; raises PlannerError."""
     assert plan.predicted is not None
     program = program_of(plan)
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)

@@ -349,7 +349,7 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
 
 
 def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
-    """Returns what ``--elastic`` asks for: plans are searched where no given one fits."""
+    """Returns what ``--elastic`` asks for: plans are searched where no given one fits. Raises PlannerError."""
     if not options.elastic:
         return None
     inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
@@ -357,7 +357,7 @@ def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOp
 
 
 def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
-    """Returns the plans of ``--step-batch-size-schedule``."""
+    """Returns the plans of ``--step-batch-size-schedule``; raises PlannerError."""
     if not options.step_batch_size_schedule:
         return None
     more = load_more(options.plans)

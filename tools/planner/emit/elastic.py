@@ -72,7 +72,7 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
 def checked_sbatch(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> str:
-    """The script of a plan and the others.
+    """The script of a plan and the others; raises PlannerError.
 
     Args:
         plan: The first plan.
@@ -90,7 +90,7 @@ def checked_sbatch(
 def check_elastic(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
-    """Check that the plans belong to one training, and that the job's nodes can run each of them."""
+    """Check that the plans are of one training, and that the job's nodes can run each; raises PlannerError."""
     if launch.doctor:
         problem = "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes"
         hint = "Leave one of --doctor and --elastic out; a job of its own can check the nodes"

@@ -123,7 +123,7 @@ def check_start(words: Sequence[str], world_size: int) -> list[str]:
 
 
 def check_experts(plan: Plan, model: Model, file: str) -> None:
-    """Check that the replicas of a plan can divide the experts of a layer."""
+    """Check that the replicas of a plan can divide the experts of a layer; raises PlannerError."""
     try:
         check_expert_parallel(plan, model.experts.count if model.experts else 0)
     except PlanError as error:
@@ -135,7 +135,7 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
-    """Every text that becomes part of a script."""
+    """Every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
         ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
         ("--job-name", launch.job_name, job_problem(launch.job_name)),
@@ -203,7 +203,7 @@ def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
 
 
 def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> None:
-    """Check that the nodes of the first plan can run those that follow when the batch size changes: no rank moves."""
+    """Check that the first plan's nodes can run those of other batch sizes: no rank moves. Raises PlannerError."""
     node_of = {rank: node for node in nodes for rank in node.ranks}
     for file, other in turns.more:
         if other.world_size != plan.world_size:
@@ -226,7 +226,7 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
 
 
 def check_training(options: Any) -> None:
-    """Iterations, batch sizes and learning rate."""
+    """Iterations, batch sizes and learning rate; raises PlannerError."""
     if not 1 <= options.train_iters <= _MOST:
         raise PlannerError("emit", "--train-iters", options.train_iters, f"must be 1 to {_MOST}")
     if options.train_samples is not None and not 1 <= options.train_samples <= _MOST:
@@ -430,7 +430,7 @@ def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, N
 
 
 def read_prologue(file: Path | None) -> str:
-    """Returns the text of ``--prologue``."""
+    """Returns the text of ``--prologue``; raises PlannerError."""
     try:
         return file.read_text(encoding="utf-8") if file else ""
     except (OSError, UnicodeError) as error:

@@ -116,7 +116,7 @@ def render(
     pods: PodOptions,
     elastic: ElasticOptions | None = None,
 ) -> dict[str, str]:
-    """Returns the files of a launch without Slurm, by name."""
+    """Returns the files of a launch without Slurm, by name; raises PlannerError."""
     check_pods(parts, kinds, launch, pods)
     texts = {} if elastic is None else {ELASTIC_SCRIPT: elastic_script(launch, elastic)}
     roles = _roles(parts, kinds, launch, pods, elastic is not None)

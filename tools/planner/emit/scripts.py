@@ -438,7 +438,7 @@ _OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")  # what a
 
 
 def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
-    """An ordinary job over all nodes; kinds are told apart by their features.
+    """An ordinary job over all nodes; kinds are told apart by their features. Raises ValueError.
 
     For clusters whose Slurm does not start heterogeneous jobs.  Ranks are put on their nodes with a
     host file, one line per task.

@@ -99,7 +99,7 @@ def catalog() -> dict[str, Gpu]:
 
 
 def parse_gpu(body: Any, file: str, key: str) -> Gpu:
-    """A Gpu from parsed YAML or JSON."""
+    """A Gpu from parsed YAML or JSON; raises PlannerError."""
     gpu: Gpu = validated(Gpu, body, file, ("gpus", key))
     for precision, value in gpu.flops.items():
         if not 0 < value < inf:

@@ -282,7 +282,7 @@ class Cluster(BaseModel):
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster file (YAML or JSON)."""
+    """Read a cluster file (YAML or JSON); raises PlannerError."""
     return cluster_from_document(read_yaml(path), str(path))
 
 

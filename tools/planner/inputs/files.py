@@ -157,19 +157,19 @@ def _as_planner_error(hint: str = "", option: str = "", path: str | os.PathLike[
 
 
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """Parsed YAML, or JSON where the name ends in ``.json``; see ``safe_io.read_yaml``."""
+    """Parsed YAML, or JSON where the name ends in ``.json``; see ``safe_io.read_yaml``. Raises PlannerError."""
     with _as_planner_error():
         return untrusted.read_yaml(path, constants_as_text=constants_as_text)
 
 
 def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
-    """Parsed JSON."""
+    """Parsed JSON; raises PlannerError."""
     with _as_planner_error(hint):
         return untrusted.read_json(path)
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
-    """Before long work: whether a file can be written there."""
+    """Before long work: whether a file can be written there. Raises PlannerError."""
     with _as_planner_error(option=option, path=path):
         untrusted.check_target(path, endings)
 
@@ -221,12 +221,12 @@ def check_outputs(command: str, options: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
-    """Write a complete file or nothing."""
+    """Write a complete file or nothing; raises PlannerError."""
     with _as_planner_error():
         untrusted.write_text(path, text, executable=executable)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write complete JSON or nothing."""
+    """Write complete JSON or nothing; raises PlannerError."""
     with _as_planner_error():
         untrusted.write_json(path, value)

@@ -515,7 +515,7 @@ def load_model(
     document_lengths: Lengths | None = None,
     precision: Precision | None = None,
 ) -> Model:
-    """Read a model file (YAML or JSON), a Hugging Face ``config.json`` or the arguments in a Megatron checkpoint.
+    """Read a model file, a Hugging Face ``config.json`` or a Megatron checkpoint's arguments; raises PlannerError.
 
     Args:
         path: The file, or a folder with a ``config.json`` or a checkpoint.

@@ -44,7 +44,7 @@ MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 
 
 def read_lengths(given: str) -> Lengths:
-    """Returns what ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas."""
+    """Returns ``--document-lengths``: a number, or a file of them (spaces, lines, commas); raises PlannerError."""
     hint = "Give a mean, or a file with the lengths of some documents in tokens"
     try:
         words = [given] if given.isdecimal() else read_text(given).strip().strip("[]").replace(",", " ").split()

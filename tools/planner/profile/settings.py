@@ -358,7 +358,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Numbers and names, before anything is imported or started."""
+    """Numbers and names, before anything is imported or started; raises PlannerError."""
     for option, least, most in (
         ("micro_batch_sizes", 1, 1 << 17),
         ("tp", 1, 1024),

@@ -165,7 +165,7 @@ class RunFolder:
 
 
 def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
-    """The files in a run's folder, or those given instead.
+    """The files in a run's folder, or those given instead; raises PlannerError.
 
     Args:
         given: Paths from the command line by name (plan, cluster, model, profile, watch), None where not given.

@@ -229,7 +229,7 @@ def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> Non
 
 
 def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
-    """The number of the rung that is cheapest within ``--finish-by``, or fastest within ``--budget-total`` alone."""
+    """The cheapest rung within ``--finish-by``, or the fastest within ``--budget-total``; raises PlannerError."""
     hours = [rung.hours(options.train_iters or 1) for rung in rungs]
     usd = [rung.usd_per_h * each for rung, each in zip(rungs, hours)]
     fitting = list(range(len(rungs)))

@@ -22,7 +22,7 @@ SCRIPTS = ("tips.js", "links.js", "timeline.js")
 
 
 def write_page(page: PageData, path: str | os.PathLike[str]) -> None:
-    """Write a complete page or nothing."""
+    """Write a complete page or nothing; raises PlannerError."""
     write_text(path, render(page))
 
 

@@ -434,7 +434,7 @@ def model_text(model: Model) -> str:
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:
-    """Whether ``--memory-margin`` is a share."""
+    """Whether ``--memory-margin`` is a share; raises PlannerError."""
     if not 0 < options.memory_margin <= 1:
         raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
 
