@@ -91,8 +91,8 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     if not getattr(options, "json", False):
         sys.stderr.write(f"error: {error}\n")
         return
-    body = {"file": error.file, "key": error.key, "value": shown(error.value), "problem": error.problem}
-    body["hint"] = error.hint
+    names = ("file", "key", "value", "problem", "hint")
+    body = {name: getattr(error, name) for name in names} | {"value": shown(error.value)}
     sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
