@@ -8,7 +8,7 @@ from schedule_helpers import full, run, swapped, with_device
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
-from megatron_het.features.vocab_parallel.spec import add_vocabulary
+from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
@@ -29,6 +29,7 @@ def without(program: Program, device: int, kind: Kind, nth: int = 0) -> Program:
 
 SLIM = Shape.uniform(4, 2, slices=8)
 MINI = Shape.uniform(3, 4, chunks=3)
+TWO = generate("1f1b", Shape.uniform(2, 2))
 
 
 def swap_slices_forward() -> Program:
@@ -183,6 +184,22 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         "deadlock",
         "the replicas of stage 0 differ in their collectives",
     ),
+    "missing gradient of the embedding": (
+        lambda: without(add_embedding(generate("1f1b", Shape.uniform(2, 2))), 1, Kind.EMBED_BACKWARD),
+        "completeness",
+        "no EMBED_BACKWARD of microbatch 0",
+    ),
+    "missing part of the embedding": (
+        lambda: without(add_embedding(generate("1f1b", Shape.uniform(2, 2))), 1, Kind.EMBED_FORWARD),
+        "completeness",
+        "no EMBED_FORWARD of microbatch 0",
+    ),
+    "done twice": (
+        lambda: with_device(TWO, 0, [*TWO.ops[0], TWO.ops[0][0]]),
+        "completeness",
+        "this work is there twice",
+    ),
+    "backward in evaluation": (lambda: replace(TWO, forward_only=True), "completeness", "a forward-only program"),
     "missing keys and values": (no_keys, "lifetime", "of the owner's keys and values were not received"),
     "missing help": (
         lambda: without(add_transfers(add_exchange(generate("slimpipe", SLIM))), 3, Kind.ATTEND_HELP),
@@ -198,13 +215,6 @@ def test_rejected_for_the_right_reason(name: str) -> None:
     problems = validate(make())
     assert problems and problems[0].rule == rule, [str(p) for p in problems[:3]]
     assert any(words in p.message for p in problems if p.rule == rule), [str(p) for p in problems[:5]]
-
-
-def test_done_twice() -> None:
-    program = generate("1f1b", Shape.uniform(2, 2))
-    problems = validate(with_device(program, 0, [*program.ops[0], program.ops[0][0]]))
-    assert [p.rule for p in problems] == ["completeness"]
-    assert "this work is there twice" in problems[0].message
 
 
 def test_fields_that_name_nothing() -> None:
@@ -244,11 +254,6 @@ def test_wrong_peer() -> None:
     ops = [op._replace(peer=2) if op.kind == Kind.SEND_FORWARD and op.microbatch == 0 else op for op in program.ops[0]]
     problems = validate(with_device(program, 0, ops))
     assert problems[0].rule == "transfer"
-
-
-def test_backward_in_a_forward_only_program() -> None:
-    program = replace(generate("1f1b", Shape.uniform(2, 2)), forward_only=True)
-    assert "a backward in a forward-only program" in validate(program)[0].message
 
 
 def test_replicas_that_gather_together_can_wait_for_each_other() -> None:

@@ -12,15 +12,15 @@ from schedule_helpers import full, run
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.window.passes import add_parameters
-from megatron_het.schedule import Memory, Shape, dumps
+from megatron_het.schedule import Link, Memory, Shape, dumps
 from megatron_het.schedule.view.cli import main
 from megatron_het.schedule.view.visualize import chrome_trace, draw, text_picture, write_json
 
 
 @pytest.fixture
 def output(capsys: pytest.CaptureFixture[str]) -> object:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
+    def call(words: str, *files: object) -> tuple[int, str, str]:
+        code = main([*words.split(), *map(str, files)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -29,22 +29,8 @@ def output(capsys: pytest.CaptureFixture[str]) -> object:
 
 def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "rows.json"
-    arguments = [
-        "compare",
-        "--pp",
-        "4",
-        "--microbatches",
-        "4",
-        "--slices",
-        "8",
-        "--chunks",
-        "2",
-        "--attention-share",
-        "0.4",
-        "--output-share",
-        "0.1",
-    ]
-    code, text, _ = output(*arguments, "--json", out)
+    words = "compare --pp 4 --microbatches 4 --slices 8 --chunks 2 --attention-share 0.4 --output-share 0.1"
+    code, text, _ = output(f"{words} --json", out)
     rows = json.loads(out.read_text())
     assert code == 0
     keys = {"schedule", "bubble_fraction", "activation_fraction", "communication_volume", "makespan"}
@@ -55,11 +41,12 @@ def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untype
     assert best["schedule"] == "slimpipe-helping"
 
 
-def test_compare_says_what_cannot_run(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_compare_says_what_cannot_run(output) -> None:  # type: ignore[no-untyped-def]
     """Interleaved 1F1B needs as many microbatches as stages; it is not in the JSON."""
-    code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2)
+    words = "compare --pp 8 --microbatches 4 --slices 8 --chunks 2"
+    code, text, _ = output(words)
     assert code == 0 and "interleaved cannot run: schedule" in " ".join(text.split())
-    code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2, "--json")
+    code, text, _ = output(f"{words} --json")
     assert "interleaved" not in {row["schedule"] for row in json.loads(text)}
 
 
@@ -73,7 +60,7 @@ def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-unty
     assert code == 0 and "slimpipe: valid" in out and out.count("ok") == 4
     code, out, _ = output("check", broken)
     assert code == 1 and "slimpipe: broken" in out and "transfer: device 0.0" in out
-    code, out, _ = output("check", broken, "--json")
+    code, out, _ = output("check --json -", broken)
     verdict = json.loads(out)
     assert not verdict["valid"] and verdict["problems"][0]["rule"] == "transfer"
     code, _, err = output("check", other)
@@ -84,89 +71,57 @@ def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-unty
 
 def test_check_of_all_passes_together(output) -> None:  # type: ignore[no-untyped-def]
     """What is checked is the program with all of its operations, not one before the last pass."""
-    shape = ("--pp", 4, "--slices", 8, "--microbatches", 2, "--exchange-units", 2, "--offload")
-    code, out, _ = output("check", "slimpipe", *shape)
+    code, out, _ = output("check slimpipe --pp 4 --slices 8 --microbatches 2 --exchange-units 2 --offload")
     assert code == 0 and "slimpipe: valid" in out and "problem" not in out
 
 
 def test_check_transports(output) -> None:  # type: ignore[no-untyped-def]
     """Late receives need one queue per edge."""
-    arguments = ("check", "1f1b", "--transfers", "late", "--json", "-")
-    code, out, _ = output(*arguments)
+    words = "check 1f1b --transfers late --json -"
+    code, out, _ = output(words)
     assert code == 1 and json.loads(out)["deadlock"] == {"blocking": True, "rank": True, "pair": True, "edge": False}
-    assert output(*arguments, "--transport", "edge")[0] == 0
+    assert output(f"{words} --transport edge")[0] == 0
 
 
 def test_simulate(output) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = output("simulate", "1f1b", "--pp", 2, "--microbatches", 2, "--json")
+    code, out, _ = output("simulate 1f1b --pp 2 --microbatches 2 --json")
     data = json.loads(out)
     assert code == 0 and (data["makespan_s"], data["bubble_fraction"]) == (9.0, 0.5)
-    code, out, _ = output(
-        "simulate",
-        "ministage",
-        "--layers",
-        "3 2|2 2|1 1",
-        "--replicas",
-        "1 2 1",
-        "--parameters",
-        "--gather",
-        1,
-        "--latency",
-        0.1,
-        "--transfer",
-        0.2,
-        "--offload",
-        "--speeds",
-        "1 1 0.5 2",
-        "--output-share",
-        0.1,
-    )
+    tables = ("--layers", "3 2|2 2|1 1", "--replicas", "1 2 1", "--speeds", "1 1 0.5 2")
+    words = "simulate ministage --parameters --gather 1 --latency 0.1 --transfer 0.2 --offload --output-share 0.1"
+    code, out, _ = output(words, *tables)
     assert code == 0 and "communication" in out and "critical path" in out
-    code, out, _ = output(
-        "simulate",
-        "slimpipe",
-        "--slices",
-        8,
-        "--exchange-units",
-        2,
-        "--helping",
-        "--keep-kv",
-        "--vocabulary",
-        "--attention-share",
-        0.5,
-        "--output-share",
-        0.1,
-        "--json",
-    )
+    words = "simulate slimpipe --slices 8 --exchange-units 2 --helping --keep-kv --vocabulary"
+    code, out, _ = output(f"{words} --attention-share 0.5 --output-share 0.1 --json")
     assert code == 0 and json.loads(out)["bubble_fraction"] < 0.1
 
 
 def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = output("show", "1f1b", "--pp", 2, "--microbatches", 2, "--width", 27)
+    code, out, _ = output("show 1f1b --pp 2 --microbatches 2 --width 27")
     assert code == 0 and out.splitlines()[1] == "1.0 |...F0=B0====F1=B1====......|"
-    code, out, _ = output("show", "zb-v", "--program-text")
+    code, out, _ = output("show zb-v --program-text")
     assert code == 0 and out.startswith("program: zb-v\n") and "placement: v" in out
-    code, out, _ = output("show", "slimpipe", "--slices", 8, "--transfers", "none", "--exchange-plan")
+    code, out, _ = output("show slimpipe --slices 8 --transfers none --exchange-plan")
     assert code == 0 and "1 8 7 6 |" in out
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    assert output("show", "slimpipe", "--slices", 8, "--picture", picture, "--trace", trace)[0] == 0
+    assert output("show slimpipe --slices 8 --picture", picture, "--trace", trace)[0] == 0
     assert "<svg" in picture.read_text() and json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("show", "slimpipe", "--pp", 4, "--slices", 6, "--chunks", 2), "a multiple of the 4 stages"),
-        (("show", "1f1b", "--layers", "2 x|1"), "--layers '2 x|1'"),
-        (("show", "1f1b", "--replicas", "1 0 1 1"), "--replicas"),
-        (("show", "1f1b", "--route", "0 0|0 0|0 0|0 9"), r"route[3][1] = 9"),
-        (("show", "1f1b", "--pp", 0), "--pp: '0'"),
-        (("show", "1f1b", "--picture", "a.bmp"), "a.bmp: unknown kind of file"),
-        (("simulate", "1f1b", "--speeds", "1 1"), "--speeds '1 1'"),
-        (("simulate", "1f1b", "--attention-share", 1.5), "--attention-share: '1.5'"),
-        (("simulate", "1f1b", "--latency", -1), "--latency: '-1'"),
-        (("compare", "--pp", 0, "--microbatches", 4, "--slices", 4), "--pp: '0'"),
-        (("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--output-share", 1), "--output-share: '1'"),
+        (("show slimpipe --pp 4 --slices 6 --chunks 2",), "a multiple of the 4 stages"),
+        (("show 1f1b --layers", "2 x|1"), "--layers '2 x|1'"),
+        (("show 1f1b --replicas", "1 0 1 1"), "--replicas"),
+        (("show 1f1b --route", "0 0|0 0|0 0|0 9"), r"route[3][1] = 9"),
+        (("show 1f1b --pp 0",), "--pp: '0'"),
+        (("show 1f1b --picture a.bmp",), "a.bmp: unknown kind of file"),
+        (("simulate 1f1b --speeds", "1 1"), "--speeds '1 1'"),
+        (("simulate 1f1b --attention-share 1.5",), "--attention-share: '1.5'"),
+        (("simulate 1f1b --latency -1",), "--latency: '-1'"),
+        (("compare --pp 0 --microbatches 4 --slices 4",), "--pp: '0'"),
+        (("compare --pp 2 --microbatches 4 --slices 4 --output-share 1",), "--output-share: '1'"),
     ],
 )
 def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]
@@ -177,7 +132,7 @@ def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> Non
 def test_nothing_else_is_replaced(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """A file that the command reads, and one of another kind; its own may be written again."""
     program, plan = tmp_path / "program.txt", tmp_path / "plan.json"
-    program.write_text(output("show", "1f1b", "--program-text")[1])
+    program.write_text(output("show 1f1b --program-text")[1])
     plan.write_text('{"schedule": {"name": "1f1b"}}')
     for file, words in ((program, "is read by the same command"), (plan, "a file of another kind")):
         before = file.read_bytes()
@@ -188,16 +143,17 @@ def test_nothing_else_is_replaced(output, tmp_path: Path) -> None:  # type: igno
     check, show, pairs, exchange = (tmp_path / f"{name}.json" for name in ("check", "show", "pairs", "exchange"))
     for own in (
         *(("check", program, "--json", check), ("simulate", program, "--json", show, "--trace", plan)),
-        ("show", "slimpipe", "--slices", 8, "--exchange-plan", "--json", exchange),
-        ("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--json", pairs),
+        ("show slimpipe --slices 8 --exchange-plan --json", exchange),
+        ("compare --pp 2 --microbatches 4 --slices 4 --json", pairs),
     ):
         assert [output(*own)[0] for _ in range(2)] == [0, 0], own
 
 
-@pytest.mark.parametrize(("module", "arguments"), [("rich", ("check", "1f1b")), ("matplotlib", ())])
+@pytest.mark.parametrize(("module", "words"), [("rich", "check 1f1b"), ("matplotlib", "show 1f1b --picture a.png")])
 def test_missing_extras(  # type: ignore[no-untyped-def]
-    output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, arguments: tuple[str, ...]
+    output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, words: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     real = builtins.__import__
 
     def fake(name: str, *args: object, **kwargs: object) -> object:
@@ -206,8 +162,7 @@ def test_missing_extras(  # type: ignore[no-untyped-def]
         return real(name, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", fake)
-    arguments = arguments or ("show", "1f1b", "--picture", str(tmp_path / "a.png"))
-    code, _, err = output(*arguments)
+    code, _, err = output(words)
     assert code == 2 and f"pip install {module}" in err
 
 
@@ -231,8 +186,6 @@ def test_text_picture_is_as_wide_as_asked() -> None:
 
 
 def test_chrome_trace() -> None:
-    from megatron_het.schedule import Link
-
     result = run(full("1f1b", Shape.uniform(2, 2)), link=lambda a, b: Link(0.5))
     events = chrome_trace(result, process="predicted")["traceEvents"]
     assert isinstance(events, list)
@@ -255,9 +208,9 @@ def test_json_is_written_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["show 1f1b", "check 1f1b", "simulate 1f1b", "simulate zb-v", "compare --slices 2"])
-def test_what_is_printed_fits_80_columns(words, capsys):
-    assert main([*words.split(), "--pp", "4", "--microbatches", "8"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+def test_what_is_printed_fits_80_columns(output, words):
+    code, out, _ = output(f"{words} --pp 4 --microbatches 8")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
 
 
 def test_a_reader_that_has_left_is_no_error():

@@ -3,18 +3,16 @@
 import copy
 import operator
 import pickle
-from dataclasses import replace
 
 import pytest
-from schedule_helpers import full, run
+from schedule_helpers import run
 
 from megatron_het.features.context_exchange.kinds import EXCHANGE
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.kinds import PARAMETER_KINDS
-from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds
+from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate, kinds
 from megatron_het.schedule.ir import parse_op
 from megatron_het.schedule.kinds import COMPUTE, TRANSFERS, Columns, executed_by
-from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 
 ROW = {column: getattr(Kind.OPTIMIZER_STEP, column) for column in Columns.__annotations__} | {"mnemonic": "XX"}
@@ -119,9 +117,3 @@ def test_split_embeddings_cost_time() -> None:
     )
     added = [busy - before for busy, before in zip(result.compute_s, free.compute_s)]
     assert added == pytest.approx([4 * (0.4 + 1.2), 4 * (0.8 + 1.6)])
-
-
-def test_embedding_costs_must_fit_the_devices() -> None:
-    shape = Shape.uniform(2, 2)
-    with pytest.raises(ValueError, match="embed_forward_s: 1 values for 2 devices"):
-        simulate(full("1f1b", shape), replace(Costs.uniform(shape), embed_forward_s=(1.0,)))

@@ -167,20 +167,8 @@ def test_window_of_the_ministage_schedule() -> None:
     """One gather per chunk and direction; the next chunk's gather before the current chunk's first use."""
     program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), keep_at_turn=False)
     kinds = [op for op in program.ops[0] if op.kind in (Kind.PARAM_GATHER, Kind.PARAM_RELEASE)]
-    assert [(op.kind.name[6], op.chunk) for op in kinds] == [
-        ("G", 0),
-        ("G", 1),
-        ("R", 0),
-        ("G", 2),
-        ("R", 1),
-        ("R", 2),
-        ("G", 2),
-        ("G", 1),
-        ("R", 2),
-        ("G", 0),
-        ("R", 1),
-        ("R", 0),
-    ]
+    text = " ".join(f"{op.kind.name[6]}{op.chunk}" for op in kinds)
+    assert text == "G0 G1 R0 G2 R1 R2 G2 G1 R2 G0 R1 R0"
     kept = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)))
     assert sum(op.kind == Kind.PARAM_GATHER for op in kept.ops[0]) == 5
 
@@ -191,22 +179,15 @@ def test_layers_are_gathered_forwards_and_reduced_backwards() -> None:
     assert [op.start for op in program.ops[0] if op.kind == Kind.GRAD_REDUCE] == [2, 1, 0]
 
 
-@pytest.mark.parametrize("step", ["end", "ministage", "none"])
-def test_optimizer_steps(step: str) -> None:
-    """At the end after all reductions, or one ministage after the chunk's own, or not at all."""
-    program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), step=step)
-    order = [(op.kind.name, op.chunk) for op in program.ops[0] if op.kind in (Kind.GRAD_REDUCE, Kind.OPTIMIZER_STEP)]
-    reduce, opt = "GRAD_REDUCE", "OPTIMIZER_STEP"
-    assert (
-        order
-        == {
-            "end": [(reduce, 2), (reduce, 1), (reduce, 0), (opt, 0), (opt, 1), (opt, 2)],
-            "ministage": [(reduce, 2), (opt, 2), (reduce, 1), (opt, 1), (reduce, 0), (opt, 0)],
-            "none": [(reduce, 2), (reduce, 1), (reduce, 0)],
-        }[step]
-    )
+@pytest.mark.parametrize(
+    ("step", "order"), [("end", "G2 G1 G0 O0 O1 O2"), ("ministage", "G2 O2 G1 O1 G0 O0"), ("none", "G2 G1 G0")]
+)
+def test_optimizer_steps(step: str, order: str) -> None:
+    """At the end after all reductions (G), or one ministage after the chunk's own, or not at all."""
+    ops = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), step=step).ops[0]
+    found = [f"{op.kind.name[0]}{op.chunk}" for op in ops if op.kind in (Kind.GRAD_REDUCE, Kind.OPTIMIZER_STEP)]
+    assert " ".join(found) == order
     if step == "ministage":
-        ops = program.ops[0]
         between = ops[ops.index(Op(Kind.GRAD_REDUCE, chunk=2)) : ops.index(Op(Kind.OPTIMIZER_STEP, chunk=2))]
         assert sum(op.kind == Kind.BACKWARD for op in between) == 3
 
@@ -284,15 +265,6 @@ def test_split_vocabulary_of_exchanging_pipelines(options: dict[str, bool], forw
     ops = [op for op in program.ops[last] if op.kind in (Kind.FORWARD, Kind.VOCAB_FORWARD)]
     place = ops.index(Op(Kind.FORWARD, 1, 0, 1))
     assert ops[place + 1] == Op(Kind.VOCAB_FORWARD, 1, 0)
-
-
-def test_split_embeddings_need_all_parts() -> None:
-    program = add_embedding(generate("1f1b", Shape.uniform(2, 2)))
-    lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_BACKWARD or op.microbatch)
-    problems = validate(replace(program, ops=(program.ops[0], lacking)))
-    assert any("no EMBED_BACKWARD of microbatch 0" in str(p) for p in problems), problems
-    lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_FORWARD or op.microbatch)
-    assert validate(replace(program, ops=(program.ops[0], lacking)))
 
 
 # ZeRO-2 and 3 without a pipeline: collectives of every pass, of all replicas, in one order.
@@ -445,10 +417,3 @@ def test_orders_differ() -> None:
     steady = kinds[first - 1 : len(kinds) - (first - 1)]
     assert steady == [Kind.FORWARD, Kind.BACKWARD] * (len(steady) // 2)
     assert by_order["greedy"] != by_order["backward-first"]
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "slimpipe"])
-@pytest.mark.parametrize("order", ["fastest", 3, None])
-def test_an_unknown_order_is_refused(name: str, order: object) -> None:
-    with pytest.raises(ValueError, match=f"schedule {name}: order = {order!r}: must be one of greedy, alternating"):
-        generate(name, Shape.uniform(2, 4, slices=2 if name == "slimpipe" else 1), order=order)

@@ -251,6 +251,7 @@ def test_costs_that_do_not_fit() -> None:
     for changes, name in (
         ({"forward_s": ((1.0,),)}, "forward_s"),
         ({"tail_s": (1.0,)}, "tail_s"),
+        ({"embed_forward_s": (1.0,)}, "embed_forward_s: 1 values for 2 devices"),
         ({"gather_s": ((1.0, 1.0), (1.0,))}, "gather_s"),
         ({"backward_s": ((-1.0,), (1.0,))}, "backward_s"),
         ({"memory": Memory(kv_bytes=((1.0,),))}, "kv_bytes"),
@@ -478,12 +479,6 @@ def test_replicas_that_divide_microbatches_differently_hold_more_too() -> None:
     routes = ((0,) * 12, (0, 1, 2) * 4)
     shape = Shape(layers=((1,), (1,)), route=routes, replicas=(1, 3))
     assert warmups(shape, (2,))[0] > warmups(shape, ())[0]
-
-
-@pytest.mark.parametrize("depths", [(1,), (1, 0), (1, 2, 3), (1.5, 1), ("1", 1)])
-def test_other_depths_are_refused(depths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="one positive whole number per boundary"):
-        generate("1f1b", Shape.uniform(3, 8), depths=depths)
 
 
 def test_depth_hides_a_transfer_of_half_a_stage() -> None:
