@@ -4,8 +4,6 @@
 :mod:`megatron_het.pretrain_gpt` is the program for users.
 """
 
-from __future__ import annotations
-
 import time
 
 _PROGRAM_START_S = time.time()

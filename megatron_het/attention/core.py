@@ -6,8 +6,6 @@ a recomputed forward, on whichever thread, sees the slice it belongs to.  It say
 attention treats as no packing at all.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +67,7 @@ class SliceParams(PackedSeqParams):
     run: int = 0
 
     @classmethod
-    def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, **others: Any) -> SliceParams:
+    def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, **others: Any) -> "SliceParams":
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
         # The lengths decide for how many positions rotary embeddings are made: for the whole
         # sequence, once; each slice then takes its part.

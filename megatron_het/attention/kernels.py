@@ -8,8 +8,6 @@ The backward of a kernel takes the output and the log-sum-exp of the *whole* sof
 the merged result it gives this part's exact contribution.
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 import importlib
@@ -40,12 +38,12 @@ class Setting:
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability, (0, 0) on the CPU
 
     @classmethod
-    def of(cls, query: Tensor) -> Setting:
+    def of(cls, query: Tensor) -> "Setting":
         """The setting of a query ``[s, b, heads, d]``."""
         return cls.on(query.device, query.dtype, query.shape[-1])
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> Setting:
+    def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> "Setting":
         """The setting on a device, for queries of ``head_dim`` channels per head."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return cls(device.type, dtype, head_dim, capability)

@@ -1,7 +1,5 @@
 """A slice, the keys that are there for it, and the calls of a kernel that its queries need."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,7 +107,7 @@ class Rotations:
         self._whole: Rotation | None = None
 
     @classmethod
-    def of(cls, model: Any) -> Rotations | None:
+    def of(cls, model: Any) -> "Rotations | None":
         """Positions of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
         config, layers = model.config, family_of_model(model).attention_layers(model)
         if config.apply_rope_fusion or config.multi_latent_attention or not layers:
@@ -307,10 +305,10 @@ class Place(Protocol):
     @property
     def travels(self) -> Travels | None: ...
 
-    def travelling(self) -> Place:
+    def travelling(self) -> "Place":
         """The place where the others' rows are those that travel."""
 
-    def without(self, given: Given) -> Place:
+    def without(self, given: Given) -> "Place":
         """The place without keys that other devices attend to."""
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
@@ -332,10 +330,10 @@ class WholePlace:
     unread: ClassVar[int] = 0
     travels: ClassVar[Travels | None] = None
 
-    def travelling(self) -> WholePlace:
+    def travelling(self) -> "WholePlace":
         return self
 
-    def without(self, given: Given) -> WholePlace:
+    def without(self, given: Given) -> "WholePlace":
         return self if given == NOTHING else replace(self, given_tokens=given[1])
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:

@@ -10,8 +10,6 @@ and merged like the local parts; see ``places.LayerExchange``.  With context par
 is shared by several ranks, whose queries all come here; see ``places.Sharing``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -79,7 +77,7 @@ class LimitedPlace:
     received: tuple[Span, ...] = ()
 
     @classmethod
-    def of(cls, context: SliceContext, tokens: int) -> LimitedPlace:
+    def of(cls, context: SliceContext, tokens: int) -> "LimitedPlace":
         """The place of a slice with so many own tokens; it is cached already, or the next one to be."""
         cache, microbatch, index = context.cache, context.microbatch, context.index
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
@@ -98,10 +96,10 @@ class LimitedPlace:
             received=received,
         )
 
-    def travelling(self) -> LimitedPlace:
+    def travelling(self) -> "LimitedPlace":
         return replace(self, spans=(self.spans[0], self.received))
 
-    def without(self, given: Given) -> LimitedPlace:
+    def without(self, given: Given) -> "LimitedPlace":
         if given[0] == given[1]:
             return self
         left: list[tuple[Span, int]] = []

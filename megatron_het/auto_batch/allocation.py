@@ -1,7 +1,5 @@
 """Who runs which passes: Poplar's algorithm 2, from one performance curve per device."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import heapq
@@ -53,7 +51,7 @@ class Curve:
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, points: Mapping[int, float]) -> Curve:
+    def of(cls, points: Mapping[int, float]) -> "Curve":
         """The curve through measured points, raised where a larger pass was measured to be faster.
 
         Raises:
@@ -68,7 +66,7 @@ class Curve:
         return cls(sizes, tuple(seconds))
 
     @classmethod
-    def of_passes(cls, points: Mapping[int, Sequence[float]]) -> Curve:
+    def of_passes(cls, points: Mapping[int, Sequence[float]]) -> "Curve":
         """The curve through the mean times of repeated passes.
 
         An iteration is a sum of passes.  A device that is shared by turns does a short pass at full speed or waits a

@@ -5,8 +5,6 @@ curves and what was decided from them, ``plan.json`` the plan.  A later start wi
 takes the plan that is there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing
@@ -75,7 +73,7 @@ class MeasuringProcess:
                 env=environment,
             )
 
-    def __enter__(self) -> MeasuringProcess:
+    def __enter__(self) -> "MeasuringProcess":
         return self
 
     def __exit__(self, *exception: object) -> None:

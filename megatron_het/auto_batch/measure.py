@@ -7,8 +7,6 @@ the time of collectives is subtracted).  Commands and answers are JSON, over one
 an answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

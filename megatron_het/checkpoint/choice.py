@@ -4,8 +4,6 @@ Megatron loads what the tracker file names, and ends when that cannot be read; w
 without an error.  Here a checkpoint that is damaged or missing is named, and the one before is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -213,7 +211,7 @@ class ChecksumWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, saves: Iterable[_Save]) -> None:
+    def _write(self, saves: "Iterable[_Save]") -> None:
         for save in saves:
             # Deleted meanwhile, or a full disk: the checkpoint stands without checksums.
             with contextlib.suppress(OSError):

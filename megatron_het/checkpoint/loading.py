@@ -1,7 +1,5 @@
 """Loading a checkpoint under a plan, and under the other family of models."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -9,8 +9,6 @@
   (pipeline, tensor) ranks, which a plan does not have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

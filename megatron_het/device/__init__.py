@@ -8,8 +8,6 @@ Everything else in the project asks the :class:`Platform` instead of testing for
 device's memory is measured in ``memory.py``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -27,7 +25,7 @@ SAME_DEVICES = "HET_SAME_DEVICES"
 """Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
 SHARING_RANK = "HET_LOCAL_RANK"
 """Variable with the launcher's local rank where ranks share devices: ``LOCAL_RANK`` is the device then."""
-_ACTIVE: list[Platform] = []
+_ACTIVE: "list[Platform]" = []
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Platform:
         else:
             host_wait("a synchronisation with the device")
 
-    def flags(self) -> tuple[Flag, ...]:
+    def flags(self) -> "tuple[Flag, ...]":
         """Megatron flags that this machine asks for, each with its reason."""
         return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
 
@@ -87,7 +85,7 @@ class Platform:
         """Returns these flags as words of a command line; empty with CUDA, TE and Apex in place."""
         return tuple(word for flag in self.flags() for word in flag.words)
 
-    def unmet_flags(self, args: object) -> tuple[Flag, ...]:
+    def unmet_flags(self, args: object) -> "tuple[Flag, ...]":
         """Flags without which Megatron fails here and that a parsed namespace lacks.
 
         Args:

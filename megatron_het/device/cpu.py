@@ -8,8 +8,6 @@ Each function below installs one kind of support and says what failed, or was si
 without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -295,7 +293,7 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -303,7 +301,7 @@ class _Stream:
 
     wait_stream = wait_event = synchronize = _nothing
 
-    def record_event(self, event: _Event | None = None) -> _Event:
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
         event = event or _Event()
         event.record()
         return event
@@ -330,7 +328,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end: "_Event") -> float:
         """Milliseconds from this event to ``end``, as CUDA events count them."""
         return (end._recorded_s - self._recorded_s) * 1e3
 

@@ -6,8 +6,6 @@ bring none, and a storage that autograd keeps for the backward pass stays counte
 Watching costs some microseconds per operator, so time and memory are measured in different runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
@@ -49,7 +47,7 @@ class MemoryMeter(ABC):
         self.peak_bytes: dict[str, int] = {}
         self._open: list[Region] = []
 
-    def __enter__(self) -> MemoryMeter:
+    def __enter__(self) -> "MemoryMeter":
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -150,7 +148,7 @@ class CpuMemoryMeter(MemoryMeter):
             yield
 
     @property
-    def storages(self) -> Storages:
+    def storages(self) -> "Storages":
         """Returns what is counted."""
         return self._storages
 

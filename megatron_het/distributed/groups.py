@@ -1,7 +1,5 @@
 """The collective groups of a plan: which there are (pure data), and their creation."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading

@@ -13,8 +13,6 @@ the module's globals, so on every rank they are set to what is true *for its own
   the context axis: ranks that share sequences are like data-parallel ones to everything but attention.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Axis:
     length: int
     by_chunk: tuple[int, ...] = ()
 
-    def of_chunk(self, chunk: int) -> Axis:
+    def of_chunk(self, chunk: int) -> "Axis":
         """The axis as one chunk of this rank sees it."""
         return Axis(self.by_chunk[chunk], self.length, self.by_chunk) if self.by_chunk else self
 

@@ -1,7 +1,5 @@
 """``python -m megatron_het.doctor``: one rank of the doctor."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

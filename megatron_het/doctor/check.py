@@ -1,7 +1,5 @@
 """Checks of the doctor: a measurement on every rank, a judgement of all answers on rank 0, and what was promised."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -86,7 +84,7 @@ class Seat:
     hosts: tuple[str, ...]
     plan: Plan
     flags: tuple[str, ...] | None
-    expectations: Expectations
+    expectations: "Expectations"
     store: Documents
     folder: Path
     transport: str = "auto"
@@ -153,7 +151,7 @@ class Check:
         """On every rank: figures that JSON can hold."""
         raise NotImplementedError
 
-    def judge(self, answers: Answers, names: Names) -> list[Finding]:
+    def judge(self, answers: Answers, names: "Names") -> list[Finding]:
         """On rank 0: what the answers mean.  Pure."""
         raise NotImplementedError
 

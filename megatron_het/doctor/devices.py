@@ -4,8 +4,6 @@ All ranks measure at the same time, as the profile did and as the training does,
 core, a PCIe switch, power) counts.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

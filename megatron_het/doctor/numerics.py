@@ -5,8 +5,6 @@ tiny.  Every kind of device trains the same model alone besides, so that what di
 computes differently, or a topology that does.  Besides, every device trains a fixed model whose losses are stored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ compute is left out: a pass takes its input as it came and hands on a tensor of 
 pass made it.  A transport that hangs, reorders or corrupts under load does so here, where it costs seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +59,7 @@ class Stress(Check):
             finally:
                 traffic.close()
 
-    def _repeat(self, seat: Seat, traffic: Traffic) -> dict[str, Any]:
+    def _repeat(self, seat: Seat, traffic: "Traffic") -> dict[str, Any]:
         """Iterations until rank 0 says that it is enough; all ranks make equally many."""
         width = max(_WIDTHS)
         sent, count, start_s = 0, 0, time.perf_counter()

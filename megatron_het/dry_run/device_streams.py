@@ -5,8 +5,6 @@ communicator has a stream of its own: an operation starts after what its caller'
 ``wait`` orders the stream that is current then after the operation.  NCCL keeps the tensors of an operation itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -12,8 +12,6 @@ times as much for the backward pass.  What each kernel keeps:
 - gradients of weights are added to Megatron's main gradients by the matrix product itself.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ In a dry run the rank is alone in its process: groups of ranks that are not ther
 of that is undone, because the process is for one dry run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

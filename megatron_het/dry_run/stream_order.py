@@ -11,8 +11,6 @@ Use: ``with stream_order() as order:`` around code that believes to be on a CUDA
 fake ones on a device that is not there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys
@@ -266,7 +264,7 @@ def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, 
         def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
             self.number = order.new_stream() if number is None else number
 
-        def wait_stream(self, other: Stream) -> None:
+        def wait_stream(self, other: "Stream") -> None:
             order.order(self.number, order.clock(other.number))
 
         def wait_event(self, event: Event) -> None:
@@ -284,7 +282,7 @@ def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, 
         def query(self) -> bool:
             return False  # as late as it can be
 
-        def __enter__(self) -> Stream:
+        def __enter__(self) -> "Stream":
             order.current.append(self.number)
             return self
 

@@ -1,7 +1,5 @@
 """Counts what a rank holds, computes and sends, operator by operator; on real tensors and on fake ones alike."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -4,8 +4,6 @@ The board is JSON documents in the controller's store.  Who does not know the jo
 (:mod:`megatron_het.store`), so that whatever is there was written by a member of the job.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -74,7 +72,7 @@ class Generation:
         return values | {"plan": self.plan.to_json()}
 
     @staticmethod
-    def from_json(document: dict[str, Any]) -> Generation:
+    def from_json(document: dict[str, Any]) -> "Generation":
         """Returns what :meth:`to_json` described; raises PlanError if the plan is not one."""
         known = {"elsewhere": (), "fallback": ""} | document
         numbers = {name: tuple(map(int, known[name])) for name in ("ranks", "holders", "unsaved", "elsewhere")}

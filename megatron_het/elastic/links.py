@@ -4,8 +4,6 @@ State moves between the ranks of two plans, so the ranks of neither can name the
 processes that meet at a store; it is no part of the world that a session builds and destroys.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -4,8 +4,6 @@ Where a parameter lies in the whole one is asked of the module's own sharded sta
 So whatever Megatron or a feature can save, by whatever cuts, can move.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class Piece:
         return {name: getattr(self, name) for name in self.__slots__}  # for each piece of each copy: not ``asdict``
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> Piece:
+    def from_json(values: dict[str, Any]) -> "Piece":
         """The piece that :meth:`to_json` described."""
         lists = {name: tuple(values[name]) for name in ("shape", "offset", "block")}
         return Piece(**{**values, **lists})

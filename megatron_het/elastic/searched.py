@@ -3,8 +3,6 @@
 Plans for what is left when a node is lost are made while the training goes on, so that they are usually ready.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib
@@ -94,7 +92,7 @@ class Search:
             raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
         return read_better(folder, done.stdout)
 
-    def with_profile(self, profile: Path | None) -> Search:
+    def with_profile(self, profile: Path | None) -> "Search":
         """Returns a copy with another profile."""
         return replace(self, profile=profile)
 

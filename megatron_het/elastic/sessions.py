@@ -3,8 +3,6 @@
 At a boundary of iterations all ranks leave together; the next session takes over the state of an earlier generation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

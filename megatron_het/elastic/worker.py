@@ -1,7 +1,5 @@
 """A worker: one rank's process.  It imports once, then goes through generations until the job is over."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import faulthandler
@@ -155,7 +153,7 @@ class Setting:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_text(text: str) -> Setting:
+    def from_text(text: str) -> "Setting":
         """Returns what :meth:`to_text` wrote."""
         return Setting(**json.loads(text))
 
@@ -273,7 +271,7 @@ class Worker:
         self._tell_ended(boundary, Outcome("left"))
         self._told_left = boundary.generation.number
 
-    def _train(self, generation: Generation, news: News) -> tuple[Outcome, ElasticBoundary]:
+    def _train(self, generation: Generation, news: "News") -> tuple[Outcome, ElasticBoundary]:
         setting = self._setting
         boundary = ElasticBoundary(
             generation=generation,

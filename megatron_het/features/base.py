@@ -8,8 +8,6 @@ The fields of a feature's options say everything that is generic about them: the
 text, which values are right.  Flags, ``--help``, checks and the list of known parameters are made of the fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing
@@ -397,7 +395,7 @@ class Feature:
         del options
         return {}
 
-    def limited(self, parts: Parts) -> Feature:
+    def limited(self, parts: Parts) -> "Feature":
         """The feature where documents or sliding windows limit what slices see, as ``parts`` say; itself by default."""
         return self
 

@@ -5,8 +5,6 @@ installs it (:mod:`megatron_het.arguments.hooks`).  Automatic batches and plans 
 own, which are imported where flags ask for them.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable
@@ -25,8 +23,8 @@ if TYPE_CHECKING:  # it imports torch
 
 def install(
     argv: list[str] | None = None,
-    make_session: Callable[[HetConfig, Platform, int], HetSession] | None = None,
-    boundary: Boundary | None = None,
+    make_session: "Callable[[HetConfig, Platform, int], HetSession] | None" = None,
+    boundary: "Boundary | None" = None,
 ) -> HetConfig:
     """Read and remove the ``--het-*`` flags and prepare this process for Megatron.
 
@@ -56,7 +54,7 @@ def install(
 _ENTERED: list[HetConfig] = []  # the configuration with which the script runs, where this process has started it itself
 
 
-def _enter(argv: list[str], boundary: Boundary) -> None:
+def _enter(argv: list[str], boundary: "Boundary") -> None:
     """Run the script that has called :func:`install`, for one of several plans."""
     sys.argv = argv
     _ENTERED.append(install(argv, boundary=boundary))
@@ -77,7 +75,7 @@ def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig,
     return replace(config, plan=plan, plan_path=file), words
 
 
-def _with_measured_shares(config: HetConfig, device: Platform) -> HetConfig:
+def _with_measured_shares(config: HetConfig, device: "Platform") -> HetConfig:
     """Imports what measures only where flags ask for it."""
     from megatron_het.auto_batch.measure import measured_config
 

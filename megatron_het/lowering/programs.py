@@ -3,8 +3,6 @@
 Runtime, planner, command line, benchmarks and tests get their programs here.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable, Sequence
@@ -240,7 +238,7 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
         raise _refused(plan, error) from error
 
 
-def assemble_compute(plan: Plan, inputs: Inputs) -> Program | None:
+def assemble_compute(plan: Plan, inputs: "Inputs") -> Program | None:
     """The plan's program without transfers, None where it has more than forwards and backwards; raises PlanError.
 
     Args:

@@ -3,8 +3,6 @@
 Stock: norms, compiled helpers, machines without CUDA, the distributed optimizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

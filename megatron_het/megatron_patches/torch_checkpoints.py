@@ -10,8 +10,6 @@ What torch writes names the records of its own format, data types and sizes; wha
 before it is imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -4,8 +4,6 @@ Reading is strict: an unknown key, a missing key or a value of the wrong type is
 error that names the field.  Relations between fields are checked in ``validate.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -480,7 +478,7 @@ class Plan:
         return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **body}
 
     @staticmethod
-    def from_json(document: Any) -> Plan:
+    def from_json(document: Any) -> "Plan":
         """Read a plan from parsed JSON.
 
         Raises:

@@ -6,8 +6,6 @@ parameters are materialised.  And its builder knows one position of a rank in th
 where in a V every chunk of a rank has its own position, and stages may have different numbers of chunks.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +38,7 @@ class _Recomputed(torch.autograd.Function):
     """Runs a function now without a graph, and once more, with one, when its output is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, promise: _Promise) -> torch.Tensor:
+    def forward(ctx: Any, source: torch.Tensor, promise: "_Promise") -> torch.Tensor:
         with torch.no_grad():
             output = promise.run(source)
         ctx.save_for_backward(source)

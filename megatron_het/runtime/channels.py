@@ -12,8 +12,6 @@ Transports:
 Every wait is bounded by the timeout, and every failure names the operation and the peer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque
@@ -115,7 +113,7 @@ class Channels:
         *,
         pending_per_edge: int | None = None,
         one_order: bool = False,
-    ) -> Channels:
+    ) -> "Channels":
         """Connect a purpose and make its channels; see :meth:`PairGroups.connect`, which is collective."""
         links = pairs.connect(edges, "nccl" if transport == "nccl" else "gloo", purpose, one_order=one_order)
         return cls(links, transport, timeout_s, rank, pending_per_edge)

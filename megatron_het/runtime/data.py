@@ -6,8 +6,6 @@ replica keeps those that the plan routes to it.  Resuming needs nothing but
 ``consumed_train_samples``, which all ranks count alike.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -5,8 +5,6 @@ in the opposite order.  There is no other owner of these objects, so that a sess
 by one for another plan.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The life of a session around ``megatron.training.pretrain``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

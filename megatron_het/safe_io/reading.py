@@ -1,7 +1,5 @@
 """Reading what may be anything: a file that is a device, a pipe or too large, and numbers on a command line."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -316,7 +314,7 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         self.arguments, self.state = (), state if isinstance(state, dict) else {}
 
-    def __call__(self, *arguments: Any, **_: Any) -> Inert:
+    def __call__(self, *arguments: Any, **_: Any) -> "Inert":
         return Inert(*arguments)
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -1,7 +1,5 @@
 """Writing a file: the target is a regular file or nothing, and is complete or untouched afterwards."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

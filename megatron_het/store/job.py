@@ -5,8 +5,6 @@ It is a process of its own beside rank 0, so that its answers cost the training 
 is given as ``MEGATRON_HET_TOKEN`` or in a file, for this start of this job alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac
@@ -110,14 +108,14 @@ class Store(Documents):
         """Close this thread's connection."""
         self._local.connection = None
 
-    def _connected(self, left_s: float) -> _Connection:
+    def _connected(self, left_s: float) -> "_Connection":
         found: _Connection | None = getattr(self._local, "connection", None)
         if found is None:
             found = self._local.connection = self._connect(left_s)
             self._has_met = True
         return found
 
-    def _connect(self, left_s: float) -> _Connection:
+    def _connect(self, left_s: float) -> "_Connection":
         addresses = list(self._addresses())
         failures: list[Exception] = []
         for address in addresses:

@@ -9,8 +9,6 @@ answers likewise.  Each frame then carries a digest with a key of this connectio
 contents.  So nobody can repeat, drop, reorder or change what was sent.  Contents are not secret without TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -48,7 +46,7 @@ class Documents:
         """
         raise NotImplementedError
 
-    def under(self, prefix: str) -> Documents:
+    def under(self, prefix: str) -> "Documents":
         """Returns the part of this store whose keys begin with a prefix."""
         return _Part(self, f"{self._prefix}{prefix}/")
 
@@ -181,7 +179,7 @@ class Handshake:
         """Returns what the server answers to a client that knows the token."""
         return b"+" + self._digest(b"server")
 
-    def channels(self) -> tuple[Channel, Channel]:
+    def channels(self) -> "tuple[Channel, Channel]":
         """Signatures of what the client sends, and of what the server sends."""
         return Channel(self._digest(b"requests")), Channel(self._digest(b"answers"))
 

@@ -1,7 +1,5 @@
 """A store of ``torch.distributed`` whose keys are in a job's own store: groups of processes meet there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -66,7 +64,7 @@ class TorchStore(dist.Store):
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         return self._store.swap(self._name + key, _text(expected), _text(desired)).encode("latin-1")
 
-    def clone(self) -> TorchStore:
+    def clone(self) -> "TorchStore":
         """This store: every thread has a connection of its own already."""
         return self
 

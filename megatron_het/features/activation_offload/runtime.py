@@ -1,7 +1,5 @@
 """Activations that wait on the host as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ one output and log-sum-exp.  In the backward pass the owner's merged output and 
 helper's gradients exact.  Everything that goes to one device at one time is one message of bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,7 +280,7 @@ class KeyUses:
     last: dict[RankOp, tuple[RankOp, ...]]  # by ATTEND_HELP operation: what may go after it
 
     @classmethod
-    def of(cls, program: RankProgram) -> KeyUses:
+    def of(cls, program: RankProgram) -> "KeyUses":
         """From a rank's program.
 
         The same units may be on their way for the next slot already; what was sent for a pass is

@@ -1,7 +1,5 @@
 """The attention context exchange as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +47,7 @@ class ContextExchangeFeature(RuntimeFeature):
         sequences: Callable[[int], int],
         args: Any,
         device: torch.device,
-        limited: LimitedPrograms | None,
+        limited: "LimitedPrograms | None",
     ) -> None:
         self._exchange, self._sequences = exchange, sequences
         self._args, self._device, self._limited = args, device, limited

@@ -1,7 +1,5 @@
 """The attention context exchange, and what it cannot be combined with (SlimPipe, section 4.2)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +165,7 @@ class ContextExchange(Feature):
     show_flags = (ViewFlag("--exchange-plan", "the exchange plan instead of a timeline"),)
     parts: Parts = ()  # what slices see, by microbatch and slice; empty where each sees all before it
 
-    def limited(self, parts: Parts) -> ContextExchange:
+    def limited(self, parts: Parts) -> "ContextExchange":
         """Who attends for whom, by what slices see and how long they are."""
         found = copy.copy(self)
         found.parts = parts

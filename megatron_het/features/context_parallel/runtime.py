@@ -1,7 +1,5 @@
 """Ranks that share every slice: their half of the slice attention (SlimPipe, section 5)."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

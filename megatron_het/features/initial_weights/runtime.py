@@ -5,8 +5,6 @@ that only note which weight asked for which function.  When a chunk is complete,
 are drawn.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -155,7 +153,7 @@ class _Noting:
         self._noted[id(tensor)] = tensor, self._draw
         return tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Noting:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Noting":
         return self  # copies of the configuration note into the same place
 
 

@@ -1,7 +1,5 @@
 """CUDA graphs of layers as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math
@@ -29,7 +27,7 @@ class Passes:
     order: tuple[int, ...]  # numbers of ``forwards`` from 1; negative for the backward of the pass
 
     @classmethod
-    def of(cls, program: RankProgram) -> Passes:
+    def of(cls, program: RankProgram) -> "Passes":
         """Read them from the program of training."""
         forwards = tuple(op for op in program.ops if op.kind == Kind.FORWARD)
         numbers: dict[Key, int] = {}

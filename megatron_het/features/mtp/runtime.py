@@ -6,8 +6,6 @@ that Megatron holds twice on the last stage, and passes that run parts of sequen
 begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class LaterTokens:
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], layers: int, *, are_packed: bool) -> LaterTokens:
+    def of(cls, batch: Mapping[str, Any], layers: int, *, are_packed: bool) -> "LaterTokens":
         """Takes the tokens of whole sequences.
 
         Args:
@@ -72,7 +70,7 @@ class LaterTokens:
         tokens, positions, labels = torch.stack(moved, dim=1)
         return cls(tokens, positions, labels, torch.stack(masks[1:]), torch.stack([mask.sum() for mask in masks]))
 
-    def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> LaterTokens:
+    def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> "LaterTokens":
         """Takes the tokens of a part of the sequences.
 
         Args:

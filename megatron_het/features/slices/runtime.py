@@ -1,7 +1,5 @@
 """Forward and backward passes over slices of sequences, and over a context-parallel rank's part of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -125,7 +123,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         for chunk, model in enumerate(self._models):
             self._reserve(model, [passes[chunk] for passes in self._passes.values()])
 
-    def _reserve(self, model: torch.nn.Module, modes: Sequence[Sequence[Pass]]) -> None:
+    def _reserve(self, model: torch.nn.Module, modes: "Sequence[Sequence[Pass]]") -> None:
         """Give the caches of a chunk as many rows as its passes hold at once."""
         from megatron_het.attention.core import slice_attentions
 
@@ -268,7 +266,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         yield cut_batch(batch, self._blocks(op))
 
 
-def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
+def _caches(models: Sequence[torch.nn.Module]) -> "Iterator[KVCache | StateCache]":
     """Yields what the layers of model chunks hold from slice to slice."""
     from megatron_het.attention.core import slice_caches
     from megatron_het.attention.recurrent import state_caches

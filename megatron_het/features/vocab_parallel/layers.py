@@ -1,7 +1,5 @@
 """This rank's rows of the output layer and the word embeddings, their names in checkpoints, and their messages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,7 +164,7 @@ class VocabularyShard:
     unit: int  # divides the rows of every rank of every replica
 
     @classmethod
-    def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:
+    def of(cls, placement: Placement, rank: int, vocab_size: int) -> "VocabularyShard":
         """The shard of a rank; raises ValueError where the vocabulary is not padded to divide over the stages."""
         where, plan = placement.locate(rank), placement.plan
         tp = placement.replica(where.stage, where.replica).tp

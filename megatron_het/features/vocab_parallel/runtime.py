@@ -1,7 +1,5 @@
 """A vocabulary that is split over all stages as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A split vocabulary, and what it cannot be combined with (SlimPipe, section 4.3)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

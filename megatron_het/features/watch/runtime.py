@@ -5,8 +5,6 @@ nobody waits, and there is no collective.  The last rank, which logs the trainin
 and compares.  A watch that fails says so once and is off; the training goes on.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time
@@ -41,7 +39,7 @@ class RankWatch(RuntimeFeature):
         reader: On the rank that compares.
     """
 
-    def __init__(self, context: OpenContext, board: Board, hello: Hello, reader: Reader | None) -> None:
+    def __init__(self, context: OpenContext, board: Board, hello: Hello, reader: "Reader | None") -> None:
         self._timeline, self._channels = context.timeline, context.channels
         self._rank, self._board, self._hello, self._reader = context.rank, board, hello, reader
         self._trace_iteration = context.config.trace_iteration

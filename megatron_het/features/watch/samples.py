@@ -1,7 +1,5 @@
 """Samples: what a rank says about itself once and about every iteration, in small texts that travel over the store."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -83,7 +81,7 @@ class Hello:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str | bytes) -> Hello:
+    def decode(cls, text: str | bytes) -> "Hello":
         """From JSON."""
         return cls(**json.loads(text))
 
@@ -126,7 +124,7 @@ class Sample:
         )
 
     @classmethod
-    def decode(cls, text: str | bytes) -> Sample:
+    def decode(cls, text: str | bytes) -> "Sample":
         """From JSON."""
         body = json.loads(text)
         return cls(
@@ -143,7 +141,7 @@ def _us(seconds: float) -> int:
     return round(seconds * _MICRO)
 
 
-def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: Set[Any]) -> Sample:
+def sample_of(past: "Past", iteration: int, elapsed_s: float, kinds: Set[Any]) -> Sample:
     """The sample of an iteration whose times are all there.
 
     Args:
@@ -183,7 +181,7 @@ def spread[T](values: Sequence[T]) -> Sequence[T]:
     return [values[i * count // MOST_TRANSFERS] for i in range(MOST_TRANSFERS)]
 
 
-def events_of(records: Sequence[Record]) -> list[list[Any]]:
+def events_of(records: "Sequence[Record]") -> list[list[Any]]:
     """An iteration's operations for a trace: kind, microbatch, slice, chunk, peer, start, stop, waited (seconds)."""
     return [
         [

@@ -5,8 +5,6 @@ views, so modules, autograd and optimizer keep their tensors.  What lives on whi
 closed is the rank's shard of every bucket.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The parameter window as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,7 +79,7 @@ class ParameterWindow(RuntimeFeature):
 
     # -- life ----------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWindow:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterWindow":
         """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
         return self
 

@@ -6,8 +6,6 @@ NCCL as the grouped operations that the list forms of all-gather and reduce-scat
 tensors, elsewhere one after the other.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol

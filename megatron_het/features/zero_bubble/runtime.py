@@ -1,7 +1,5 @@
 """Backward passes in two halves as a feature of a rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class _Product:
 class _PutOff:
     """Holds what a layer of Transformer Engine has put off."""
 
-    store: LayerStore
+    store: "LayerStore"
     entry: Sequence[Any]
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
@@ -85,13 +83,13 @@ class LayerStore:
         gradients: Takes what is put off.
     """
 
-    def __init__(self, layer: Any, gradients: WeightGradients) -> None:
+    def __init__(self, layer: Any, gradients: "WeightGradients") -> None:
         self._layer, self._gradients = layer, gradients
         self._due: list[Sequence[Any]] = []
         self.own = layer.wgrad_store
 
     @property
-    def context(self) -> LayerStore:
+    def context(self) -> "LayerStore":
         """Returns what is asked whether anything is ``empty``."""
         return self
 
@@ -223,7 +221,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def forward(ctx: Any, source: torch.Tensor, layer: "_Layer") -> torch.Tensor:
         ctx.save_for_backward(source)
         ctx.layer = layer
         if layer.gathers:

@@ -3,8 +3,6 @@
 Stages may have one or several replicas.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -524,7 +522,7 @@ def choose_depths(
     return best if best != plain else ()
 
 
-def _smallest(search: _Search, best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:
+def _smallest(search: "_Search", best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:
     """Depths that are as fast and smaller.
 
     Boundaries whose transfers hide behind equally many microbatches have one depth, so that a long pipeline needs no
