@@ -49,7 +49,7 @@ class ModelFamily(abc.ABC):
         builder: Dotted name of the builder of several chunks per rank.
         window_builder: Dotted name of the builder of chunks for a parameter window.
         upstream_names: Dotted names of upstream code that the family leans on beside what features do, with the
-            SHA-256 of their sources.
+            hashes of their sources.
     """
 
     model: ClassVar[str]
@@ -218,38 +218,18 @@ class HybridFamily(ModelFamily):
     builder = "megatron_het.runtime.building.ChunkedHybridModelBuilder"
     window_builder = "megatron_het.features.window.shards.WindowHybridModelBuilder"
     upstream_names: ClassVar[Mapping[str, str]] = {
-        f"{_MODELS}.hybrid_model.HybridModel.forward": (
-            "195ddb83d0a514f4a1acf403285e52adf999578bd0a208c2ca03f711a5d3da09"
-        ),
-        f"{_MODELS}.hybrid_block.HybridStack.forward": (
-            "87d56215a97047fb16c02908fdd19125b10cdb94e9e5969e26ef5a209f6a928b"
-        ),
+        f"{_MODELS}.hybrid_model.HybridModel.forward": "195ddb83d0a514f4",
+        f"{_MODELS}.hybrid_block.HybridStack.forward": "87d56215a97047fb",
         # What is built in its place without Transformer Engine.
-        f"{_MODELS}.hybrid_block.HybridStack.__init__": (
-            "02b6574bc59d5b37a1b5e02102b6ca8245eda2e497d90cc91e5ab2b2fe206cde"
-        ),
-        f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": (
-            "ad4ba1fba1b8a5b64380deec2dd66e94c444613b2cc2cd992192efd6c982bfcf"
-        ),
-        f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": (
-            "2a9bbee6b1914910c52dc56c5f50455b2e157e09cbe25f63ef2643fcbeffe96f"
-        ),
-        "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": (
-            "d135f82f521103d9c8b191ed8c07ece963cd77bc46e12302ad8c6f01f2df5cfc"
-        ),
+        f"{_MODELS}.hybrid_block.HybridStack.__init__": "02b6574bc59d5b37",
+        f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": "ad4ba1fba1b8a5b6",
+        f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": "2a9bbee6b1914910",
+        "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": "d135f82f521103d9",
         # What recurrent layers over slices compute in their place.
-        f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": (
-            "53343d60909c2072d637c833b842eb3f4da837286965f01a37cd3a04773e5aba"
-        ),
-        f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": (
-            "85c3dfb6987a8d95c40c32d5071911719a451e2ea6a1d4b6c6841bf2f6bf0320"
-        ),
-        f"{_STATES}.mamba_mixer.MambaMixer.forward": (
-            "1bc195f63bbb803f546397e66417d9ba6e17a6bdc2995e37dcb79b66802e5037"
-        ),
-        f"{_STATES}.mamba_mixer.MambaMixer._ssm_training": (
-            "51570310435a6ec1d96c644fdb5ac6637ceab91b081fab4e5faac682a611fb20"
-        ),
+        f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": "53343d60909c2072",
+        f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": "85c3dfb6987a8d95",
+        f"{_STATES}.mamba_mixer.MambaMixer.forward": "1bc195f63bbb803f",
+        f"{_STATES}.mamba_mixer.MambaMixer._ssm_training": "51570310435a6ec1",
     }
 
     def complete(self, plan: Plan, args: Any) -> None:

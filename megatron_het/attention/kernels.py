@@ -15,7 +15,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, override
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,18 +100,15 @@ class CpuFlash(Kernel):
     name = "cpu-flash"
     summary = "CPU; fp64, fp32, bf16, fp16; grouped queries native"
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         return None if setting.device == "cpu" else "runs on the CPU only"
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
             q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, call.causal, scale=call.scale
         )
         return out.permute(2, 0, 1, 3), lse
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -127,15 +124,12 @@ class CudaFlash(Kernel):
     summary = "CUDA sm80+; bf16, fp16; head dim <= 256, a multiple of 8; grouped queries native; one call per slice"
     takes_window = True
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         return _refused(setting, (8, 0), 256)
 
-    @override
     def takes_prefix(self, queries: int, keys: int) -> bool:
         return True
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse, *_ = aten._flash_attention_forward.default(
             *(_swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, call.causal, False),
@@ -144,7 +138,6 @@ class CudaFlash(Kernel):
         )
         return _swap(out), lse
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
@@ -166,25 +159,21 @@ class CudaFlash3(Kernel):
     takes_window = True
     is_extension = True
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         refused = _refused(setting, (9, 0), 256)
         if refused is None and setting.capability[0] != 9:
             return f"is for compute capability 9.0, this device has {setting.capability}"
         return refused or _missing("flash_attn_interface", "FlashAttention 3")
 
-    @override
     def takes_prefix(self, queries: int, keys: int) -> bool:
         return True
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         out, lse, *_ = importlib.import_module("flash_attn_interface")._flash_attn_forward(
             *(_swap(q), _swap(k), _swap(v)), softmax_scale=call.scale, causal=call.causal, **self._window(call)
         )
         return _swap(out), lse
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         tensors = [_swap(t) for t in (grad, q, k, v, out)]
@@ -212,7 +201,6 @@ class CudaEfficient(Kernel):
     name = "cuda-efficient"
     summary = "CUDA; fp32, fp16, bf16 (sm80+); grouped queries by repeating keys and values; one call per slice"
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         if setting.device != "cuda":
             return "runs on CUDA only"
@@ -224,11 +212,9 @@ class CudaEfficient(Kernel):
             return f"head dimension {setting.head_dim} is not a multiple of 8"
         return None
 
-    @override
     def takes_prefix(self, queries: int, keys: int) -> bool:
         return True
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         k, v = (_repeat(t, q.shape[2]) for t in (k, v))
         out, lse, *_ = aten._efficient_attention_forward.default(
@@ -237,7 +223,6 @@ class CudaEfficient(Kernel):
         )
         return _swap(out), lse[..., : q.shape[0]]  # the kernel pads to a multiple of 32
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         groups = k.shape[2]
@@ -263,13 +248,11 @@ class CudnnFlash(Kernel):
     name = "cudnn"
     summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; grouped queries native"
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         if setting.device != "cuda" or not torch.backends.cudnn.is_available():
             return "needs CUDA with cuDNN"
         return _refused(setting, (8, 0), 128)
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
@@ -277,7 +260,6 @@ class CudnnFlash(Kernel):
         )
         return out.permute(2, 0, 1, 3), lse.reshape(q.shape[:3])
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         queries, keys = q.shape[0], k.shape[0]
@@ -304,15 +286,12 @@ class TransformerEngineFused(Kernel):
     """Has ``fused_attn_fwd`` and ``fused_attn_bwd``."""
     granule_tokens: ClassVar[int] = 64  # cuDNN's masks that are aligned bottom-right want multiples of it
 
-    @override
     def refuses(self, setting: Setting) -> str | None:
         return _refused(setting, (8, 0), 256) or _missing("transformer_engine", "Transformer Engine")
 
-    @override
     def takes_prefix(self, queries: int, keys: int) -> bool:
         return queries % self.granule_tokens == keys % self.granule_tokens == 0
 
-    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         library = importlib.import_module(self.module)
         q, k, v = (t.contiguous() for t in (q, k, v))
@@ -324,7 +303,6 @@ class TransformerEngineFused(Kernel):
         )
         return out, auxiliary[0].squeeze(-1)
 
-    @override
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         library = importlib.import_module(self.module)

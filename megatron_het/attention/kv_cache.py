@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatron_het.attention.kv_pool import CacheError, GradientTotals, KVPool, Part, Place, add_
 
-__all__ = ["CacheError", "KVCache", "Run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

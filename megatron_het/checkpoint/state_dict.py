@@ -263,7 +263,6 @@ def start_moments(optimizer: Any) -> None:
 
 def _start_momentum(optimizer: Any, config: Any = None) -> None:
     """Give SGD the momentum of its first update, without which Megatron has nothing to load a saved one into."""
-    del config
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -27,24 +27,3 @@ from megatron_het.distributed.stage_state import (
     install_stage_state,
     remove_stage_state,
 )
-
-__all__ = [
-    "KNOWN_STATE",
-    "Axis",
-    "Edge",
-    "GroupError",
-    "GroupSpec",
-    "Link",
-    "PairGroups",
-    "PlanGroups",
-    "as_only_reader",
-    "at_chunk",
-    "between_the_ends",
-    "build_groups",
-    "create_group",
-    "group_specs",
-    "in_rounds",
-    "install_stage_state",
-    "loss_source",
-    "remove_stage_state",
-]

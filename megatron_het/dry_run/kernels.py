@@ -201,14 +201,12 @@ def balance_experts() -> None:
 
     @functools.wraps(sort)
     def sort_equal(source: Tensor, sizes: Tensor, order: Tensor, *positional: Any, **keywords: Any) -> Any:
-        del sizes
         parts = order.numel()
         shares = _List(equal_shares(source.shape[0], parts))
         return sort(source, shares, _List(range(parts)), *positional, **keywords)
 
     @functools.wraps(forward)
     def forward_equal(self: Any, tokens: Tensor, counts: Tensor, probs: Tensor) -> Any:
-        del counts
         return forward(self, tokens, _List(equal_shares(tokens.shape[0], self.num_local_experts)), probs)
 
     dispatcher.preprocess = known_splits

@@ -50,16 +50,3 @@ FEATURES += (
     Watch(),
     LayerGraphs(),
 )
-
-__all__ = [
-    "FEATURES",
-    "attention_units",
-    "cutting_of",
-    "feature",
-    "features_of",
-    "host_parameters",
-    "options_of",
-    "slice_tokens",
-    "switches",
-    "tied_copies",
-]

@@ -175,6 +175,11 @@ class Figures:
     query_bytes: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """There is nothing to choose: the plan's schedule, or Megatron's own flags, say it."""
+
+
 class Feature:
     """One feature.  Subclasses say what is different; the instances are in ``megatron_het.features.FEATURES``.
 
@@ -182,6 +187,7 @@ class Feature:
         name: Its name, as in the column ``executor`` of the operation kinds.
         title: Heading of its flags in ``--help``.
         options: Frozen dataclass whose fields are made by :func:`option`.
+        always: Whether every plan with one of its schedules has it.
         switch: The parameter that switches the feature on; None if its options alone do.
         implied: Whether flags of its options switch it on too.
         view_flags: The flags with which ``python -m megatron_het.schedule`` shows it, with any schedule.
@@ -189,7 +195,7 @@ class Feature:
         refused: What it cannot go with among Megatron's arguments.
         refused_by_plans: What no plan can go with, with the feature or without.
         sets: Megatron's flags that follow from a plan.
-        upstream_names: Dotted names of upstream code that it leans on, with the SHA-256 of their sources
+        upstream_names: Dotted names of upstream code that it leans on, with the hashes of their sources
             (``upstream.source_hash``).  A run with the feature does not start when one differs.
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
             top of the one before (``megatron_patches/patches.py``).
@@ -206,7 +212,8 @@ class Feature:
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
-    options: ClassVar[type]
+    options: ClassVar[type] = NoOptions
+    always: ClassVar[bool] = False
     switch: ClassVar[Option | None] = None
     implied: ClassVar[bool] = False
     view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
@@ -252,7 +259,7 @@ class Feature:
         """The options among a schedule's parameters, which have been checked; None where the feature is off."""
         given = {o: schedule.parameters[o.parameter] for o in self.parameters if o.parameter in schedule.parameters}
         is_on = bool(given) if self.switch is None else given.get(self.switch, False)
-        if not is_on or not self.goes_with(schedule.name):
+        if not (is_on or self.always) or not self.goes_with(schedule.name):
             return None
         values = {o.field: value for o, value in given.items() if o.field}
         return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
@@ -263,12 +270,10 @@ class Feature:
 
     def viewed(self, flags: Mapping[str, Any]) -> Any | None:
         """The options that ``view_flags`` ask for, by attribute as argparse names them; None where it is off."""
-        del flags
         return None
 
     def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
         """Returns what ``show_flags`` ask for in place of a picture, as plain data and as lines; None for nothing."""
-        del program, flags
         return None
 
     # -- checks ------------------------------------------------------------------------------------
@@ -288,18 +293,19 @@ class Feature:
             self.check_plan(plan, options)
             return
         lonely = next((o for o in mine if o is not self.switch), None)
-        if lonely is not None:
-            raise self.without_switch(plan, lonely)
+        error = None if lonely is None else self.without_switch(plan, lonely)
+        if error is not None:
+            raise error
         self.check_off(plan)
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
         """The refusal of a parameter with a schedule that cannot have the feature; None for the general one."""
-        del plan, given
         return None
 
-    def without_switch(self, plan: Plan, given: Option) -> PlanError:
-        """The refusal of an option of a feature that is off."""
-        assert self.switch is not None
+    def without_switch(self, plan: Plan, given: Option) -> PlanError | None:
+        """The refusal of an option of a feature that is off; None where it may be given all the same."""
+        if self.switch is None:
+            return None
         return PlanError(
             f"schedule.parameters.{given.parameter}",
             plan.schedule.parameters[given.parameter],
@@ -318,7 +324,6 @@ class Feature:
 
     def named(self, plan: Plan) -> str:
         """Returns what refusals of Megatron's arguments call the feature."""
-        del plan
         return self.title
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
@@ -331,13 +336,11 @@ class Feature:
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what of Megatron's arguments no plan can have, or none without the feature; raises PlanError."""
-        del plan
         for refusal in self.refused_by_plans:
             refusal.check(args, "--het-plan")
 
     def check_arguments(self, plan: Plan, options: Any, args: Any) -> None:
         """Refuse what of Megatron's parsed arguments cannot go with the feature; raises PlanError."""
-        del options
         for refusal in self.refused:
             refusal.check(args, self.named(plan))
 
@@ -353,46 +356,38 @@ class Feature:
 
     def runs_with(self, args: Any) -> bool:
         """Whether the half on a rank has anything to do with Megatron's arguments; else it is not imported."""
-        del args
         return True
 
     def beyond_stock(self, plan: Plan, options: Any) -> str:
         """Why stock Megatron cannot run a plan with the feature, where no parameter of the schedule says it."""
-        del plan, options
         return ""
 
     # -- the model ---------------------------------------------------------------------------------
 
     def extra_layers(self, model: Any) -> int:
         """Layers of a model that ``num_layers`` does not count; arguments and plans have the same names for them."""
-        del model
         return 0
 
     def layer_flags(self, model: Any) -> dict[str, int]:
         """Flags of Megatron, without hyphens in front, that say how many such layers there are."""
-        del model
         return {}
 
     def model_problem(self, model: Any) -> str:
         """Why the planner's model cannot have the feature as it says; "" where it can."""
-        del model
         return ""
 
     def shrink(self, model: ModelShape, like: ModelShape) -> ModelShape:
         """A tiny model with as little as possible of what a larger one has of the feature."""
-        del like
         return model
 
     def reads_tokens(self, args: Any, vp_stage: int | None) -> bool:
         """Whether the chunk of this rank, beside the one with the embedding, reads tokens."""
-        del args, vp_stage
         return False
 
     # -- programs ----------------------------------------------------------------------------------
 
     def shape(self, options: Any) -> dict[str, Any]:
         """Returns what the feature says of the schedule's shape: fields of ``schedule.ir.Shape``."""
-        del options
         return {}
 
     def limited(self, parts: Parts) -> "Feature":
@@ -401,17 +396,14 @@ class Feature:
 
     def cutting(self, plan: Plan, args: Any) -> Cutting | None:
         """Where the feature cuts sequences; None where it does not.  ``args`` are Megatron's, or None."""
-        del plan, args
         return None
 
     def packing_argument(self, args: Any) -> str:
         """Megatron's argument that asks for several documents in a sequence; "" if none does."""
-        del args
         return ""
 
     def runs_of_a_layer(self, args: Any) -> int:
         """Returns how often one layer runs in a pass at most, as Megatron's arguments say."""
-        del args
         return 1
 
     def attention_units(self, options: Any) -> int:
@@ -427,17 +419,14 @@ class Feature:
         Raises:
             ValueError: The program cannot have the feature.
         """
-        del options, speeds
         return program
 
     def after_transfers(self, program: Program, options: Any) -> Program:
         """The feature's pass over the program with transfers."""
-        del options
         return program
 
     def in_order(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
         """The feature's last pass, over the whole program where transfers are in one global order."""
-        del options, speeds
         return program
 
     def price(self, costs: Costs, options: Any, program: Program, figures: Figures) -> Costs:
@@ -448,7 +437,6 @@ class Feature:
             program: With the feature's operations.
             figures: What the operations take on each device.
         """
-        del options, program, figures
         return costs
 
 

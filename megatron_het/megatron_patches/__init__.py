@@ -42,7 +42,7 @@ class Patch:
             every run, other groups for what a feature needs.
         target: Dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``.
         reason: Why it is needed and why no public hook does.
-        sources: SHA-256 (:func:`source_hash`) of the upstream source behind each dotted name that
+        sources: Hashes (:func:`source_hash`) of the upstream source behind each dotted name that
             the patch replaces, wraps or relies on: the target, or the methods that a subclass of
             the target overrides.
         build: Takes the original and returns the replacement.  None for a patch whose builder is
@@ -125,7 +125,7 @@ def _original(dotted: str) -> Any:
 
 
 def source_hash(dotted: str) -> str:
-    """SHA-256 of the source of an upstream function, method, class or module.
+    """The first 16 digits of the SHA-256 of the source of an upstream function, method, class or module.
 
     Indentation, blank lines, trailing blanks and lines that hold only a comment do not count.
 
@@ -136,8 +136,8 @@ def source_hash(dotted: str) -> str:
 
 
 def text_hash(source: str) -> str:
-    """The hash of what :func:`source_text` returns."""
-    return hashlib.sha256(source.encode()).hexdigest()
+    """The hash of what :func:`source_text` returns: 64 bits tell sources apart that nobody forges."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def source_text(dotted: str) -> str:

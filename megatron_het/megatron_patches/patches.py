@@ -122,7 +122,7 @@ OF_RELEASES: Mapping[str, tuple[Patch, ...]] = {
                 "every layer for multi-token prediction asks whether its parts are of a class that is a stand-in, and "
                 "no class, without Transformer Engine"
             ),
-            sources={_INFERENCE: "3467e044ab79edf8f7e498769e5748a0f73bc9ab59e3ed4016a6941d5eb2939a"},
+            sources={_INFERENCE: "3467e044ab79edf8"},
             build=_none_of_inference,
             applies=lambda: importlib.util.find_spec("transformer_engine") is None,
             version="0.20.0",
@@ -142,9 +142,9 @@ _FUNCTION_PATCHES = (
             "modules have bound the class by name, so its constructor is the one place that serves all"
         ),
         sources={
-            _NORM: "cc9c1081725484cdd806a4a1b1bff6dc1e0ce87fe05e818807400dd24f19b24b",
+            _NORM: "cc9c1081725484cd",
             "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": (
-                "b8b3681b2ba049de9c477aa153bc0a30909824243ebf411c9148d22860023b23"
+                "b8b3681b2ba049de"
             ),
         },
         build=_norms,
@@ -157,7 +157,7 @@ _FUNCTION_PATCHES = (
             "the wheel of megatron-core ships helpers_cpp compiled and without its Makefile; "
             "upstream runs make regardless and exits when that fails"
         ),
-        sources={_HELPERS: "7d377207e3e51a8fde194d6a8787ae945497efcfb763f629c6f5daa908ed3885"},
+        sources={_HELPERS: "7d377207e3e51a8f"},
         build=_no_make,
         applies=_helpers_are_compiled,
     ),
@@ -169,7 +169,7 @@ _FUNCTION_PATCHES = (
             "pretrain() calls it without allow_no_cuda and so asserts torch.cuda.is_available(), "
             "which has to stay False without CUDA: torch's own code decides by it"
         ),
-        sources={_START: "c813ba71782bfc73b34c63eff93775eacb37bef8b41c1a78b3315577f0389ef3"},
+        sources={_START: "c813ba71782bfc73"},
         build=_without_cuda,
         applies=_has_no_cuda,
     ),
@@ -305,28 +305,16 @@ _OPTIMIZER_PATCHES = (
             "The optimizer class is not configurable"
         ),
         sources={
-            f"{_CLASS}.state_dict": ("bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"),
-            f"{_CLASS}.load_state_dict": ("0d637bc1bda39ca855681b432d7ddbd34d5e77b72d20dd413b5bdcdccb9f8e51"),
-            f"{_CLASS}._set_main_param_and_optimizer_states": (
-                "3cc712951380de5bd4ceffc7c8ee893c4b38fbcc7006db6ea33a0f6567ea1c97"
-            ),
-            f"{_CLASS}._build_model_and_main_param_groups": (
-                "4eff3e32c4df93f9c17b9024e6091c7f8f05c51853b9209bcd908ff801fa741b"
-            ),
-            f"{_CLASS}._build_model_gbuf_range": ("146c23c0162e79784486a7fb19d48b89f22403dccc536cacc6514b25c302f03c"),
-            f"{_CLASS}._build_model_gbuf_param_range_map": (
-                "8fe2491d028331c7d5b5fc353cafb4cd4c17f4c16ab32148e2975e4189dd5a9b"
-            ),
-            f"{_CLASS}.get_parameter_state_dp_zero": (
-                "a7537986df345b2e851319557f67e93d1135b32c62d422cd42e061a887dbf0d0"
-            ),
-            f"{_CLASS}.sharded_param_state_fully_reshardable": (
-                "bf472bb565068290a4707a1d000ebf63cc9257b57ea44cc19d52aa26ebc6f7b4"
-            ),
-            f"{_CLASS}.sharded_state_dict": ("1c6a18684e96c6cdf981b5277eebe0c0e8775a4fc38881ab9a1e0896f4f9dd9e"),
-            f"{_CLASS}.load_parameter_state_from_fully_reshardable": (
-                "e960fcc3f28797a79b0af6c8ebc05a1a1564d01afdd0b841d4ed5de72e728220"
-            ),
+            f"{_CLASS}.state_dict": "bced2858fb20321b",
+            f"{_CLASS}.load_state_dict": "0d637bc1bda39ca8",
+            f"{_CLASS}._set_main_param_and_optimizer_states": "3cc712951380de5b",
+            f"{_CLASS}._build_model_and_main_param_groups": "4eff3e32c4df93f9",
+            f"{_CLASS}._build_model_gbuf_range": "146c23c0162e7978",
+            f"{_CLASS}._build_model_gbuf_param_range_map": "8fe2491d028331c7",
+            f"{_CLASS}.get_parameter_state_dp_zero": "a7537986df345b2e",
+            f"{_CLASS}.sharded_param_state_fully_reshardable": "bf472bb565068290",
+            f"{_CLASS}.sharded_state_dict": "1c6a18684e96c6cd",
+            f"{_CLASS}.load_parameter_state_from_fully_reshardable": "e960fcc3f28797a7",
         },
         build=_build,
     ),
@@ -349,7 +337,7 @@ _PLAN_PATCHES = (
             "TP size, layers and batch of this rank come from the plan and must be set between "
             "parsing and validation; there is no hook in between"
         ),
-        sources={f"{_ARGUMENTS}.validate_args": "f379171b89b5c726fb2afdec62cca132197c27a092366893f17e8df430c29f36"},
+        sources={f"{_ARGUMENTS}.validate_args": "f379171b89b5c726"},
     ),
     Patch(
         name="plan_pretrain",
@@ -359,7 +347,7 @@ _PLAN_PATCHES = (
             "opens the plan's session around the training of a script that knows nothing of "
             "plans, and passes the arguments that pretrain() offers for it"
         ),
-        sources={"megatron.training.pretrain": "0d90d0271b9f49fd578e63eeb82483e6af0bcd4dc7a60ff7fb03a2a1fa522296"},
+        sources={"megatron.training.pretrain": "0d90d0271b9f49fd"},
     ),
     Patch(
         name="plan_schedule",
@@ -367,26 +355,16 @@ _PLAN_PATCHES = (
         target=f"{_LOOP}.get_forward_backward_func",
         reason="the schedule is looked up by this name for every run and cannot be passed in",
         sources={
-            f"{_LOOP}.get_forward_backward_func": ("5a5b8975bc77a8fdffcb2aeba12256e75399825d49e6443cf82a27f15c723e56"),
+            f"{_LOOP}.get_forward_backward_func": "5a5b8975bc77a8fd",
             # What the executor calls, and what the builder of several chunks does as upstream.
-            "megatron.core.pipeline_parallel.schedules.forward_step": (
-                "679f915a477e3c0c923bc6e2ea1b44a7a93314603b3a822234170d739a692caf"
-            ),
-            "megatron.core.pipeline_parallel.schedules.backward_step": (
-                "4f9c30f42c32355334f232b4495db299162c279beca89559117c9b9d863b9638"
-            ),
-            "megatron.core.pipeline_parallel.schedules.deallocate_output_tensor": (
-                "fb1e6eaa2fd3a42fb842c38cdf45109e41c8af32fe08aeab2076bc4c1384d7f0"
-            ),
-            "megatron.training.models.gpt.GPTModelBuilder.build_distributed_models": (
-                "85df9d383a74ef40bad43e8a1fc80f7414409071428782dc001c10eac9c4da52"
-            ),
+            "megatron.core.pipeline_parallel.schedules.forward_step": "679f915a477e3c0c",
+            "megatron.core.pipeline_parallel.schedules.backward_step": "4f9c30f42c323553",
+            "megatron.core.pipeline_parallel.schedules.deallocate_output_tensor": "fb1e6eaa2fd3a42f",
+            "megatron.training.models.gpt.GPTModelBuilder.build_distributed_models": "85df9d383a74ef40",
             "megatron.training.models.dist_utils.prepare_existing_model_chunks_for_distributed_training": (
-                "c64b5a70420eeefdbc0cf61fe66c6bd5b2c7f3f36bb1942cbd2c3f0945567a94"
+                "c64b5a70420eeefd"
             ),
-            "megatron.training.models.base.compose_hooks": (
-                "fa982ba1a07d7efb3c75ecac06828eadfa96f30a0017b634894d8966c791b115"
-            ),
+            "megatron.training.models.base.compose_hooks": "fa982ba1a07d7efb",
         },
     ),
     Patch(
@@ -397,7 +375,7 @@ _PLAN_PATCHES = (
             "sums of losses are not reset after the first iteration, so that the second loss in the log of every "
             "session would be a mean of two; they are known to this function only"
         ),
-        sources={f"{_LOOP}.training_log": "8fb3e6b1ee07cfe5336ab3aa552d934b743556170b344f85014b85760936c1fe"},
+        sources={f"{_LOOP}.training_log": "8fb3e6b1ee07cfe5"},
     ),
     Patch(
         name="plan_save",
@@ -407,11 +385,7 @@ _PLAN_PATCHES = (
             "what is saved depends on the layout in three places (stacked layers, one random "
             "state per grid cell, every class of replicas writes); there is no hook before the save"
         ),
-        sources={
-            "megatron.training.checkpointing.generate_state_dict": (
-                "b3931725128ba13bdf12c6701f3f79919a241fd9f0c085a948e89c8d719fe1f5"
-            )
-        },
+        sources={"megatron.training.checkpointing.generate_state_dict": "b3931725128ba13b"},
     ),
     Patch(
         name="plan_load",
@@ -421,7 +395,7 @@ _PLAN_PATCHES = (
             "decisions about a checkpoint compare this rank's TP size, which differs by rank "
             "under a plan, so that ranks would load different things"
         ),
-        sources={f"{_LOOP}.load_checkpoint": "98cef76fe442dcd6e344befdf3e19eb3e3b8e3a27e2c907ba75b976210a4e6d7"},
+        sources={f"{_LOOP}.load_checkpoint": "98cef76fe442dcd6"},
     ),
 )
 

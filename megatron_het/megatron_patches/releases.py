@@ -98,88 +98,44 @@ RELEASES = (
         "0.19",
         "0.19.2",
         "a checkout of tag core_v0.19.0, or the wheel megatron-core==0.19.2",
-        earlier={
-            f"{_MTP}.MultiTokenPredictionBlock.forward": (
-                "4d5ae68542ef05d7584b580ff052b73e80c3e8cd8862616406909ee6ce186617"
-            )
-        },
+        earlier={f"{_MTP}.MultiTokenPredictionBlock.forward": "4d5ae68542ef05d7"},
     ),
     Release(
         "0.20",
         "0.20.0",
         "a checkout of the main branch, commit d98e8a64dd (August 2026)",
         {
-            f"{_CORE}.distributed.param_and_grad_buffer.group_params_for_buffers": (
-                "99190f6269e2fe49116f9ab21dc8a86cf57c90558698921aae30c45b62ef9820"
-            ),
-            f"{_ROPE}._apply_rotary_pos_emb_bshd": ("366e3353e0f83f7afb562c1c1723a0a62973798ce5e8bfdbd00aa0b63c0493ed"),
-            f"{_ROPE}.apply_rotary_pos_emb": ("4379fd9789709b6799e4594a62c9986bb5371ef52f1b5f8dccce66deb7774634"),
-            f"{_HYBRID}.hybrid_block.HybridStack.__init__": (
-                "9b479848591eec077d017f94c34f34355a266f62d1a995e3a3e666dab820a5ad"
-            ),
-            f"{_HYBRID}.hybrid_model.HybridModel.forward": (
-                "a93ca14d12d078d6c05448fea37b4e7020537924ea5bf381b980b36579d24ff8"
-            ),
-            f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": (
-                "62adcc9829218bee01f7e63d6fcd99d37e383ef5821927a4eeff2f4323e7701b"
-            ),
-            f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": (
-                "8e7ec1e808fd4facfdc2e00a6d43893d89b052ea95a9ea492f5c1dffc87bc021"
-            ),
-            f"{_STATES}.mamba_mixer.MambaMixer.forward": (
-                "b3b9db860f8901e59892d9837198b6a149ef4169ce5fa5e7938c8c550e725b59"
-            ),
+            f"{_CORE}.distributed.param_and_grad_buffer.group_params_for_buffers": "99190f6269e2fe49",
+            f"{_ROPE}._apply_rotary_pos_emb_bshd": "366e3353e0f83f7a",
+            f"{_ROPE}.apply_rotary_pos_emb": "4379fd9789709b67",
+            f"{_HYBRID}.hybrid_block.HybridStack.__init__": "9b479848591eec07",
+            f"{_HYBRID}.hybrid_model.HybridModel.forward": "a93ca14d12d078d6",
+            f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": "62adcc9829218bee",
+            f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": "8e7ec1e808fd4fac",
+            f"{_STATES}.mamba_mixer.MambaMixer.forward": "b3b9db860f8901e5",
             f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable": (
-                "7cdfe48e0461fc9b5d3b70c8892a59834cf3f7ede29be4e8deb361039f139708"
+                "7cdfe48e0461fc9b"
             ),
-            f"{_CORE}.packed_seq_params.PackedSeqParams": (
-                "4f00fefbcd01173486ac6bd2b5648be89a235825a08f93426b7afad3a65d963d"
-            ),
-            f"{_SCHEDULES}.backward_step": ("3fca651af10a63a900336c94241955ad7698287914bc03efb16ce2f499fc1d6e"),
-            f"{_SCHEDULES}.forward_step": ("550eac9a6281ca28810347932eb34dea4e2529e54f00a569806a7df3bebb7862"),
-            f"{_LINEAR}.ColumnParallelLinear.forward": (
-                "d6c53e55893a34676462d06b1246d9e67f20122ef0c28eb2795a36cb2dc1a4bb"
-            ),
-            f"{_LINEAR}.LinearWithGradAccumulationAndAsyncCommunication": (
-                "2b1f0fb448ddd09c49e0acac39d7d3c70c181827053246e9119b9c96cc5eb878"
-            ),
-            f"{_CORE}.transformer.attention.Attention.forward": (
-                "1eb554e40cf2975e2baf0d4f1184fd44032d1a3830b494815d94a7c3fb2512b6"
-            ),
-            f"{_MTP}.MultiTokenPredictionBlock.forward": (
-                "ab3797da5716344286d14f42752ff588d3cb5402dcc6b6d315e5f49fdc9fc64f"
-            ),
-            f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": (
-                "1da1c14737505a9b5d0d8511084e6ce7355554f821d3f3532441bbc561524038"
-            ),
-            f"{_MTP}._roll_tensor_packed_seq": ("8191d2b59792438bb041a13ca58a6c4227cd25ecac36336c5c08309b28b1df4f"),
-            f"{_MTP}.roll_tensor": ("2fad2eb0487765ba9f4427fdd53bb6f1cdeb9468b49f1f145694b6a6e06d9cdd"),
-            f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__": (
-                "6c22ec472be77204d757fdbf347b91f83e6dc9519c584c231f7504911e20ac78"
-            ),
-            f"{_TRAINING}.arguments.validate_args": (
-                "2129f0e1f9f9ebe1652968b5888a047a33f565211b75add7689eb6a165aae806"
-            ),
-            f"{_TRAINING}.checkpointing.generate_state_dict": (
-                "02b0435bb737fa4907204d41b894ef6ef34e5930a99644640a50a783373df53b"
-            ),
-            f"{_MODELS}.dist_utils.prepare_existing_model_chunks_for_distributed_training": (
-                "3fa558b97b9a132d30219351f7ddefdc9444cbda96fc17de95086b46cdf6172a"
-            ),
-            f"{_MODELS}.gpt.GPTModelBuilder.build_distributed_models": (
-                "3a580fe68c8925a83e9e2808169239e27c53d14c54fc8f75127e29122cf0d185"
-            ),
-            f"{_MODELS}.hybrid.HybridModelBuilder.build_distributed_models": (
-                "e5684a85091be165d53206d54910815feef858bf250904f109f0917691a31112"
-            ),
-            f"{_TRAINING}.pretrain": ("c3d588bae60e8ed768cec12ecd47d8804e79276699c0b667096c413a27a504e7"),
-            f"{_TRAINING}.training.initialize_megatron": (
-                "c43d40e0025961021e1547d40e304cc45317aa3d18d30bfd17ea18f01ad32bd8"
-            ),
-            f"{_TRAINING}.training.load_checkpoint": (
-                "967da2509ebb29d1627be4f1d5258997db267e6cc8fa7bbabae9dd487b0af134"
-            ),
-            f"{_TRAINING}.training.training_log": ("023790356a3fbad696cf1ea67870d311155dd89b7187ec73e914e31fd4414cef"),
+            f"{_CORE}.packed_seq_params.PackedSeqParams": "4f00fefbcd011734",
+            f"{_SCHEDULES}.backward_step": "3fca651af10a63a9",
+            f"{_SCHEDULES}.forward_step": "550eac9a6281ca28",
+            f"{_LINEAR}.ColumnParallelLinear.forward": "d6c53e55893a3467",
+            f"{_LINEAR}.LinearWithGradAccumulationAndAsyncCommunication": "2b1f0fb448ddd09c",
+            f"{_CORE}.transformer.attention.Attention.forward": "1eb554e40cf2975e",
+            f"{_MTP}.MultiTokenPredictionBlock.forward": "ab3797da57163442",
+            f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": "1da1c14737505a9b",
+            f"{_MTP}._roll_tensor_packed_seq": "8191d2b59792438b",
+            f"{_MTP}.roll_tensor": "2fad2eb0487765ba",
+            f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__": "6c22ec472be77204",
+            f"{_TRAINING}.arguments.validate_args": "2129f0e1f9f9ebe1",
+            f"{_TRAINING}.checkpointing.generate_state_dict": "02b0435bb737fa49",
+            f"{_MODELS}.dist_utils.prepare_existing_model_chunks_for_distributed_training": "3fa558b97b9a132d",
+            f"{_MODELS}.gpt.GPTModelBuilder.build_distributed_models": "3a580fe68c8925a8",
+            f"{_MODELS}.hybrid.HybridModelBuilder.build_distributed_models": "e5684a85091be165",
+            f"{_TRAINING}.pretrain": "c3d588bae60e8ed7",
+            f"{_TRAINING}.training.initialize_megatron": "c43d40e002596102",
+            f"{_TRAINING}.training.load_checkpoint": "967da2509ebb29d1",
+            f"{_TRAINING}.training.training_log": "023790356a3fbad6",
         },
     ),
 )

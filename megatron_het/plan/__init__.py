@@ -27,27 +27,3 @@ from megatron_het.plan.schema import (
     TrainingShape,
 )
 from megatron_het.plan.validate import load_plan, plan_hash, save_plan, topology_hash
-
-__all__ = [
-    "PLAN_FORMAT",
-    "PLAN_VERSION",
-    "Cut",
-    "DeviceCosts",
-    "LinkCosts",
-    "Location",
-    "ModelShape",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "PlannedCosts",
-    "Prediction",
-    "RankPrediction",
-    "Replica",
-    "ScheduleSpec",
-    "Stage",
-    "TrainingShape",
-    "load_plan",
-    "plan_hash",
-    "save_plan",
-    "topology_hash",
-]

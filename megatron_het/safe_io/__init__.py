@@ -31,27 +31,3 @@ from megatron_het.safe_io.writing import (
     write_json,
     write_text,
 )
-
-__all__ = [
-    "MAX_BYTES",
-    "MAX_DEVICES",
-    "MAX_PASSES",
-    "FileError",
-    "add_options",
-    "amount",
-    "check_replaces",
-    "check_target",
-    "count",
-    "ends_with_its_reader",
-    "one_line",
-    "parse_json",
-    "parse_yaml",
-    "read_json",
-    "read_text",
-    "read_yaml",
-    "shown",
-    "split_words",
-    "write_bytes",
-    "write_json",
-    "write_text",
-]

@@ -23,26 +23,3 @@ from megatron_het.schedule.ir import (
     loads,
 )
 from megatron_het.schedule.transfers import add_transfers
-
-__all__ = [
-    "COMPUTE",
-    "GENERATORS",
-    "RECEIVES",
-    "SENDS",
-    "TRANSFERS",
-    "Costs",
-    "Device",
-    "Graph",
-    "Kind",
-    "Link",
-    "Memory",
-    "Op",
-    "Program",
-    "ScheduleError",
-    "ScheduleSyntaxError",
-    "Shape",
-    "add_transfers",
-    "dumps",
-    "generate",
-    "loads",
-]

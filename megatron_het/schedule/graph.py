@@ -397,6 +397,3 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
             if node + 1 < graph.first[graph.device[node] + 1]:
                 waits[node + 1] = [*waits[node + 1], *(other for other in nodes if other != node)]
     return waits
-
-
-__all__ = ["meetings", "passes_together", "waits_to_leave", "waits_to_meet"]

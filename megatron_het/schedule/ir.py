@@ -16,7 +16,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES, shown
-from megatron_het.schedule.kinds import COMPUTE, RECEIVES, SENDS, TRANSFERS, WORD_PARTS, Kind, Role
+from megatron_het.schedule.kinds import COMPUTE, RECEIVES, WORD_PARTS, Kind, Role
+from megatron_het.schedule.kinds import SENDS as SENDS  # who works with programs finds all of these here
+from megatron_het.schedule.kinds import TRANSFERS as TRANSFERS
 
 # In which order a microbatch visits the chunks of the stages.
 
@@ -369,23 +371,6 @@ COMPANIONS_FIELD = "companions"  # the field that only a program with replicas t
 
 def _rows(table: tuple[tuple[int, ...], ...]) -> str:
     return " | ".join(" ".join(map(str, row)) for row in table)
-
-
-__all__ = [
-    "COMPANIONS_FIELD",
-    "COMPUTE",
-    "PLACEMENTS",
-    "RECEIVES",
-    "SENDS",
-    "SIZES_FIELD",
-    "TEXT_FIELDS",
-    "TRANSFERS",
-    "Device",
-    "Kind",
-    "Op",
-    "Program",
-    "Shape",
-]
 
 
 # Programs as text, exactly reversible.

@@ -442,12 +442,10 @@ class Rules:
 
     def first_input(self, program: Any) -> "Ends | None":
         """Values that a forward of the model's first chunk needs; None for none."""
-        del program
         return None
 
     def last_gradient(self, program: Any) -> "Ends | None":
         """Values that a backward of the model's last chunk needs; None for none."""
-        del program
         return None
 
     def lockstep(self, graph: Any, duration: list[float]) -> None:
@@ -455,22 +453,18 @@ class Rules:
 
     def joined(self, graph: Any) -> tuple[Set[int], list[tuple[int, int]]]:
         """Nodes that are no events of their own, and pairs of nodes that are one event (``joint.py``)."""
-        del graph
         return frozenset(), []
 
     def busy(self, program: Any, device: int) -> Set[Any]:
         """Operations of a device, besides passes, in which it works for others."""
-        del program, device
         return frozenset()
 
     def kept_buffers(self, timeline: Any, device: int) -> dict[int, tuple[int, int]]:
         """Receives whose buffers stay: the last operation, and the first backward, that use each of them."""
-        del timeline, device
         return {}
 
     def volume(self, program: Any, device: int, op: Any) -> float:
         """Hidden states of a slice that an operation moves through its device's links, besides activations."""
-        del program, device, op
         return 0.0
 
 

@@ -15,7 +15,7 @@ from megatron_het.schedule.cost import Costs, durations, message_bytes
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe, passes_together
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
 from megatron_het.schedule.kinds import Stream, Value, where
-from megatron_het.schedule.memory import Event, MemoryUse, Timeline, memory_use
+from megatron_het.schedule.memory import MemoryUse, Timeline, memory_use
 
 # The result of a simulation: its timeline, and what follows from it.
 
@@ -348,6 +348,3 @@ class _Engine:
 def peak_memory(result: Result) -> Sequence[float]:
     """Peak bytes per device."""
     return [use.peak_bytes for use in result.memory]
-
-
-__all__ = ["Bubble", "Event", "MemoryUse", "Result", "peak_memory", "simulate"]

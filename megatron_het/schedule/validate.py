@@ -471,16 +471,3 @@ def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
         stuck = blocking if name == "blocking" else deadlock(graph, name)
         for one in stuck:
             yield Problem("deadlock", one.device, one.position, one.op, f"transport {name}: {one.message}")
-
-
-__all__ = [
-    "RULES",
-    "TRANSPORTS",
-    "Problem",
-    "Stuck",
-    "check",
-    "deadlock",
-    "deadlock_of_collectives",
-    "deadlocks",
-    "validate",
-]

@@ -17,16 +17,3 @@ from megatron_het.store.server import (
     free_port,
     server_tls,
 )
-
-__all__ = [
-    "Address",
-    "Documents",
-    "Store",
-    "StoreError",
-    "StoreServer",
-    "Strangers",
-    "TokenError",
-    "client_tls",
-    "free_port",
-    "server_tls",
-]

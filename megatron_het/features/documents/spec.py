@@ -1,21 +1,15 @@
 """Packed documents: attention that ends where a document begins, and what it cannot be combined with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import ATTENTION_REFUSED, Feature, check_reach, flag_of
+from megatron_het.features.base import ATTENTION_REFUSED, Feature, NoOptions, check_reach, flag_of
 from megatron_het.plan import Plan, PlanError
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
 """Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
 PACKING = (CONVERSATIONS, BY_DATASET)  # those with which Megatron packs sequences, and positions begin anew with each
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentOptions:
-    """There is nothing to choose: Megatron's own flags say what a document is."""
 
 
 class Documents(Feature):
@@ -27,25 +21,13 @@ class Documents(Feature):
 
     name = "documents"
     title = "packed documents"
-    options = DocumentOptions
+    always = True  # one document per sequence gives it nothing to do
     packing_flags = frozenset(map(flag_of, (*PACKING, BY_TOKEN)))
     upstream_names: ClassVar[Mapping[str, str]] = {
-        "megatron.training.datasets.sft_dataset.SFTDataset.__getitem__": (
-            "f5314cbb2afc02014177ab679280345ac2a7ad6b44b5569f88b4975e573b7bf6"
-        ),
-        f"{_DATASET}.GPTDataset.__getitem__": "6986ce5ec94ce44151b20794fff4f716200d5a8a6ad9954711d3c6f0af03b871",
-        f"{_DATASET}._get_ltor_masks_and_position_ids": (
-            "81596ac59586d6dfa828c6f137c5da3170e7569adfa82b6fb0f94aed970b8b2a"
-        ),
+        "megatron.training.datasets.sft_dataset.SFTDataset.__getitem__": "f5314cbb2afc0201",
+        f"{_DATASET}.GPTDataset.__getitem__": "6986ce5ec94ce441",
+        f"{_DATASET}._get_ltor_masks_and_position_ids": "81596ac59586d6df",
     }
-
-    def options_of(self, plan: Plan) -> DocumentOptions:
-        """On with every plan; one document per sequence gives it nothing to do."""
-        del plan
-        return DocumentOptions()
-
-    def check(self, plan: Plan) -> None:
-        """A plan says nothing of documents."""
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what cannot be done where documents do not see each other."""
@@ -75,7 +57,7 @@ class Documents(Feature):
         """Whether attention ends where documents do; see :class:`Feature`."""
         return bool(asked_by(args))
 
-    def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:
+    def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
         """No masks: they grow as the square of the length."""
         if asked_by(args):
             args.create_attention_mask_in_dataloader = False

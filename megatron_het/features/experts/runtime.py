@@ -181,7 +181,6 @@ class BalancedRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        del bsz
         scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
         return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, with_padding_mask)
 
@@ -338,7 +337,6 @@ class Experts(RuntimeFeature):
 
     def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
         """In place of the tracker's own."""
-        del pg_collection
         for name in metric_names:
             entry = self._tracker.metrics.get(name)
             if entry is None:

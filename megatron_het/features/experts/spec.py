@@ -1,10 +1,9 @@
 """Mixture of experts: what a plan can train of it, and why not the rest."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal, is_given
+from megatron_het.features.base import Feature, NoOptions, Refusal, is_given
 from megatron_het.features.registry import features_of, runs_of_a_layer
 from megatron_het.plan import Plan, PlanError
 
@@ -20,11 +19,6 @@ _NOT_BALANCED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsOptions:
-    """There is nothing to choose: Megatron's own flags say what the layers are."""
-
-
 class Experts(Feature):
     """Layers of experts, divided over the ranks of a replica, or of several that run the same passes.
 
@@ -34,7 +28,7 @@ class Experts(Feature):
 
     name = "experts"
     title = "mixture of experts"
-    options = ExpertsOptions
+    always = True  # models without experts give it nothing to do
     refused_by_plans = (
         Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
         Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
@@ -48,45 +42,22 @@ class Experts(Feature):
         Refusal("moe_use_upcycling", "a dense checkpoint is turned into experts by one layout; convert it before"),
     )
     upstream_names: ClassVar[Mapping[str, str]] = {
-        f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": (
-            "b85205f45dba6e808c12de633b15a25f0b124bb7dd3fa8c12cf00549aa0a8eb0"
-        ),
-        f"{_MOE}.experts.SequentialMLP.sharded_state_dict": (
-            "6d9fbf299a2ed362135a53451ae7950553d005fc4565ad19e2fb596725be7d55"
-        ),
-        f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": (
-            "90dcd9cf1194af02a30e177f042d01498d0656692e677008f6230c6859f802f9"
-        ),
-        f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": (
-            "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
-        ),
-        f"{_MOE}.router.TopKRouter.apply_z_loss": ("00c83a903d28df13273e0bb71c0cde460ae34e3dea0f2bf4a98b8ba657f0fe60"),
-        f"{_MOE}.router.TopKRouter.routing": ("74bbf31940a074f4c23ee769faa07b57c8ab51297d57272d6c5428050e895a5d"),
-        f"{_MOE}.router.TopKRouter._apply_aux_loss": (
-            "b0e7cc8fa4597e1f72bd4cc864ee642e43795c6abc060acf325c963212b8dc5a"
-        ),
-        f"{_MOE}.router.TopKRouter._apply_seq_aux_loss": (
-            "ff35e8d8e2182338e3b393046c7cadca570756715e7888fab330073cc55f6119"
-        ),
-        f"{_MOE}.router.TopKRouter._apply_global_aux_loss": (
-            "41b885ec47fb4c0dde426581e1ebdf2a90c42b39f805bc011e1552041da17e06"
-        ),
-        f"{_MOE}.moe_utils.MoEAuxLossAutoScaler": ("3af61ed074ef86568de8895747f80e3c3a7dfe55627925ea7498ccbff33975f7"),
-        f"{_MOE}.moe_utils.compute_routing_scores_for_aux_loss": (
-            "087e0ffe213addb6723dd1281ab1b4d1b2de06d87a905ee1a4d474c2f7191470"
-        ),
-        f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b570f4c89eb6f3acaccae8dfd9e233657e2f353ebb9cbaafe8",
-        f"{_FINALIZE}.reset_model_temporary_tensors": (
-            "2b65786f613b8d1da64b72795f22e8682d455dd41b853d6bcfbaf7f99ddd97be"
-        ),
+        f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": "b85205f45dba6e80",
+        f"{_MOE}.experts.SequentialMLP.sharded_state_dict": "6d9fbf299a2ed362",
+        f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": "90dcd9cf1194af02",
+        f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": "77cc758f506e750c",
+        f"{_MOE}.router.TopKRouter.apply_z_loss": "00c83a903d28df13",
+        f"{_MOE}.router.TopKRouter.routing": "74bbf31940a074f4",
+        f"{_MOE}.router.TopKRouter._apply_aux_loss": "b0e7cc8fa4597e1f",
+        f"{_MOE}.router.TopKRouter._apply_seq_aux_loss": "ff35e8d8e2182338",
+        f"{_MOE}.router.TopKRouter._apply_global_aux_loss": "41b885ec47fb4c0d",
+        f"{_MOE}.moe_utils.MoEAuxLossAutoScaler": "3af61ed074ef8656",
+        f"{_MOE}.moe_utils.compute_routing_scores_for_aux_loss": "087e0ffe213addb6",
+        f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b5",
+        f"{_FINALIZE}.reset_model_temporary_tensors": "2b65786f613b8d1d",
     }
 
-    def options_of(self, plan: Plan) -> ExpertsOptions:
-        """On with every plan; models without experts give it nothing to do."""
-        del plan
-        return ExpertsOptions()
-
-    def check(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan, options: NoOptions) -> None:
         """Refuse what does not go with expert groups that are no TP groups; ``plan.validate`` checks the groups."""
         groups = _beyond_tp_groups(plan)
         if groups and any(feature.shards_parameters for feature, _ in features_of(plan)):

@@ -43,12 +43,4 @@ class InitialWeights(Feature):
 
     def apply(self, plan: Plan, options: InitialWeightsOptions, args: Any) -> None:
         """Weights are drawn on the host anyway, part by part; Megatron's way there draws them whole first."""
-        del plan, options
         args.use_cpu_initialization = False
-
-    def check(self, plan: Plan) -> None:
-        """See :class:`Feature`; there is no switch that the option could lack."""
-        given: dict[str, Any] = plan.schedule.parameters
-        for known in self.parameters:
-            if known.parameter in given:
-                known.check(given[known.parameter], plan)

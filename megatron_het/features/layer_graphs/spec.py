@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.families import family_of
@@ -23,11 +22,6 @@ _GRAPHS, _LAYER = (
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGraphsOptions:
-    """There is nothing to choose: Megatron's own flags say what is captured."""
-
-
 class LayerGraphs(Feature):
     """Layers, or parts of them, that the device runs from CUDA graphs.
 
@@ -37,21 +31,13 @@ class LayerGraphs(Feature):
 
     name = "layer_graphs"
     title = "CUDA graphs of layers"
-    options = LayerGraphsOptions
+    always = True
     upstream_names: ClassVar[Mapping[str, str]] = {
-        f"{_GRAPHS}.create_cudagraphs": "f3e8ce233f0b39e6fc19a5e5010d37a1780fbfa9eb01bb93887226609b3d44f3",
-        f"{_GRAPHS}.set_current_microbatch": "5549f8678af1fe2d722afb8bd56c292e4bb2caf4ae88cfcd1cbef1410bd0e9b0",
-        f"{_LAYER}._te_cuda_graph_capture": "eb0c33a3ab0eb49a6db43cf52b623242e03fdc571d0e55c1e37fc8a6774ac8f0",
-        f"{_LAYER}._te_cuda_graph_replay": "a33f124f4b541f1d27d4a481b56a708763750c88d00cde0a40050b2675952311",
+        f"{_GRAPHS}.create_cudagraphs": "f3e8ce233f0b39e6",
+        f"{_GRAPHS}.set_current_microbatch": "5549f8678af1fe2d",
+        f"{_LAYER}._te_cuda_graph_capture": "eb0c33a3ab0eb49a",
+        f"{_LAYER}._te_cuda_graph_replay": "a33f124f4b541f1d",
     }
-
-    def options_of(self, plan: Plan) -> LayerGraphsOptions:
-        """On with every plan; without the flag it does nothing."""
-        del plan
-        return LayerGraphsOptions()
-
-    def check(self, plan: Plan) -> None:
-        """A plan says nothing of graphs."""
 
     def runs_with(self, args: Any) -> bool:
         """Whether layers are captured; see :class:`Feature`."""
@@ -106,7 +92,6 @@ def _problems_of_local(plan: Plan, args: Any, parts: frozenset[str]) -> Iterator
 
 
 def _problems_of_te(args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
-    del parts
     layers = getattr(args, "transformer_impl", BY_TE)
     if layers != BY_TE:
         problem = "Transformer Engine captures its own layers"

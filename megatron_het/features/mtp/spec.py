@@ -34,27 +34,19 @@ class MultiTokenPrediction(Feature):
     }
     no_local_graphs = "multi-token prediction under a plan runs its layers at other times than local graphs expect"
     upstream_names: ClassVar[Mapping[str, str]] = {
-        f"{_MTP}.process_mtp_loss": "4b175647aeca8a06cdf1922ec6e8c05e56d95f1e34f7484b19153f05bacec78c",
-        f"{_MTP}.MTPLossLoggingHelper": "56157a499dfc2febe2e6a88a07b17bcfe102604cf50b86724e8a8102e3b0f179",
-        f"{_MTP}.tie_word_embeddings_state_dict": "d35f36469882acddb0eb1735088d9ad1bc975d7dcc551c5aea42eb323e348792",
-        f"{_MTP}._compute_mtp_acceptance_counts": "c8d1b6a114dab0631188e195b1bf3b4fbc97e10e01d6421a08499f7becf5885d",
-        f"{_MTP}.MTPLossAutoScaler": "63768749f96064baf151cd0b43505ec4f9364400f5cb9685a363c910d8647c2e",
+        f"{_MTP}.process_mtp_loss": "4b175647aeca8a06",
+        f"{_MTP}.MTPLossLoggingHelper": "56157a499dfc2feb",
+        f"{_MTP}.tie_word_embeddings_state_dict": "d35f36469882acdd",
+        f"{_MTP}._compute_mtp_acceptance_counts": "c8d1b6a114dab063",
+        f"{_MTP}.MTPLossAutoScaler": "63768749f96064ba",
         # What is done in their place where passes run parts of sequences, or have several documents.
-        f"{_MTP}.roll_tensor": "4928a464e8d8fc8c4378df0bfe173738ea49d70398f0d5f36bd2aa3ec61f60f6",
-        f"{_MTP}._roll_tensor_packed_seq": "87a453e4ae2f0f48812a8974d22901023d9efd3937c23195c5a5cac20bb62227",
-        f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": (
-            "dac02320471040fdc1102391cca5c74a15deae37d39c6f721c065743796a54cc"
-        ),
-        f"{_MTP}.MultiTokenPredictionBlock.forward": "525e6e461d71a0465835c9e6e2563ebc872fab82b85d27fa46770cc6a865c0c6",
-        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
-            "bc1e30d1679f6b9551fa2adac4f256608dae31d4f0ba802aebc877500a53ba08"
-        ),
-        f"{_LANGUAGE}.setup_embeddings_and_output_layer": (
-            "70bad0b8b0aaa3f50c7a29b8d10f1a4fa85ab86e9e1cd3cbd9f5e5aa30d971ae"
-        ),
-        f"{_LANGUAGE}.shared_embedding_or_output_weight": (
-            "5750b3f411aafaa88d22ae8a61c62717768898d3ac64f1a96d2421b2a605bc16"
-        ),
+        f"{_MTP}.roll_tensor": "4928a464e8d8fc8c",
+        f"{_MTP}._roll_tensor_packed_seq": "87a453e4ae2f0f48",
+        f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": "dac02320471040fd",
+        f"{_MTP}.MultiTokenPredictionBlock.forward": "525e6e461d71a046",
+        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": "bc1e30d1679f6b95",
+        f"{_LANGUAGE}.setup_embeddings_and_output_layer": "70bad0b8b0aaa3f5",
+        f"{_LANGUAGE}.shared_embedding_or_output_weight": "5750b3f411aafaa8",
     }
 
     def options_of(self, plan: Plan) -> MtpOptions | None:

@@ -14,10 +14,9 @@ Adam, and on every rank Lion makes the updates of the matrices (``runtime.py``).
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, flag_of
+from megatron_het.features.base import Feature, NoOptions, flag_of
 from megatron_het.plan import Plan, PlanError, Stage
 
 PACKAGE, TESTED, LEAST = "emerging-optimizers", "0.3.0", (0, 2)
@@ -48,30 +47,15 @@ _NOT_BESIDE_LION = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 _WHOLE_MODES = ("duplicated", "distributed")  # values of ``--muon-tp-mode`` with which TP does not change the update
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizersOptions:
-    """There is nothing to choose: ``--optimizer`` is Megatron's own flag."""
-
-
 class Optimizers(Feature):
     """On with every plan."""
 
     name = "optimizers"
     title = "optimizers"
-    options = OptimizersOptions
+    always = True
     upstream_names: ClassVar[Mapping[str, str]] = {
-        "megatron.core.optimizer.emerging_optimizers._is_nonlinear_or_embedding": (
-            "ba35fc287da2bf7856ba9402d62ee3524e78cc5b65be7d7835b225720c8c01da"
-        )
+        "megatron.core.optimizer.emerging_optimizers._is_nonlinear_or_embedding": "ba35fc287da2bf78"
     }
-
-    def options_of(self, plan: Plan) -> OptimizersOptions:
-        """There is always an optimizer."""
-        del plan
-        return OptimizersOptions()
-
-    def check(self, plan: Plan) -> None:
-        """A plan does not say which optimizer trains it."""
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse optimizers that would not train as in one process."""
@@ -82,9 +66,8 @@ class Optimizers(Feature):
         """Whether Lion updates the distributed optimizer's matrices; see :class:`Feature`."""
         return getattr(args, SHARDED_LION, False)
 
-    def apply(self, plan: Plan, options: OptimizersOptions, args: Any) -> None:
+    def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
         """Megatron shards Adam, and Lion steps in."""
-        del options
         if plan.training.distributed_optimizer and args.optimizer == "lion":
             args.optimizer = "adam"
             setattr(args, SHARDED_LION, True)

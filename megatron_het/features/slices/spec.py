@@ -77,20 +77,14 @@ class Slices(Feature):
     options = SliceOptions
     schedules = SLICED_SCHEDULES
     upstream_names: ClassVar[Mapping[str, str]] = {
-        "megatron.core.packed_seq_params.PackedSeqParams": (
-            "762e6be84f7661e30f4ab4c280f74d5fb7264e7bf36ebe1ac07dd1aec3810419"
-        ),
-        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": (
-            "4675914da72daa913490268baa5b570a2f1b29834fa64a55d6dacf313be69111"
-        ),
-        "megatron.core.transformer.attention.Attention.forward": (
-            "c84fa46b7757cd01bbbb910cdd8312050d20d53247cba482804ce4155261d089"
-        ),
+        "megatron.core.packed_seq_params.PackedSeqParams": "762e6be84f7661e3",
+        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": "4675914da72daa91",
+        "megatron.core.transformer.attention.Attention.forward": "c84fa46b7757cd01",
         # What attention and light linear layers compute in their place.
-        f"{_ROPE}.apply_rotary_pos_emb": "15e756684316d7ee517a00023412ddb9e903ce5c489f2522be8880f9f0877c01",
-        f"{_ROPE}._apply_rotary_pos_emb_bshd": "24d6e448efc03d547a75fa68b5f6122560edb5d9cf5699cac073d750dc8d112a",
-        f"{_LINEAR}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
-        f"{_LINEAR}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
+        f"{_ROPE}.apply_rotary_pos_emb": "15e756684316d7ee",
+        f"{_ROPE}._apply_rotary_pos_emb_bshd": "24d6e448efc03d54",
+        f"{_LINEAR}.ColumnParallelLinear.forward": "b3d148e587f2cecb",
+        f"{_LINEAR}.RowParallelLinear.forward": "235bf36cfa11fcf9",
     }
     refused = ATTENTION_REFUSED
 

@@ -4,16 +4,10 @@ Norms and activation functions need no more than their input (and a number or tw
 PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, keep no more by themselves.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from megatron_het.features.base import Feature, Option
+from megatron_het.features.base import Feature, NoOptions, Option
 from megatron_het.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class ThriftyOptions:
-    """There is nothing to choose."""
 
 
 class ThriftyLayers(Feature):
@@ -21,7 +15,6 @@ class ThriftyLayers(Feature):
 
     name = "thrifty_layers"
     title = "thrifty layers"
-    options = ThriftyOptions
     switch = Option(
         "thrifty_layers",
         flag="--het-thrifty-layers",
@@ -29,7 +22,7 @@ class ThriftyLayers(Feature):
         problem="must be true or false",
     )
 
-    def apply(self, plan: Plan, options: ThriftyOptions, args: Any) -> None:
+    def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
         """SwiGLU that keeps only its input is Megatron's own fusion."""
         if args.swiglu:
             args.bias_swiglu_fusion = True

@@ -332,24 +332,12 @@ class Vocabulary(Feature):
         problem="must be true or false",
     )
     upstream_names: ClassVar[Mapping[str, str]] = {
-        "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss": (
-            "684294ee76a344fe909e510b85e987ffce8472480f1522f63e1aecc073bf5d1b"
-        ),
-        "megatron.core.pipeline_parallel.schedules.custom_backward": (
-            "d3ae4cec7fe57a127436164e92bf955e79058d9d55d91a1c93d2f16805963ed5"
-        ),
-        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward": (
-            "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993"
-        ),
-        "megatron.core.tensor_parallel.layers.VocabParallelEmbedding.forward": (
-            "7d5adeccbc3774f07e13940196a2eb155c0a7d952ddead67a2096956f8fc3469"
-        ),
-        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": (
-            "4675914da72daa913490268baa5b570a2f1b29834fa64a55d6dacf313be69111"
-        ),
-        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
-            "bc1e30d1679f6b9551fa2adac4f256608dae31d4f0ba802aebc877500a53ba08"
-        ),
+        "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss": "684294ee76a344fe",
+        "megatron.core.pipeline_parallel.schedules.custom_backward": "d3ae4cec7fe57a12",
+        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward": "b3d148e587f2cecb",
+        "megatron.core.tensor_parallel.layers.VocabParallelEmbedding.forward": "7d5adeccbc3774f0",
+        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": "4675914da72daa91",
+        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": "bc1e30d1679f6b95",
     }
     refused = (
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),

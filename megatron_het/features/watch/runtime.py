@@ -56,7 +56,6 @@ class RankWatch(RuntimeFeature):
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`: the iteration before this one is told."""
-        del state
         began, now = time.thread_time(), time.perf_counter()
         past, self._timeline.last = self._timeline.last, None
         if self._is_on:

@@ -62,13 +62,9 @@ class Watch(Feature):
         has_costs = plan.predicted is not None and plan.predicted.costs is not None
         return found if has_costs and found.state == ON else None
 
-    def check(self, plan: Plan) -> None:
-        """See :class:`Feature`; there is no switch that an option could lack."""
-        given = plan.schedule.parameters
-        for known in self.parameters:
-            if known.parameter in given:
-                known.check(given[known.parameter], plan)
-        if given.get("watch") == ON and self.options_of(plan) is None:
+    def check_off(self, plan: Plan) -> None:
+        """Refuse a watch of a plan with nothing to compare with."""
+        if plan.schedule.parameters.get("watch") == ON:
             raise PlanError(
                 "schedule.parameters.watch",
                 ON,

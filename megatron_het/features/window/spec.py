@@ -125,43 +125,23 @@ class Window(Feature):
     )
     upstream_names: ClassVar[Mapping[str, str]] = {
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads": (
-            "d7077b92f8a06cbaf52d2de9a71a200b30f237a6bbecf62d5726eb8002e6193e"
+            "d7077b92f8a06cba"
         ),
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads": (
-            "203a8a27eaec9bab3e6a5c4dec13c8747a0515554a5bb744418e7a8e215154ad"
-        ),
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads": "203a8a27eaec9bab",
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout": (
-            "327594ce0ba0150610271b4469bc5e577c1fe5a014c86a0a6e58f15b047d4a72"
+            "327594ce0ba01506"
         ),
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": (
-            "ab408ff0d61dc4b3e6be75a5d464953c1577bf3858fd18c44a56abf2dfbb5412"
-        ),
-        "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grads_for_grad_norm": (
-            "28869523be1544ea5c7bc9ab7bd86160e42da35f83342c1c52b50f51139048ff"
-        ),
-        "megatron.core.optimizer.optimizer.MegatronOptimizer._filter_grads_for_norm": (
-            "c72d5ca6a16e249756bdf76448014570a0074bb15280aa9f8f4ce3ac72a9041c"
-        ),
-        "megatron.core.optimizer.clip_grads.get_grad_norm_fp32": (
-            "a190cbb1ba99eb60bcd53e5cf09b037f15fbf6e63b7bdd9f110ff84f96001bda"
-        ),
-        "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": (
-            "e7e14463e81dee9a1d75f11c408e5de89aca877a0cc2c674c462e4940c073cab"
-        ),
-        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": (
-            "b8b3681b2ba049de9c477aa153bc0a30909824243ebf411c9148d22860023b23"
-        ),
-        "megatron.core.distributed.param_and_grad_buffer.shard_buffer": (
-            "4ba2cc53483b6eb9abf9f1451e1d2668c7a741360f18f9a873034be3d5946baf"
-        ),
-        "megatron.core.distributed.param_and_grad_buffer.group_params_for_buffers": (
-            "a59d890cfc281af8a4068ae79d9ea023da7099eb19e653171085ca47da82295b"
-        ),
-        "megatron.training.models.gpt.GPTModelBuilder.build_distributed_models": (
-            "85df9d383a74ef40bad43e8a1fc80f7414409071428782dc001c10eac9c4da52"
-        ),
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": "ab408ff0d61dc4b3",
+        "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grads_for_grad_norm": "28869523be1544ea",
+        "megatron.core.optimizer.optimizer.MegatronOptimizer._filter_grads_for_norm": "c72d5ca6a16e2497",
+        "megatron.core.optimizer.clip_grads.get_grad_norm_fp32": "a190cbb1ba99eb60",
+        "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": "e7e14463e81dee9a",
+        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": "b8b3681b2ba049de",
+        "megatron.core.distributed.param_and_grad_buffer.shard_buffer": "4ba2cc53483b6eb9",
+        "megatron.core.distributed.param_and_grad_buffer.group_params_for_buffers": "a59d890cfc281af8",
+        "megatron.training.models.gpt.GPTModelBuilder.build_distributed_models": "85df9d383a74ef40",
         "megatron.training.models.dist_utils.prepare_existing_model_chunks_for_distributed_training": (
-            "c64b5a70420eeefdbc0cf61fe66c6bd5b2c7f3f36bb1942cbd2c3f0945567a94"
+            "c64b5a70420eeefd"
         ),
     }
     no_graphs = "a graph reads weights and adds to gradients where they were at its capture; a window moves them"

@@ -1,10 +1,9 @@
 """Zero-bubble schedules: the two halves of a backward as operations of their own, and what they cannot go with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal, check_reductions_meet
+from megatron_het.features.base import Feature, NoOptions, Refusal, check_reductions_meet
 from megatron_het.features.zero_bubble.passes import v_half, zb_h1, zb_v
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.generators import GENERATORS
@@ -20,45 +19,32 @@ SCHEDULES = ("v-half", "zb-h1", "zb-v")  # schedules that split backward passes 
 GENERATORS.update({"v-half": v_half, "zb-h1": zb_h1, "zb-v": zb_v})
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroBubbleOptions:
-    """There is nothing to choose."""
-
-
 class ZeroBubble(Feature):
     """Gradients of inputs go on at once, weight gradients of linear layers fill idle time."""
 
     name = "zero_bubble"
     title = "zero-bubble schedule"
-    options = ZeroBubbleOptions
+    always = True
     schedules = SCHEDULES
     runs = SCHEDULES
     upstream_names: ClassVar[Mapping[str, str]] = {
-        f"{_LAYERS}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
-        f"{_LAYERS}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
-        f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": (
-            "8ef62e685ce853b7e4ed16a6603d8ef58e85c3e89a278f099ba0ad82d047a9ee"
-        ),
-        f"{_DDP}.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook": (
-            "1f17c20f0657a447fb84c31e382ba4ac5aac5ec0726950e7b4b97a454eba56de"
-        ),
-        f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": (
-            "5507854f241082b58c2f79fb1a9d750b7b3f98b0c62405791d852185f97b8fed"
-        ),
+        f"{_LAYERS}.ColumnParallelLinear.forward": "b3d148e587f2cecb",
+        f"{_LAYERS}.RowParallelLinear.forward": "235bf36cfa11fcf9",
+        f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": "8ef62e685ce853b7",
+        f"{_DDP}.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook": "1f17c20f0657a447",
+        f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": "5507854f241082b5",
         # Chunks in a V: which layers a chunk has.
-        f"{_LAYOUT}.get_layer_offset": "ef11549fe60b1799d74a6f94c5d8f0d194c31f621b09817bf7a76492562bfd02",
-        f"{_LAYOUT}.get_num_layers_to_build": "f9ddc619954695974a0363ab0713e4f75765712065d0a5855ff8364a71c1bea1",
-        f"{_LAYOUT}.get_layer_id_list": "76494df17d000fe5eaee11d145a78023b92da44dbb01e65b8a35492f578a4011",
-        f"{_TRANSFORMER}.transformer_layer.get_transformer_layer_offset": (
-            "277ddbc91265cca34b521261d70ff7eeb883dccd0650d8124007f9e009a05e5d"
-        ),
+        f"{_LAYOUT}.get_layer_offset": "ef11549fe60b1799",
+        f"{_LAYOUT}.get_num_layers_to_build": "f9ddc61995469597",
+        f"{_LAYOUT}.get_layer_id_list": "76494df17d000fe5",
+        f"{_TRANSFORMER}.transformer_layer.get_transformer_layer_offset": "277ddbc91265cca3",
     }
     refused = (
         Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
         Refusal("tp_comm_overlap", "Transformer Engine computes both gradients at once where it overlaps them"),
     )
 
-    def check_arguments(self, plan: Plan, options: ZeroBubbleOptions, args: Any) -> None:
+    def check_arguments(self, plan: Plan, options: NoOptions, args: Any) -> None:
         """The table, and reductions that begin before the layers' second half."""
         super().check_arguments(plan, options, args)
         if getattr(args, "transformer_impl", "local") == "transformer_engine" and args.overlap_grad_reduce:
@@ -70,7 +56,7 @@ class ZeroBubble(Feature):
                 "Leave it out, or use --transformer-impl local",
             )
 
-    def check_program(self, program: Callable[[], Program], options: ZeroBubbleOptions, args: Any) -> None:
+    def check_program(self, program: Callable[[], Program], options: NoOptions, args: Any) -> None:
         """Weight gradients fill idle time, and replicas with other work are idle at other times.
 
         Where a chunk's gradients are one bucket, its reduction begins with the last of them, in one order on all
@@ -79,7 +65,7 @@ class ZeroBubble(Feature):
         if not getattr(args, "untie_embeddings_and_output_weights", True) or _parameters(args) > _bucket_size(args):
             check_reductions_meet(program, args, "this schedule")
 
-    def check_plan(self, plan: Plan, options: ZeroBubbleOptions) -> None:
+    def check_plan(self, plan: Plan, options: NoOptions) -> None:
         """A V needs two chunks of every stage."""
         chunks = sorted({len(stage.layers) for stage in plan.stages})
         wanted = 2 if placement_of(plan.schedule.name) == "v" else 1
@@ -90,10 +76,6 @@ class ZeroBubble(Feature):
                 f"these are numbers of chunks per stage; schedule {plan.schedule.name} has {wanted} in every stage",
                 f"Give {wanted} number(s) of layers for each (flags: --num-virtual-stages-per-pipeline-rank {wanted})",
             )
-
-    def options_of(self, plan: Plan) -> ZeroBubbleOptions | None:
-        """On with the schedules that need it."""
-        return ZeroBubbleOptions() if plan.schedule.name in SCHEDULES else None
 
 
 def _parameters(args: Any) -> int:

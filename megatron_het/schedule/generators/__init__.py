@@ -35,6 +35,3 @@ def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameter
     if name not in GENERATORS:
         raise ValueError(f"schedule = {name!r}: unknown (known: {', '.join(sorted(GENERATORS))})")
     return GENERATORS[name](shape, forward_only=forward_only, **parameters)
-
-
-__all__ = ["BY_PART", "GENERATORS", "generate"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_het import safe_io
 from megatron_het.safe_io import write_bytes
 from megatron_het.schedule.ir import SENDS, Kind, Op
-from megatron_het.schedule.memory import CATEGORIES
-from megatron_het.schedule.simulate import Event, Result
+from megatron_het.schedule.memory import CATEGORIES, Event
+from megatron_het.schedule.simulate import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

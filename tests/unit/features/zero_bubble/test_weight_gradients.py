@@ -11,9 +11,10 @@ from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
+from megatron_het.features.base import NoOptions  # noqa: E402
 from megatron_het.features.zero_bubble import runtime as weight_gradients  # noqa: E402
 from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients, ZeroBubbleFeature  # noqa: E402
-from megatron_het.features.zero_bubble.spec import ZeroBubble, ZeroBubbleOptions  # noqa: E402
+from megatron_het.features.zero_bubble.spec import ZeroBubble  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import PlanError  # noqa: E402
 from megatron_het.runtime.feature import BackwardPass  # noqa: E402
@@ -290,4 +291,4 @@ def test_what_layers_of_transformer_engine_cannot_go_with(given: dict[str, Any],
     args = SimpleNamespace(overlap_moe_expert_parallel_comm=False, **given)
     refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
     with refused:
-        ZeroBubble().check_arguments(plan, ZeroBubbleOptions(), args)
+        ZeroBubble().check_arguments(plan, NoOptions(), args)
