@@ -156,7 +156,7 @@ class Pace:
             handlers = all_handlers(executor)
             for kind, handler in handlers.items():
                 if kind.name in ("FORWARD", "BACKWARD"):
-                    handlers[kind] = self._paced(handler, kind.name == "BACKWARD", executor._timeline)
+                    handlers[kind] = self._paced(handler, kind.name == "BACKWARD", executor.timeline)
             return handlers
 
         Executor._all_handlers = paced

@@ -261,7 +261,7 @@ def _wrap_operations(worker: Worker) -> None:
             @functools.wraps(handler)
             def handle(op: Any, call: Any, state: Any) -> Any:
                 if not call.forward_only:
-                    worker.at("operation", worker.iteration, (worker.operation, len(self._programs[False].ops)))
+                    worker.at("operation", worker.iteration, (worker.operation, len(self.programs[False].ops)))
                     worker.operation += 1
                     if worker.iteration > _WARM:
                         worker.at(f"in {op.kind.name}")

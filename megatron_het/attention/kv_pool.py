@@ -154,17 +154,14 @@ class Place:
     at: int  # first row in the slab; -1 with memory of its own
 
 
+@dataclass(eq=False)
 class KVPool:
-    """Keys and values of the chunks of one layer.
+    """Keys and values of the chunks of one layer."""
 
-    Args:
-        slots: Chunks that fit into the pool, by the length of the first one; :meth:`reserve` says it in rows.
-        batch: Sequences of the largest microbatch; by default all have as many as the first.
-    """
+    slots: int  # chunks that fit into the pool, by the length of the first one; :meth:`reserve` says it in rows
+    batch: int | None = None  # sequences of the largest microbatch; by default all have as many as the first
 
-    def __init__(self, slots: int, batch: int | None = None) -> None:
-        self._slots = slots
-        self._batch = batch
+    def __post_init__(self) -> None:
         self._reserved = 0
         self._rows = 0
         self._taken: list[tuple[int, int]] = []
@@ -268,14 +265,14 @@ class KVPool:
         """The slabs, made at the first use."""
         rows, batch, *rest = key.shape
         if self.slabs is None:
-            self._rows = self._reserved or self._slots * rows
-            most = self._batch or batch
+            self._rows = self._reserved or self.slots * rows
+            most = self.batch or batch
             self.slabs = (
                 key.new_empty((self._rows, most, *key.shape[2:])),
                 value.new_empty((self._rows, most, *value.shape[2:])),
             )
         keys, values = self.slabs
-        fits = batch == keys.shape[1] or (self._batch is not None and batch < keys.shape[1])
+        fits = batch == keys.shape[1] or (self.batch is not None and batch < keys.shape[1])
         if not fits or list(keys.shape[2:]) != rest:
             raise CacheError(f"keys of shape {tuple(key.shape)} for a pool of {(self._rows, *keys.shape[1:])}")
         return keys, values

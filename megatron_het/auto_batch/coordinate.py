@@ -231,53 +231,45 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
         end_all(exchange, "--het-auto-batch", rank, error)
 
 
+@dataclass(eq=False)
 class _Maker:
-    """Makes the plan on one rank, together with the others.
+    """Makes the plan on one rank, together with the others."""
 
-    Args:
-        base: Model and numerics.
-        words: Megatron's flags.
-        least_zero: The first ZeRO stage to try.
-    """
+    base: Plan  # model and numerics
+    words: list[str]  # Megatron's flags
+    folder: Path
+    rank: int
+    world_size: int
+    exchange: Exchange
+    least_zero: int  # the first ZeRO stage to try
 
-    def __init__(
-        self,
-        base: Plan,
-        words: list[str],
-        folder: Path,
-        rank: int,
-        world_size: int,
-        exchange: Exchange,
-        least_zero: int,
-    ) -> None:
-        self._first_zero = max(least_zero, int(base.training.distributed_optimizer))
-        self._base, self._words, self._folder = base, words, folder
-        self._rank, self._world_size, self._exchange = rank, world_size, exchange
+    def __post_init__(self) -> None:
+        self._first_zero = max(self.least_zero, int(self.base.training.distributed_optimizer))
         self._limit = memory_limit()
-        self._plan_file = folder / "plan.json"
+        self._plan_file = self.folder / "plan.json"
         self._pass_s = 0.0
 
     def plan(self) -> tuple[Plan, str, list[str]]:
         """Take the stored plan, or measure."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        devices = self._exchange.gather("devices", self._limit.as_json())
-        key = _fingerprint(self._base, self._first_zero, devices)
-        stored = self._exchange.decided("stored", self._stored(key) if self._rank == 0 else None)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        devices = self.exchange.gather("devices", self._limit.as_json())
+        key = _fingerprint(self.base, self._first_zero, devices)
+        stored = self.exchange.decided("stored", self._stored(key) if self.rank == 0 else None)
         if stored is None:
             stored = self._measured(key, devices)
         plan = _plan_of(stored["plan"])
-        hashes = self._exchange.gather("agreed", plan_hash(plan))
+        hashes = self.exchange.gather("agreed", plan_hash(plan))
         if len(set(hashes)) > 1:
             raise _Problem(f"ranks have different plans: {hashes}")
-        if self._rank == 0:
+        if self.rank == 0:
             sys.stderr.write(f"megatron_het: {stored['summary']}\n")
             sys.stderr.flush()
-        return plan, str(self._plan_file), [*self._words, *extra_words(plan, self._words)]
+        return plan, str(self._plan_file), [*self.words, *extra_words(plan, self.words)]
 
     def _stored(self, key: str) -> dict[str, Any] | None:
         """Returns what an earlier start with the same devices has left (rank 0)."""
         try:
-            found = read_json(self._folder / "measured.json")
+            found = read_json(self.folder / "measured.json")
             if found.get("format") != MEASURED_FORMAT or found.get("key") != key:
                 return None
             plan = load_plan(self._plan_file)
@@ -296,14 +288,14 @@ class _Maker:
         else:
             raise _Problem(f"one sequence does not fit at any ZeRO stage: {tried[-1]['problems']}")
         mine = {"sizes": curve.sizes, "seconds": curve.seconds, "communication_s": self._pass_s}
-        rows = self._exchange.gather(f"curves/{zero}", mine)
+        rows = self.exchange.gather(f"curves/{zero}", mine)
         curves = [Curve(tuple(row["sizes"]), tuple(row["seconds"])) for row in rows]
         names = [device["name"] for device in devices]
         result = None
-        if self._rank == 0:
+        if self.rank == 0:
             communication_s = max(row["communication_s"] for row in rows)
-            allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
-            plan = with_zero(self._base, zero, allocation.passes, names)
+            allocation = allocate(curves, self.base.training.global_batch_size, zero, communication_s)
+            plan = with_zero(self.base, zero, allocation.passes, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
             found = {
                 "format": MEASURED_FORMAT,
@@ -318,33 +310,33 @@ class _Maker:
                 "measured_in_s": round(time.monotonic() - started_s, 1),
             }
             save_plan(plan, self._plan_file)
-            write_json(self._folder / "measured.json", found)  # last: who finds it finds the plan
+            write_json(self.folder / "measured.json", found)  # last: who finds it finds the plan
             result = {"plan": plan.to_json(), "summary": summary}
-        return self._exchange.decided("result", result)
+        return self.exchange.decided("result", result)
 
     def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
         """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""
         names = [device["name"] for device in devices]
-        plan = with_zero(self._base, zero, [[1]] * self._world_size, names)
-        file = self._folder / f"measured-plan-rank-{self._rank}-zero-{zero}.json"
+        plan = with_zero(self.base, zero, [[1]] * self.world_size, names)
+        file = self.folder / f"measured-plan-rank-{self.rank}-zero-{zero}.json"
         save_plan(plan, file)
         request = {
-            "rank": self._rank,
-            "world_size": self._world_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "zero": zero,
             "plan": str(file),
-            "words": [*self._words, *extra_words(plan, self._words)],
+            "words": [*self.words, *extra_words(plan, self.words)],
             "limit_bytes": self._limit.limit_bytes,
-            "store": self._exchange.meeting(f"links/{zero}") if zero > 1 else None,
+            "store": self.exchange.meeting(f"links/{zero}") if zero > 1 else None,
         }
         self._say(
             f"measuring at ZeRO-{zero}: a training starts on every rank, then passes grow for {_SEARCH_S:g} s and "
-            f"are timed for {_CURVE_S:g} s at most; its logs are in {self._folder}"
+            f"are timed for {_CURVE_S:g} s at most; its logs are in {self.folder}"
         )
-        with MeasuringProcess(request, self._folder, self._exchange.check, _TIMEOUT_S) as process:
+        with MeasuringProcess(request, self.folder, self.exchange.check, _TIMEOUT_S) as process:
             opened = process.answer()
             first = process.ask(do="try", size=1) if opened["open"] else {"fits": False, **opened}
-            answers = self._exchange.gather(f"fits/{zero}", first)
+            answers = self.exchange.gather(f"fits/{zero}", first)
             problems = {f"rank {r}": answer["problem"] for r, answer in enumerate(answers) if not answer["fits"]}
             if problems:
                 tried.append({"zero": zero, "problems": problems})
@@ -359,7 +351,7 @@ class _Maker:
 
         Poplar, algorithm 1, without its first estimate: each trial is one pass.
         """
-        most = self._base.training.global_batch_size - self._world_size + 1  # the others have one sequence each
+        most = self.base.training.global_batch_size - self.world_size + 1  # the others have one sequence each
         end_s = time.monotonic() + _SEARCH_S
         fits, fails = 1, most + 1
         while fits < most and fails == most + 1 and time.monotonic() < end_s:
@@ -384,12 +376,12 @@ class _Maker:
             if answer["fits"]
             else f"does not fit ({one_line(answer['problem'], 160)})"
         )
-        self._say(f"a pass of {size} sequences {shown} on rank {self._rank}")
+        self._say(f"a pass of {size} sequences {shown} on rank {self.rank}")
         return answer["fits"]
 
     def _say(self, text: str) -> None:
         """One line of progress, from the first rank."""
-        if self._rank == 0:
+        if self.rank == 0:
             sys.stderr.write(f"megatron_het: automatic batches: {text}\n")
             sys.stderr.flush()
 
@@ -397,16 +389,16 @@ class _Maker:
         """Times of a few sizes.  All ranks measure at the same time: devices may share what makes them fast."""
         first, *between = _points(largest)
         sizes = [first, *between[-1:], *between[:-1]]  # where time runs out, the ends are known
-        rounds = max(self._exchange.gather(f"points/{zero}", len(sizes)))
+        rounds = max(self.exchange.gather(f"points/{zero}", len(sizes)))
         points: dict[int, list[float]] = {}
         end_s = time.monotonic() + _CURVE_S
         for turn in range(rounds):
             size = sizes[min(turn, len(sizes) - 1)]
-            self._say(f"timing passes, round {turn + 1} of {rounds}: {size} sequences on rank {self._rank}")
+            self._say(f"timing passes, round {turn + 1} of {rounds}: {size} sequences on rank {self.rank}")
             process.tell(do="time", size=size, repetitions=_REPETITIONS, seconds=_ROUND_S)
             points.setdefault(size, []).extend(process.answer()["seconds"])
             # The process goes on with its passes until everybody has an answer.
-            has_time = self._exchange.gather(f"round/{zero}/{turn}", time.monotonic() < end_s)
+            has_time = self.exchange.gather(f"round/{zero}/{turn}", time.monotonic() < end_s)
             if turn and not all(has_time):
                 break
         return Curve.of_passes(points)

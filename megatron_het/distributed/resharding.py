@@ -224,32 +224,19 @@ class ReplicaClass:
     leaders: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class ShardExchange:
-    """Exchange between the leaders of several classes.
+    """Exchange between the leaders of several classes."""
 
-    Args:
-        classes: All classes in the order in which contributions are added.
-        mine: Index of this rank's class.
-        class_group: Data-parallel group inside the class (this rank's).
-        leaders_group: Group of all leaders; None on other ranks.
-    """
+    classes: Sequence[ReplicaClass]  # all classes in the order in which contributions are added
+    mine: int  # index of this rank's class
+    tp_rank: int
+    class_group: dist.ProcessGroup  # data-parallel group inside the class (this rank's)
+    tp_group: dist.ProcessGroup
+    leaders_group: dist.ProcessGroup | None  # group of all leaders; None on other ranks
 
-    def __init__(
-        self,
-        classes: Sequence[ReplicaClass],
-        mine: int,
-        tp_rank: int,
-        class_group: dist.ProcessGroup,
-        tp_group: dist.ProcessGroup,
-        leaders_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._classes = classes
-        self._mine = mine
-        self._tp_rank = tp_rank
-        self._class_group = class_group
-        self._tp_group = tp_group
-        self._leaders_group = leaders_group
-        self._is_leader = leaders_group is not None and class_group.rank() == 0
+    def __post_init__(self) -> None:
+        self._is_leader = self.leaders_group is not None and self.class_group.rank() == 0
 
     def described(
         self,
@@ -264,10 +251,10 @@ class ShardExchange:
             select: The tensor to exchange, e.g. the main gradient.
             config: The model's configuration, which says of what TP ranks have summands; None where they were added up.
         """
-        cut = self._classes[self._mine].cut
+        cut = self.classes[self.mine].cut
         partial = (False, False) if config is None else (config.sequence_parallel, config.qk_layernorm)
         found = sharded_parameters(named, select, cut, *partial)
-        return with_all_experts(found, cut, self._tp_rank)
+        return with_all_experts(found, cut, self.tp_rank)
 
     def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace local gradients so that reducing them inside each class gives the global sum."""
@@ -277,7 +264,7 @@ class ShardExchange:
             if self._is_leader:
                 self._sum_over_classes(bucket)
             for parameter in bucket:  # the total stays in one place
-                if not self._is_leader or (parameter.partial and self._tp_rank > 0):
+                if not self._is_leader or (parameter.partial and self.tp_rank > 0):
                     parameter.tensor.zero_()
 
     def gather_reduced(self, parameters: Sequence[ShardedParameter], held: Sequence[tuple[int, int]]) -> None:
@@ -288,7 +275,7 @@ class ShardExchange:
             held: Of each, the elements ``[start, stop)`` of the flat gradient in which this rank has the class's sum.
                 They are disjoint among the members and together the whole; the rest of a gradient is overwritten.
         """
-        if self._class_group.size() == 1:
+        if self.class_group.size() == 1:
             return
         spans = {id(p): span for p, span in zip(parameters, held, strict=True)}
         for bucket in _buckets(parameters):
@@ -301,7 +288,7 @@ class ShardExchange:
 
     def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace parts of gradients, which add up to the class's sum, by the sum over classes, on all members."""
-        if self._class_group.size() > 1:
+        if self.class_group.size() > 1:
             for bucket in _buckets(parameters):
                 self._reduce_to_leader(bucket)
         self.sum_reduced(parameters)
@@ -311,7 +298,7 @@ class ShardExchange:
         for bucket in _buckets(parameters):
             if self._is_leader:
                 self._sum_over_classes(bucket)
-            if self._class_group.size() > 1:
+            if self.class_group.size() > 1:
                 self._broadcast_in_class(bucket)
 
     def copy_weights(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -319,47 +306,47 @@ class ShardExchange:
         for bucket in _buckets(parameters):
             if self._is_leader:
                 received = self._swap(bucket, senders=[0])
-                if self._mine != 0:
+                if self.mine != 0:
                     for parameter, total in zip(bucket, received[0], strict=True):
                         parameter.tensor.copy_(total)
-            if self._mine != 0 and self._class_group.size() > 1:
+            if self.mine != 0 and self.class_group.size() > 1:
                 self._broadcast_in_class(bucket)
 
     # -- inside a class ----------------------------------------------------------------------
 
     def _sum_partial(self, bucket: Sequence[ShardedParameter]) -> None:
         tensors = [p.tensor for p in bucket if p.partial]
-        if tensors and self._tp_group.size() > 1:
-            _in_one_message(tensors, lambda flat: dist.all_reduce(flat, group=self._tp_group))
+        if tensors and self.tp_group.size() > 1:
+            _in_one_message(tensors, lambda flat: dist.all_reduce(flat, group=self.tp_group))
 
     def _reduce_to_leader(self, bucket: Sequence[ShardedParameter]) -> None:
-        if self._class_group.size() > 1:
-            leader = dist.get_global_rank(self._class_group, 0)
-            _in_one_message([p.tensor for p in bucket], lambda flat: dist.reduce(flat, leader, group=self._class_group))
+        if self.class_group.size() > 1:
+            leader = dist.get_global_rank(self.class_group, 0)
+            _in_one_message([p.tensor for p in bucket], lambda flat: dist.reduce(flat, leader, group=self.class_group))
 
     def _broadcast_in_class(self, bucket: Sequence[ShardedParameter]) -> None:
-        leader = dist.get_global_rank(self._class_group, 0)
-        _in_one_message([p.tensor for p in bucket], lambda flat: dist.broadcast(flat, leader, group=self._class_group))
+        leader = dist.get_global_rank(self.class_group, 0)
+        _in_one_message([p.tensor for p in bucket], lambda flat: dist.broadcast(flat, leader, group=self.class_group))
 
     # -- across classes ----------------------------------------------------------------------
 
     def _sum_over_classes(self, bucket: Sequence[ShardedParameter]) -> None:
-        parts = self._swap(bucket, senders=range(len(self._classes)))
-        parts[self._mine] = [p.tensor.clone() for p in bucket]
+        parts = self._swap(bucket, senders=range(len(self.classes)))
+        parts[self.mine] = [p.tensor.clone() for p in bucket]
         for i, parameter in enumerate(bucket):
             total = parts[0][i]
-            for c in range(1, len(self._classes)):
+            for c in range(1, len(self.classes)):
                 total = total + parts[c][i]
             parameter.tensor.copy_(total)
 
     def _swap(self, bucket: Sequence[ShardedParameter], senders: Sequence[int]) -> dict[int, list[torch.Tensor]]:
         """Send my shards to all other classes, if mine is a sender; theirs of each parameter, in my shape."""
         outgoing, incoming = [], []
-        for c, cls in enumerate(self._classes):
+        for c, cls in enumerate(self.classes):
             for t, peer in enumerate(cls.leaders):
-                if c == self._mine:
+                if c == self.mine:
                     continue
-                if self._mine in senders:
+                if self.mine in senders:
                     flat = self._pack(bucket, cls.cut, t)
                     if flat.numel():
                         outgoing.append((peer, flat))
@@ -370,7 +357,7 @@ class ShardExchange:
                         buffer = bucket[0].tensor.new_empty(size)
                         incoming.append((peer, buffer, c, layout))
         self._run(outgoing, incoming)
-        result = {c: [torch.zeros_like(p.tensor) for p in bucket] for c in senders if c != self._mine}
+        result = {c: [torch.zeros_like(p.tensor) for p in bucket] for c in senders if c != self.mine}
         index = {id(p): i for i, p in enumerate(bucket)}
         for _, buffer, c, layout in incoming:
             offset = 0
@@ -384,8 +371,8 @@ class ShardExchange:
 
     def _run(self, outgoing: list, incoming: list) -> None:
         operations = [
-            dist.P2POp(dist.irecv, buffer, peer, group=self._leaders_group) for peer, buffer, _, _ in incoming
-        ] + [dist.P2POp(dist.isend, flat, peer, group=self._leaders_group) for peer, flat in outgoing]
+            dist.P2POp(dist.irecv, buffer, peer, group=self.leaders_group) for peer, buffer, _, _ in incoming
+        ] + [dist.P2POp(dist.isend, flat, peer, group=self.leaders_group) for peer, flat in outgoing]
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -398,27 +385,27 @@ class ShardExchange:
         A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
         """
         layout: list[tuple[ShardedParameter, Overlap | None]] = []
-        my_cut = self._classes[self._mine].cut
+        my_cut = self.classes[self.mine].cut
         for parameter in bucket:
             if parameter.dim < 0:
-                if tp_rank == self._tp_rank % cut.tp:
+                if tp_rank == self.tp_rank % cut.tp:
                     layout.append((parameter, None))
                 continue
-            mine = _segments(parameter, my_cut, self._tp_rank)
+            mine = _segments(parameter, my_cut, self.tp_rank)
             theirs = _segments(parameter, cut, tp_rank)
             layout.extend((parameter, overlap) for overlap in overlaps(mine, theirs))
         return layout
 
     def _pack(self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int) -> torch.Tensor:
         """The flat message for rank ``tp_rank`` of another class, in the order it expects."""
-        my_cut, parts = self._classes[self._mine].cut, []
+        my_cut, parts = self.classes[self.mine].cut, []
         for parameter in bucket:
             if parameter.dim < 0:
-                if self._tp_rank == tp_rank % my_cut.tp:
+                if self.tp_rank == tp_rank % my_cut.tp:
                     parts.append(parameter.tensor.reshape(-1))
                 continue
             theirs = _segments(parameter, cut, tp_rank)
-            mine = _segments(parameter, my_cut, self._tp_rank)
+            mine = _segments(parameter, my_cut, self.tp_rank)
             for overlap in overlaps(theirs, mine):
                 parts.append(_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1))
         return torch.cat(parts) if parts else bucket[0].tensor.new_empty(0)

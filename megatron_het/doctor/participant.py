@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -99,25 +100,17 @@ class Heart:
 SLACK_S = 30.0  # how much longer than a check's limit a rank waits for rank 0
 
 
+@dataclass(eq=False)
 class Participant:
-    """One rank.
+    """One rank."""
 
-    Args:
-        seat: Makes what a check is given, by the check's number.
-        checks: All checks, the same on every rank.
-        leave: Ends a process whose main thread hangs; ``os._exit`` but for tests.
-    """
+    store: Documents
+    seat: Callable[[int], Seat]  # makes what a check is given, by the check's number
+    checks: Sequence[Check]  # all checks, the same on every rank
+    rank: int
+    leave: Callable[[int], None] = os._exit  # ends a process whose main thread hangs; ``os._exit`` but for tests
 
-    def __init__(
-        self,
-        store: Documents,
-        seat: Callable[[int], Seat],
-        checks: Sequence[Check],
-        rank: int,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
-        self._store, self._seat, self._checks, self._rank = store, seat, checks, rank
-        self._leave = leave
+    def __post_init__(self) -> None:
         self._main = 0
 
     def run(self, limit_s: float) -> int:
@@ -130,21 +123,21 @@ class Participant:
             MeetingError: Rank 0 has gone.
         """
         started_s = time.monotonic()
-        for index, check in enumerate(self._checks):
+        for index, check in enumerate(self.checks):
             left_s = max(0.0, limit_s - (time.monotonic() - started_s)) + SLACK_S
-            go = hear(self._store, Keys.go(index), left_s)
-            if self._rank not in go["ranks"]:
+            go = hear(self.store, Keys.go(index), left_s)
+            if self.rank not in go["ranks"]:
                 if go["ranks"]:
                     return self._verdict(left_s)  # taken for lost
                 continue
             answer = self._measure(index, check, go["limit_s"])
-            if not self._store.has(Keys.answer(index, self._rank)):  # the watchdog may have been first
-                self._store.put(Keys.answer(index, self._rank), answer)
+            if not self.store.has(Keys.answer(index, self.rank)):  # the watchdog may have been first
+                self.store.put(Keys.answer(index, self.rank), answer)
         return self._verdict(SLACK_S)
 
     def _verdict(self, timeout_s: float) -> int:
-        code = int(hear(self._store, Keys.VERDICT, timeout_s))
-        self._store.put(Keys.bye(self._rank), True)
+        code = int(hear(self.store, Keys.VERDICT, timeout_s))
+        self.store.put(Keys.bye(self.rank), True)
         return code
 
     def _measure(self, index: int, check: Check, limit_s: float) -> dict[str, Any]:
@@ -154,7 +147,7 @@ class Participant:
         watchdog.daemon = True
         watchdog.start()
         try:
-            return {"data": check.measure(self._seat(index))}
+            return {"data": check.measure(self.seat(index))}
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: the other checks go on
@@ -168,11 +161,11 @@ class Participant:
         place = _place(frame) if frame is not None else "an unknown place"
         text = f"slow or stuck: not done after {limit_s:.0f} s, in {place}"
         with contextlib.suppress(MeetingError, RuntimeError):
-            self._store.put(Keys.answer(index, self._rank), {"error": text, "lost": True})
-            hear(self._store, Keys.VERDICT, 10 * SLACK_S)
-            self._store.put(Keys.bye(self._rank), True)
+            self.store.put(Keys.answer(index, self.rank), {"error": text, "lost": True})
+            hear(self.store, Keys.VERDICT, 10 * SLACK_S)
+            self.store.put(Keys.bye(self.rank), True)
             time.sleep(2.0)  # a main thread that came back leaves by itself
-        self._leave(1)
+        self.leave(1)
 
 
 def _place(frame: FrameType) -> str:

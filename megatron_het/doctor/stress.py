@@ -121,7 +121,7 @@ class _Copying(Executor):
         """Checks what came; what goes says which microbatch and slice it is of."""
         mark, found = mark_of(op, sends), self._arrived(arrives, op.key, state)
         if found is not None and not bool((found == mark).all()):
-            received = (o for o in self._programs[False].ops if (o.kind, o.key) == (arrives, op.key))
+            received = (o for o in self.programs[False].ops if (o.kind, o.key) == (arrives, op.key))
             senders = ", ".join(str(rank) for rank in sorted({o.peer for o in received}))
             raise RuntimeError(f"{op.label}: rank {senders} sent other values than have arrived")
         result = torch.full(call.shape(op), mark, dtype=call.dtype, device=call.device)

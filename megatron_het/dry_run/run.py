@@ -146,24 +146,21 @@ def _rebind(modules: Iterable[Any], stand_ins: Mapping[str, Any]) -> None:
 _COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
 
 
+@dataclass(eq=False)
 class _Held:
-    """Work under way, which keeps its tensors as long as the libraries do.
+    """Work under way, which keeps its tensors as long as the libraries do."""
 
-    Args:
-        work: What ``torch.distributed`` returned.
-        until_wait: Whether they are let go of by ``wait``, as NCCL's are; gloo's live as long as the work.
-    """
-
-    def __init__(self, work: Any, tensors: tuple[Any, ...], until_wait: bool) -> None:
-        self._work, self._tensors, self._until_wait = work, tensors, until_wait
+    work: Any  # what ``torch.distributed`` returned
+    tensors: tuple[Any, ...]
+    until_wait: bool  # whether they are let go of by ``wait``, as NCCL's are; gloo's live as long as the work
 
     def wait(self, *timeout: Any) -> Any:
-        if self._until_wait:
-            self._tensors = ()
-        return self._work.wait(*timeout)
+        if self.until_wait:
+            self.tensors = ()
+        return self.work.wait(*timeout)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+        return getattr(self.work, name)
 
 
 def _holding(collective: Callable[..., Any], *, until_wait: bool) -> Callable[..., Any]:

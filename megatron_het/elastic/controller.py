@@ -7,7 +7,7 @@ it has decided is in a file as well, so that it can be started again while the j
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +49,22 @@ _TRIES = 2
 _KEPT = 2  # generations whose documents stay on the board
 
 
+@dataclass(eq=False)
 class Controller:
-    """Decides which generation comes next.
+    """Decides which generation comes next."""
 
-    Args:
-        board: Served by this process.
-        planner: Makes plans.
-        state: File with what was decided.
-        nodes: Nodes to wait for before the first generation.
-        bounds: How long to wait.
-        is_replaced: Whether another controller has taken the job over.
-        fallback: Folder for checkpoints that cannot be written into ``--save``; empty for none.
-    """
+    board: ServedBoard  # served by this process
+    planner: Planner  # makes plans
+    state: Path  # file with what was decided
+    nodes: int  # nodes to wait for before the first generation
+    bounds: Bounds  # how long to wait
+    say: Callable[[str], None]
+    is_replaced: Callable[[], bool] = lambda: False  # whether another controller has taken the job over
+    fallback: str = ""  # folder for checkpoints that cannot be written into ``--save``; empty for none
 
-    def __init__(
-        self,
-        board: ServedBoard,
-        planner: Planner,
-        state: Path,
-        nodes: int,
-        bounds: Bounds,
-        say: Callable[[str], None],
-        is_replaced: Callable[[], bool] = lambda: False,
-        fallback: str = "",
-    ) -> None:
-        self._saves = Saves(fallback)
-        self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
-        self._bounds, self._say, self._is_replaced = bounds, say, is_replaced
-        self._file, self._lessons = StateFile(state, say), Lessons(planner, say)
+    def __post_init__(self) -> None:
+        self._saves = Saves(self.fallback)
+        self._file, self._lessons = StateFile(self.state, self.say), Lessons(self.planner, self.say)
         self._members: dict[int, Member] = {}
         self._newest = 0
         self._leaving: set[str] = set()
@@ -87,10 +75,10 @@ class Controller:
         self._failed_since: Moment | None = None
         self._gone: dict[int, str] = {}
         self._proved: list[Plan] = []
-        self._failures, self._progress = Failures(), Progress(bounds.stuck_s)
+        self._failures, self._progress = Failures(), Progress(self.bounds.stuck_s)
         self._told = 0
         self._misses: dict[str, int] = {}
-        self._arrivals, self._checks = Arrivals(nodes, bounds.start_s), Checks()
+        self._arrivals, self._checks = Arrivals(self.nodes, self.bounds.start_s), Checks()
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
@@ -100,7 +88,7 @@ class Controller:
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
         self._recover()
-        board.start()
+        self.board.start()
 
     def run(self) -> None:
         """Until the job is over.
@@ -122,8 +110,8 @@ class Controller:
 
     def _step(self) -> bool:
         """One round; whether the job is over."""
-        if self._is_replaced():
-            raise ReplacedError(f"another controller has taken over {self._state.parent}; this one ends")
+        if self.is_replaced():
+            raise ReplacedError(f"another controller has taken over {self.state.parent}; this one ends")
         self._listen()
         self._watch()
         self._prepare()
@@ -152,14 +140,14 @@ class Controller:
     # -- what others say -------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        while self._board.has(f"inbox/{self._read + 1}"):
+        while self.board.has(f"inbox/{self._read + 1}"):
             self._read += 1
             try:
-                message = self._board.get(f"inbox/{self._read}")
-                self._board.drop(f"inbox/{self._read}")
+                message = self.board.get(f"inbox/{self._read}")
+                self.board.drop(f"inbox/{self._read}")
                 self._hear(message)
             except (StoreError, KeyError, TypeError, ValueError, RecursionError) as error:
-                self._say(f"a message that makes no sense is left out: {shown(str(error))}")
+                self.say(f"a message that makes no sense is left out: {shown(str(error))}")
         retry = self._file.failure and time.monotonic() - self._tried_s > _SHOW_S
         if self._unwritten or retry:  # once for all messages: a busy disk takes half a second each time
             self._save()
@@ -184,16 +172,16 @@ class Controller:
             self._adopt(Generation.from_json(message["generation"]))
         elif kind == "leave":
             self._leaving.add(str(message["node"]))
-            self._say(f"node {message['node']} is to leave")
+            self.say(f"node {message['node']} is to leave")
             self._release()
         elif kind == "replan":
             self._replan()
 
     def _replan(self) -> None:
         try:
-            self._planner.renew()
+            self.planner.renew()
         except (ImportError, ValueError) as error:
-            self._say(f"a new plan was asked for, and nothing changes: {error}")
+            self.say(f"a new plan was asked for, and nothing changes: {error}")
         else:
             self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
 
@@ -206,13 +194,13 @@ class Controller:
             last = last_iteration(self.history)
             said = self._saves.note(int(message["generation"]), int(message["unsaved"]), last)
             if said:
-                self._say(f"{said}: {message['error']}")
+                self.say(f"{said}: {message['error']}")
 
     def _tell_waiting(self, why: str) -> None:
         """End the waits for a process of this generation."""
         assert self._generation is not None
-        if not self._board.has(self._generation.lost_key):
-            self._board.put(self._generation.lost_key, why)
+        if not self.board.has(self._generation.lost_key):
+            self.board.put(self._generation.lost_key, why)
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
         number, node = int(message["process"]), str(message["node"])
@@ -220,32 +208,32 @@ class Controller:
         known = self._members[number].identity if number in self._members else self._gone.get(number, identity)
         if known not in ("", identity):
             why = "its number is another process's, because the controller's file was older than the job"
-            self._board.put(f"refused/{number}", {"identity": identity, "why": why, "again": True})
+            self.board.put(f"refused/{number}", {"identity": identity, "why": why, "again": True})
             return
         self._signature = self._signature or signature
         if differs := refusal(signature, self._signature):
-            self._board.put(f"refused/{number}", {"identity": identity, "why": differs, "again": False})
+            self.board.put(f"refused/{number}", {"identity": identity, "why": differs, "again": False})
             self._gone[number], why = identity, f"worker {number} on {node} is refused: {differs}"
             self._arrivals.ended(node, 0, why)
-            self._say(why)
+            self.say(why)
             return
         self._leaving.discard(node)
         self._members[number] = Member(Process(number, node, str(message["device"])), identity=identity)
         self._arrivals.came(node, int(message.get("workers", 1)))
         self._give_no_number_below(number)  # a controller that is started again gives its number to nobody else
         self._unwritten = True
-        self._say(f"worker {number} on {node} is ready")
+        self.say(f"worker {number} on {node} is ready")
 
     def _give_no_number_below(self, number: int) -> None:
         if number > self._newest:
             self._newest = number
-            self._board.start_count("processes", number)
+            self.board.start_count("processes", number)
 
     def _adopt(self, generation: Generation) -> None:
         """Go on with a generation that workers run and this controller's file does not know."""
         if self._generation is not None and generation.number <= self._generation.number:
             return
-        self._say(f"the state in {self._state} is older than the job: generation {generation.number} runs")
+        self.say(f"the state in {self.state} is older than the job: generation {generation.number} runs")
         silent = [number for number, member in self._members.items() if member.beats < 0]
         for number in set(silent).difference(generation.ranks):
             del self._members[number]  # known from the file only; a sign of life makes it known again
@@ -264,7 +252,7 @@ class Controller:
 
     def _note_opened(self, message: dict[str, Any]) -> None:
         if message["padded_vocab_size"] is not None:
-            self._board.put("padded_vocab_size", message["padded_vocab_size"])
+            self.board.put("padded_vocab_size", message["padded_vocab_size"])
         if self.history and self._generation is not None and message["generation"] == self._generation.number:
             self._failures.over()
             self._progress.opened()
@@ -288,12 +276,12 @@ class Controller:
             if member.process.node in self._leaving and number not in ranks:
                 self._forget(number)
                 self._arrivals.ended(member.process.node, 0, "it has left")
-                self._board.put(f"gone/{number}", {"identity": member.identity})
-                self._say(f"worker {number} on {member.process.node} has left")
+                self.board.put(f"gone/{number}", {"identity": member.identity})
+                self.say(f"worker {number} on {member.process.node} has left")
 
     def _forget(self, number: int) -> None:
         self._gone[number] = self._members.pop(number).identity
-        self._board.drop(f"beat/{number}")
+        self.board.drop(f"beat/{number}")
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -305,29 +293,29 @@ class Controller:
                 self._failed_since = replace(self._failed_since, clock_s=self._failed_since.clock_s + gap_s)
         if now - self._shown_s > _SHOW_S:
             self._shown_s = now
-            self._board.put("status", self.status())
-            self._hear_beats(self._board.keys("beat/"), now)
+            self.board.put("status", self.status())
+            self._hear_beats(self.board.keys("beat/"), now)
         else:
             self._hear_beats([f"beat/{number}" for number in self._members], now)
         for number, member in list(self._members.items()):
-            if now - member.seen_s > self._bounds.lost_s:
+            if now - member.seen_s > self.bounds.lost_s:
                 self._kill(number, "no sign of life")
                 self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
         stuck = self._progress.is_stuck(self._reached(), last_iteration(self.history))
         if stuck and self._generation is not None and self._failed_since is None:
-            self._say(f"no iteration has ended for {self._bounds.stuck_s:g} s: all ranks leave their session")
+            self.say(f"no iteration has ended for {self.bounds.stuck_s:g} s: all ranks leave their session")
             self._tell_waiting("an iteration is stuck")
             self._failed_since = Moment()
 
     def _hear_beats(self, keys: Sequence[str], now_s: float) -> None:
         for key in keys:
             try:
-                beat = self._board.get(key)
+                beat = self.board.get(key)
                 if beat is not None:
                     self._hear_beat(beat, now_s)
             except (KeyError, TypeError, ValueError) as error:
-                self._board.drop(key)
-                self._say(f"a sign of life that makes no sense is left out: {shown(str(error))}")
+                self.board.drop(key)
+                self.say(f"a sign of life that makes no sense is left out: {shown(str(error))}")
 
     def _hear_beat(self, beat: Any, now_s: float) -> None:
         number, identity = int(beat["process"]), str(beat.get("identity", ""))
@@ -350,15 +338,15 @@ class Controller:
     def _kill(self, number: int, why: str) -> None:
         member = self._members.get(number)
         if member is not None:
-            self._board.put(f"kill/{number}", {"identity": member.identity, "why": why})
+            self.board.put(f"kill/{number}", {"identity": member.identity, "why": why})
 
     def _lose(self, number: int, why: str) -> None:
         if number not in self._members:
             if number not in self._gone:  # it was not ready yet
-                self._say(why)
+                self.say(why)
             return
         self._forget(number)
-        self._say(why)
+        self.say(why)
         if self._generation is None:
             return
         if number in self._generation.movers:
@@ -380,17 +368,17 @@ class Controller:
         """Have plans made for the pool that is there, and for what is left when any one node is lost."""
         pool = self._pool()
         numbers = frozenset(process.number for process in pool)
-        if numbers == self._prepared or len({p.node for p in pool}) < (self._nodes if self._generation is None else 1):
+        if numbers == self._prepared or len({p.node for p in pool}) < (self.nodes if self._generation is None else 1):
             return
         self._prepared = numbers
         without = ([p for p in pool if p.node != node] for node in sorted({p.node for p in pool}))
-        self._planner.prepare([pool, *(left for left in without if left)])
+        self.planner.prepare([pool, *(left for left in without if left)])
 
     def _perhaps_change(self, generation: Generation) -> None:
         """Nodes that leave, and newcomers with whom there is a better plan; every pool is looked at once."""
         pool = self._pool()
         staying = frozenset(process.number for process in pool)
-        if staying == self._considered or not self._planner.is_ready(pool):
+        if staying == self._considered or not self.planner.is_ready(pool):
             return  # the training goes on while a plan is made
         considered, self._considered = self._considered, staying
         if self._asked:
@@ -400,20 +388,20 @@ class Controller:
             self._want("a node leaves")
         elif staying - set(generation.ranks):
             try:
-                plan, _ = self._planner.plan(pool)
+                plan, _ = self.planner.plan(pool)
             except NoPlanError:
                 return
-            if not self._planner.is_better(plan, generation.plan):
+            if not self.planner.is_better(plan, generation.plan):
                 return
             if why := against(
                 plan, generation.plan, self.history, self._reached(), Moment().wall_s, rates=self._rates()
             ):
-                self._say(f"a node joins, and nothing changes: {why}")
+                self.say(f"a node joins, and nothing changes: {why}")
             elif (problems := self._problems(plan, staying - set(generation.ranks))) is None:
                 self._considered = considered  # the training goes on while a newcomer checks the plan
             elif problems:
-                self._planner.reject(plan, problems[0])
-                self._say(f"a node joins, and its plan is refused: {one_line('; '.join(problems), 1000)}")
+                self.planner.reject(plan, problems[0])
+                self.say(f"a node joins, and its plan is refused: {one_line('; '.join(problems), 1000)}")
                 self._considered = considered
             else:
                 self._want("a node joins")
@@ -422,7 +410,7 @@ class Controller:
         """See :class:`Checks`, made by a newcomer; a plan that has run needs none."""
         if plan in self._proved:
             return []
-        return self._checks.problems(plan, lambda asked: self._board.put(f"check/{min(newcomers)}", asked))
+        return self._checks.problems(plan, lambda asked: self.board.put(f"check/{min(newcomers)}", asked))
 
     def _plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """A plan for a pool; where the planner has none any more, one that has run.
@@ -431,7 +419,7 @@ class Controller:
             NoPlanError: There is none.
         """
         try:
-            return self._planner.plan(pool)
+            return self.planner.plan(pool)
         except NoPlanError:
             for plan in reversed(self._proved):
                 ranks = assign(plan, pool)
@@ -443,23 +431,23 @@ class Controller:
         if self._generation is None or self._wanted is not None:
             return
         try:
-            self._planner.plan(self._pool())  # while the training goes on; a change without one would end the job
+            self.planner.plan(self._pool())  # while the training goes on; a change without one would end the job
         except NoPlanError as error:
-            self._say(f"{reason}, and nothing changes: {error}")
+            self.say(f"{reason}, and nothing changes: {error}")
             return
         self._wanted = (reason, Moment())
-        self._board.put(f"{self._generation.number}/wanted", reason)
-        self._say(f"{reason}: all ranks leave after the next iteration")
+        self.board.put(f"{self._generation.number}/wanted", reason)
+        self.say(f"{reason}: all ranks leave after the next iteration")
 
     def _after_failure(self, generation: Generation, alive: Sequence[int]) -> None:
         """Wait until the survivors have left their session, in bounded time, then go on with them."""
         self._failed_since = self._failed_since or Moment()
         running = [process for process in alive if process not in self._ended]
-        if running and self._failed_since.ago_s() < self._bounds.leave_s:
+        if running and self._failed_since.ago_s() < self.bounds.leave_s:
             return
         for process in running:
             self._kill(process, "it did not leave its session")
-            self._lose(process, f"worker {process} did not leave its session in {self._bounds.leave_s:g} s")
+            self._lose(process, f"worker {process} did not leave its session in {self.bounds.leave_s:g} s")
         if not self._can_go_on(self._failed_since):
             return
         dead = sum(process not in self._members for process in generation.ranks)
@@ -480,8 +468,8 @@ class Controller:
         if not is_refused and self._misses[key] < _TRIES:
             return False
         why = next((ended["error"] for ended in self._ended.values() if ended["error"]), "it did not open")
-        self._planner.reject(plan, one_line(why, 1000))
-        self._say(f"plan {key} is given up: {why}")
+        self.planner.reject(plan, one_line(why, 1000))
+        self.say(f"plan {key} is given up: {why}")
         return True
 
     def _can_go_on(self, since: Moment) -> bool:
@@ -489,10 +477,10 @@ class Controller:
         try:
             self._plan(self._pool())
         except NoPlanError as error:
-            if since.ago_s() >= self._bounds.return_s:
+            if since.ago_s() >= self.bounds.return_s:
                 return True  # the next step says so
             if not self._waits:
-                self._say(f"{error}. Workers may come back for {self._bounds.return_s:g} s")
+                self.say(f"{error}. Workers may come back for {self.bounds.return_s:g} s")
             self._waits = True
             return False
         self._waits = False
@@ -526,14 +514,14 @@ class Controller:
         self._progress.begin()
         self._considered = frozenset()
         self._save()
-        self._say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
+        self.say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
 
     def _publish(self, generation: Generation) -> None:
         """Let the workers begin a generation; the documents of those that are over go."""
-        self._board.put(f"{generation.number}/generation", generation.to_json())
-        self._board.put("latest", generation.number)
-        if old := self._board.keys(f"{generation.number - _KEPT}/"):
-            self._board.drop(*old)
+        self.board.put(f"{generation.number}/generation", generation.to_json())
+        self.board.put("latest", generation.number)
+        if old := self.board.keys(f"{generation.number - _KEPT}/"):
+            self.board.drop(*old)
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -550,9 +538,9 @@ class Controller:
             "newest": self._newest,
             "under_way": self._wanted[0] if self._wanted else "a session failed" if self._failed_since else "",
             "leaving": sorted(self._leaving),
-            "nodes": self._nodes,
+            "nodes": self.nodes,
             "corrected": self._lessons.corrected,
-            "strangers": self._board.strangers.to_json(),
+            "strangers": self.board.strangers.to_json(),
             "unwritten": self._file.failure,
             "history": self.history,
         }
@@ -562,13 +550,13 @@ class Controller:
         self._tried_s = time.monotonic()
         self._file.write(json.dumps(document, indent=1))
         self._unwritten = False  # what could not be written is tried again every second
-        self._board.put("status", document)
+        self.board.put("status", document)
 
     def _recover(self) -> None:
         """Go on with the job that the file describes, if there is one."""
-        if not self._state.exists():
+        if not self.state.exists():
             return
-        if (found := recalled(self._state, self._say)) is None:
+        if (found := recalled(self.state, self.say)) is None:
             return
         self._give_no_number_below(found.newest)
         if found.generation is None:
@@ -582,8 +570,8 @@ class Controller:
             self._progress.opened()
             self._proved.append(self._generation.plan)
         self._publish(self._generation)
-        self._say(f"goes on with generation {self._generation.number} and {len(self._members)} workers")
+        self.say(f"goes on with generation {self._generation.number} and {len(self._members)} workers")
 
     def _end(self, error: str) -> None:
         self._save(over=True, error=error)
-        self._board.put("over", {"error": error})
+        self.board.put("over", {"error": error})

@@ -79,39 +79,25 @@ class Leave(BaseException):
         self.snapshot = snapshot
 
 
+@dataclass(eq=False)
 class ElasticBoundary(Boundary):
-    """The boundary of one generation in one process.
+    """The boundary of one generation in one process."""
 
-    Args:
-        store: Where everybody meets; its keys are those of the job.
-        timeout_s: Bound on every wait of the change, in seconds.
-        copies: What this process holds of earlier generations and is to hold of this one.
-        leaves_at: Whether all ranks leave at a boundary; the same answer on all ranks.
-        padded_vocab_size: Of the first generation; None in it.
-        datasets: Of earlier sessions of this process.
-    """
+    generation: Generation
+    process: int
+    job_store: Documents  # where everybody meets; its keys are those of the job
+    timeout_s: float  # bound on every wait of the change, in seconds
+    copies: Copies  # what this process holds of earlier generations and is to hold of this one
+    leaves_at: LeavesAt  # whether all ranks leave at a boundary; the same answer on all ranks
+    padded_vocab_size: int | None  # of the first generation; None in it
+    datasets: Kept  # of earlier sessions of this process
 
     restores = True
     outlives_sessions = True
 
-    def __init__(
-        self,
-        generation: Generation,
-        process: int,
-        store: Documents,
-        timeout_s: float,
-        copies: Copies,
-        leaves_at: LeavesAt,
-        padded_vocab_size: int | None,
-        datasets: Kept,
-    ) -> None:
-        self.generation, self.process, self._timeout_s = generation, process, timeout_s
-        self._job_store = store
-        use_store(store.under(str(generation.number)))
-        self.store = meeting_of(generation, "world", store, timeout_s)
-        self._copies, self._leaves_at = copies, leaves_at
-        self.padded_vocab_size = padded_vocab_size
-        self._datasets = datasets
+    def __post_init__(self) -> None:
+        use_store(self.job_store.under(str(self.generation.number)))
+        self.store = meeting_of(self.generation, "world", self.job_store, self.timeout_s)
         self.trainee: Trainee | None = None
         self.restored: Restored | None = None
         self.iteration: int | None = None
@@ -142,7 +128,7 @@ class ElasticBoundary(Boundary):
 
     def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """Datasets stay."""
-        return remembered(provider, self._datasets)
+        return remembered(provider, self.datasets)
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
         """Take over the state, if there is one."""
@@ -154,16 +140,16 @@ class ElasticBoundary(Boundary):
         links = None
         if self.generation.loads:
             session.materialise_parameters()
-            links = open_links(self.generation, self.process, self._job_store, self._timeout_s)
+            links = open_links(self.generation, self.process, self.job_store, self.timeout_s)
             try:
-                self.restored = restore(links, self._copies.snapshots, self.trainee)
+                self.restored = restore(links, self.copies.snapshots, self.trainee)
             except BaseException:
                 links.close()
                 raise
         self.times["loaded"] = time.time()
         self._open_copies(rank, links)
         if self.restored is not None:
-            self._copies.restored(self.restored.iteration)
+            self.copies.restored(self.restored.iteration)
             return self.restored.iteration, self.restored.flops
         if self.generation.loads:
             _load_newest_checkpoint(args, [self._saved_in or "", self.generation.fallback])
@@ -185,10 +171,10 @@ class ElasticBoundary(Boundary):
         self.iteration = iteration
         watch = session.feature("watch")
         self.drift = watch.news() if isinstance(watch, RankWatch) else None
-        if self._leaves_at(iteration):
+        if self.leaves_at(iteration):
             session.materialise_parameters()
             assert self.trainee is not None
-            self._copies.wait()
+            self.copies.wait()
             finish_saves()
             snapshot = take(self.trainee, iteration)
             self.check()
@@ -196,7 +182,7 @@ class ElasticBoundary(Boundary):
             raise Leave(snapshot)
         assert self.trainee is not None
         self._choose_folder(self.trainee.args, iteration + 1)
-        self._copies.keep(session, self.trainee, iteration, self.check)
+        self.copies.keep(session, self.trainee, iteration, self.check)
 
     def check(self) -> None:
         """Raises RuntimeError where a process is lost: an aborted communicator gives wrong values without an error."""
@@ -227,20 +213,20 @@ class ElasticBoundary(Boundary):
 
     def closed(self) -> None:
         """The session is over, however it ended."""
-        self._copies.close()
+        self.copies.close()
         self.trainee = None
 
     def _open_copies(self, rank: int, links: Links | None) -> None:
         """Over the connections of the change where all members are ranks; others would cost time once more."""
-        every, size = self._copies.pace.every, len(self.generation.ranks)
+        every, size = self.copies.pace.every, len(self.generation.ranks)
         if links is not None and not (every and links.size == size):
             links.close()
             links = None
         if every:
             if links is None:
-                meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
-                links = Links(meeting, rank, size, self._timeout_s)
-            self._copies.open(self.generation, rank, links)
+                meeting = meeting_of(self.generation, "copies", self.job_store, self.timeout_s)
+                links = Links(meeting, rank, size, self.timeout_s)
+            self.copies.open(self.generation, rank, links)
 
 
 def open_links(generation: Generation, process: int, store: Documents, timeout_s: float) -> Links:

@@ -276,7 +276,7 @@ class Worker:
         boundary = ElasticBoundary(
             generation=generation,
             process=setting.process,
-            store=self._board,
+            job_store=self._board,
             timeout_s=setting.timeout_s,
             copies=self._copies,
             leaves_at=news.leaves_at,

@@ -55,36 +55,26 @@ class _PendingSend:
     label: str
 
 
+@dataclass(eq=False)
 class Channels:
     """This rank's ends of all edges that a plan's programs use.
 
-    Args:
-        links: The links of this rank's edges (``distributed/groups.py``).
-        transport: ``nccl``, ``gloo`` or ``staged``.
-        timeout_s: Bound on every wait, in seconds.
-        pending_per_edge: Sends to one peer that may be under way on gloo, None for any number.
-            With many small transfers, as of slices, those that have left would otherwise fill the
-            memory until the end of the iteration.  Not for programs with collectives of replicas
-            between their operations.
-
     Attributes:
+        pending_per_edge: Sends to one peer that may be under way on gloo, None for any number. With many small
+            transfers, as of slices, those that have left would otherwise fill the memory until the end of the
+            iteration.  Not for programs with collectives of replicas between their operations.
         log: Where transfers are logged; None for nowhere.
         posted: The last transfers, in words, with the time of their post; for messages.
     """
 
-    def __init__(
-        self,
-        links: Mapping[Edge, Link],
-        transport: str,
-        timeout_s: float,
-        rank: int,
-        pending_per_edge: int | None = None,
-    ) -> None:
-        self._links = links
-        self._transport = transport
-        self._pending_per_edge = pending_per_edge
-        self._timeout = timedelta(seconds=timeout_s)
-        self._rank = rank
+    links: Mapping[Edge, Link]  # the links of this rank's edges (``distributed/groups.py``)
+    transport: str  # ``nccl``, ``gloo`` or ``staged``
+    timeout_s: float  # bound on every wait, in seconds
+    rank: int
+    pending_per_edge: int | None = None
+
+    def __post_init__(self) -> None:
+        self._timeout = timedelta(seconds=self.timeout_s)
         self._sends: list[_PendingSend] = []
         self._posting: torch.cuda.Stream | None = None
         self.log: TransferLog | None = None
@@ -93,7 +83,7 @@ class Channels:
     @property
     def on_device(self) -> bool:
         """Whether transfers run on the device, where the host has to wait for them at times (``nccl``)."""
-        return self._transport == "nccl"
+        return self.transport == "nccl"
 
     def moment(self, device: torch.device) -> Moment | None:
         """Mark how far the compute stream has come; None where transfers do not run on a CUDA device."""
@@ -125,13 +115,13 @@ class Channels:
             after: The send begins when the compute stream has come so far; None for all that it was given.
         """
         self._drop_finished_sends(dst)
-        if self._transport == "staged":
+        if self.transport == "staged":
             # The default keeps strides, which gloo refuses.  The host waits here: gloo sends what lies in host memory.
             tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
         try:
-            link = self._links[self._rank, dst]
+            link = self.links[self.rank, dst]
             with self._ordered(after):
                 work = dist.isend(tensor, dst, group=link.group, tag=link.tag)
         except RuntimeError as error:
@@ -146,10 +136,10 @@ class Channels:
     def receive(self, target: torch.Tensor, src: int, label: str, after: Moment | None = None) -> PendingReceive:
         """Post a receive into a contiguous view, which ``wait_receive`` completes; ``after`` as for :meth:`send`."""
         host = None
-        if self._transport == "staged":
+        if self.transport == "staged":
             host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)
         try:
-            link = self._links[src, self._rank]
+            link = self.links[src, self.rank]
             with self._ordered(after):
                 work = dist.irecv(target if host is None else host, src, group=link.group, tag=link.tag)
         except RuntimeError as error:
@@ -201,21 +191,21 @@ class Channels:
         this one are projections of one order, in which that send and its receive come before
         everything that this rank does from here on.
         """
-        if self._transport == "nccl":
+        if self.transport == "nccl":
             if self._sends and self._sends[0].work.is_completed():
                 self._sends = [s for s in self._sends if not s.work.is_completed()]
             return
-        if self._pending_per_edge is None:
+        if self.pending_per_edge is None:
             return
         under_way = [s for s in self._sends if s.peer == dst]
-        if len(under_way) >= self._pending_per_edge:
+        if len(under_way) >= self.pending_per_edge:
             oldest = under_way[0]
             self._wait(oldest.work, "send to", oldest.peer, oldest.label)
             self._sends = [s for s in self._sends if s is not oldest]
 
     def _wait(self, work: dist.Work, verb: str, peer: int, label: str) -> None:
         try:
-            if self._transport == "nccl":
+            if self.transport == "nccl":
                 work.wait()  # the watchdog enforces the group's timeout
             else:
                 work.wait(self._timeout)
@@ -225,7 +215,7 @@ class Channels:
     def _failure(self, verb: str, peer: int, label: str, cause: object) -> TransferError:
         now = time.strftime("%H:%M:%S")
         return TransferError(
-            f"[{now}] rank {self._rank}: {label}: {verb} rank {peer} failed "
+            f"[{now}] rank {self.rank}: {label}: {verb} rank {peer} failed "
             f"(timeout {self._timeout.total_seconds():.0f} s): {cause}. "
             f"Rank {peer} has probably stopped; look at its log first."
         )

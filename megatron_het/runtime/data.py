@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -228,25 +229,21 @@ def routed_loader(
     )
 
 
+@dataclass(eq=False)
 class SkippingIterator:
     """A replica's microbatches for the schedule, and whole iterations for Megatron (``--iterations-to-skip``).
 
     To skip an iteration Megatron draws as many microbatches as the batch has from every rank, outside of the
     schedule, and throws them away.  This rank has only its own: it gives these first and then the last one
     again, so that its next one is the first of the next iteration.
-
-    Args:
-        own: This replica's microbatches; None on a rank that reads nothing.
-        count: Of them, per iteration.
-        num_draws: How often Megatron draws to skip an iteration.
-        is_scheduled: Whether the schedule draws, asked at every draw.
     """
 
-    def __init__(self, own: Iterator[Any] | None, count: int, num_draws: int, is_scheduled: Callable[[], bool]) -> None:
-        self._own = own
-        self._count = count
-        self._num_draws = num_draws
-        self._is_scheduled = is_scheduled
+    own: Iterator[Any] | None  # this replica's microbatches; None on a rank that reads nothing
+    count: int  # of them, per iteration
+    num_draws: int  # how often Megatron draws to skip an iteration
+    is_scheduled: Callable[[], bool]  # whether the schedule draws, asked at every draw
+
+    def __post_init__(self) -> None:
         self._drawn = 0
         self._last: dict[str, Any] = {}
 
@@ -254,13 +251,13 @@ class SkippingIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._own is None:
+        if self.own is None:
             return {}
-        if self._is_scheduled():
-            return next(self._own)
-        if self._drawn < self._count:
-            self._last = next(self._own)
-        self._drawn = (self._drawn + 1) % self._num_draws
+        if self.is_scheduled():
+            return next(self.own)
+        if self._drawn < self.count:
+            self._last = next(self.own)
+        self._drawn = (self._drawn + 1) % self.num_draws
         return dict(self._last)  # Megatron changes what it gets
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -96,44 +97,28 @@ class ExecutorError(RuntimeError):
     """The program and the call do not fit, or the program left work undone."""
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs rank programs.
-
-    Args:
-        programs: Rank program by ``forward_only``.
-        channels: This rank's transfers.
-        loss_chunk: Chunk of this rank that ends in the loss; None where none does.
-        num_chunks: Model chunks on this rank.
-        tells_chunk: Whether Megatron is told of which chunk a forward is: where some rank has several.
-        timeline: Records when every operation ran.
-        features: What else runs, in the order in which it is called.
-        batches: What forwards read.
 
     Raises:
         ExecutorError: The programs have operations that nobody executes, or two features execute one kind.
     """
 
-    def __init__(
-        self,
-        programs: Mapping[bool, RankProgram],
-        channels: Channels,
-        *,
-        loss_chunk: int | None,
-        num_chunks: int,
-        tells_chunk: bool,
-        timeline: Timeline,
-        features: Sequence[RuntimeFeature] = (),
-        batches: Batches | None = None,
-    ) -> None:
-        self._programs = programs
-        self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
-        self._channels = channels
-        self._loss_chunk = loss_chunk
-        self._num_chunks = num_chunks
-        self._tells_chunk = tells_chunk
-        self._timeline = timeline
-        self._features = tuple(features)
-        self._batches = batches or Batches()
+    programs: Mapping[bool, RankProgram]  # rank program by ``forward_only``
+    channels: Channels  # this rank's transfers
+    _: KW_ONLY
+    loss_chunk: int | None  # chunk of this rank that ends in the loss; None where none does
+    num_chunks: int  # model chunks on this rank
+    tells_chunk: bool  # whether Megatron is told of which chunk a forward is: where some rank has several
+    timeline: Timeline  # records when every operation ran
+    features: Sequence[RuntimeFeature] = ()  # what else runs, in the order in which it is called
+    batches: Batches | None = None  # what forwards read
+
+    def __post_init__(self) -> None:
+        self._sync_points = {mode: sync_points(program.ops, self.num_chunks) for mode, program in self.programs.items()}
+        self._features = tuple(self.features)
+        self._batches = self.batches or Batches()
         self.current = ""
         """Label of the operation that runs, for messages."""
         self.since_s: float | None = None
@@ -154,7 +139,7 @@ class Executor:
             if twice := handlers.keys() & found.keys():
                 raise ExecutorError(f"{feature.name}: {sorted(k.name for k in twice)} have a handler already")
             handlers |= found
-        kinds = {op.kind for program in self._programs.values() for op in program.ops}
+        kinds = {op.kind for program in self.programs.values() for op in program.ops}
         if missing := kinds - handlers.keys():
             names = ", ".join(sorted(kind.name for kind in missing))
             raise ExecutorError(f"nothing executes {names}: the feature that does is not open")
@@ -162,7 +147,7 @@ class Executor:
 
     def run(self, call: Call) -> Iteration:
         """Run one iteration and return what it left (reports of the last stage, token count)."""
-        program = self._programs[call.forward_only]
+        program = self.programs[call.forward_only]
         if call.num_microbatches != program.num_microbatches:
             raise ExecutorError(
                 f"the program has {program.num_microbatches} microbatches, "
@@ -181,14 +166,14 @@ class Executor:
         for feature in self._features:
             chosen = feature.program(call, program)
             if chosen is not program:
-                program, points = chosen, sync_points(chosen.ops, self._num_chunks)
+                program, points = chosen, sync_points(chosen.ops, self.num_chunks)
         for index, op in enumerate(program.ops):
             self.current, self.since_s = op.label, time.monotonic()
             for feature in self._features if index == program.losses_known else ():
                 feature.losses_known(call, state)
             for chunk in points.get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
-            with record_function(op.label), self._timeline.measure(op):
+            with record_function(op.label), self.timeline.measure(op):
                 for feature in self._features if op.kind in PARTS else ():
                     feature.before_part(op, state)
                 self._handlers[op.kind](op, call, state)
@@ -196,7 +181,7 @@ class Executor:
             feature.finish(call, state)
         for feature in self._features:
             feature.weigh_losses(call, state)
-        self._channels.wait_sends()
+        self.channels.wait_sends()
         self._check_nothing_left(state)
         self._batches.forget()
         return state
@@ -206,7 +191,7 @@ class Executor:
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         from megatron.core.pipeline_parallel import schedules
 
-        key, is_last = op.key, op.chunk == self._loss_chunk
+        key, is_last = op.key, op.chunk == self.loss_chunk
         source = self._arrived(Kind.RECV_FORWARD, key, state)
         if source is not None and not call.forward_only:
             source.requires_grad_()
@@ -248,7 +233,7 @@ class Executor:
             call.collect_non_loss_data,
             current_microbatch=forward.op.microbatch if forward.number is None else forward.number,
             is_last_stage=forward.ends_in_loss,
-            **({"vp_stage": chunk} if self._tells_chunk else {}),
+            **({"vp_stage": chunk} if self.tells_chunk else {}),
         )
         # Every chunk would keep the input of its last microbatch until its next forward.
         get_attr_wrapped_model(model, "set_input_tensor")(None)
@@ -277,7 +262,7 @@ class Executor:
 
     def _hold_gradient_sync(self, call: Call, state: Iteration) -> None:
         """Suppress DDP's reduction until a chunk's gradients are about to be complete."""
-        for chunk in range(self._num_chunks):
+        for chunk in range(self.num_chunks):
             stack = contextlib.ExitStack()
             no_sync = call.config.no_sync_func
             if isinstance(no_sync, list):
@@ -288,7 +273,7 @@ class Executor:
 
     def _keep_for_send(self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration) -> None:
         """Keep a result for its sends; a replicated result may have none on this rank."""
-        program = self._programs[call.forward_only]
+        program = self.programs[call.forward_only]
         if (kind, key) in program.sends:
             state.to_send[kind, key] = tensor
         consumer = program.handovers.get((kind, key))
@@ -299,7 +284,7 @@ class Executor:
 
     def _send(self, op: RankOp, call: Call, state: Iteration) -> None:
         tensor = state.to_send[op.kind, op.key]
-        self._channels.send(tensor[call.rows(op)], op.peer, op.label)
+        self.channels.send(tensor[call.rows(op)], op.peer, op.label)
         if op.is_final_piece:
             del state.to_send[op.kind, op.key]
 
@@ -309,7 +294,7 @@ class Executor:
             buffer = torch.empty(call.shape(op), dtype=call.dtype, device=call.device)
             state.receives[slot] = (buffer, [])
         buffer, pending = state.receives[slot]
-        pending.append(self._channels.receive(buffer[call.rows(op)], op.peer, op.label))
+        pending.append(self.channels.receive(buffer[call.rows(op)], op.peer, op.label))
 
     def _arrived(self, kind: Kind, key: Key, state: Iteration) -> torch.Tensor | None:
         """The received tensor of a compute operation, or None when it has none."""
@@ -317,9 +302,9 @@ class Executor:
         if slot is None:
             return None
         buffer, pending = slot
-        with self._timeline.waiting():
+        with self.timeline.waiting():
             for receive in pending:
-                self._channels.wait_receive(receive)
+                self.channels.wait_receive(receive)
         return buffer
 
     def _check_nothing_left(self, state: Iteration) -> None:

@@ -125,38 +125,29 @@ _RECEIVES = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
 _GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
 
 
+@dataclass(eq=False)
 class ContextExchange:
     """This rank's part in the exchange.
 
-    Args:
-        programs: This rank's programs, by whether they only run forwards.
-        units: Which tokens of each rank exchange units are: context-parallel ranks hold parts of slices.
-        layers: Layers of every chunk that exchange attention, from its first with any.
-        keys_channels: Carry keys and values.
-        channels: Carry queries and results; not used by anything else, because inside a pass their order
-            is by layer and not by the program.
-        timeline: Learns what was waiting.
-        keep: Whether helpers add up the gradients of the keys and values that they keep.
+    Attributes:
+        channels: Carry queries and results; not used by anything else, because inside a pass their order is by layer
+            and not by the program.
     """
 
-    def __init__(
-        self,
-        programs: Mapping[bool, RankProgram],
-        units: Units,
-        rank: int,
-        layers: int,
-        keys_channels: Channels,
-        channels: Channels,
-        timeline: Timeline,
-        device: torch.device,
-        keep: bool = False,
-    ) -> None:
-        self._units, self._rank, self._layers = units, rank, layers
-        self._channels, self._timeline = channels, timeline
-        self._device, self._keep, self._keys_channels = device, keep, keys_channels
-        self._modes = {mode: self._held_keys(program) for mode, program in programs.items()}
+    programs: Mapping[bool, RankProgram]  # this rank's programs, by whether they only run forwards
+    units: Units  # which tokens of each rank exchange units are: context-parallel ranks hold parts of slices
+    rank: int
+    layers: int  # layers of every chunk that exchange attention, from its first with any
+    keys_channels: Channels  # carry keys and values
+    channels: Channels
+    timeline: Timeline  # learns what was waiting
+    device: torch.device
+    keep: bool = False  # whether helpers add up the gradients of the keys and values that they keep
+
+    def __post_init__(self) -> None:
+        self._modes = {mode: self._held_keys(program) for mode, program in self.programs.items()}
         self._keys = self._modes[False]
-        self._returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        self._returned = returned_units(self.programs[False], Kind.ATTEND_GIVE_BACKWARD, self.keep)
         self.returned = self._returned
         """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
         self._limits: Limits | None = None
@@ -185,7 +176,7 @@ class ContextExchange:
             kernels: Names of the attention kernels to choose from; nothing for all.
         """
         self._kernels = kernels
-        self._modules = [chunk[: self._layers] for chunk in modules]
+        self._modules = [chunk[: self.layers] for chunk in modules]
         for chunk in self._modules:
             for layer, module in enumerate(chunk):
                 module.exchange = _Layer(self, layer)
@@ -199,7 +190,7 @@ class ContextExchange:
             groups=attention.num_query_groups_per_partition,
             channels=head_width(attention),
             dtype=attention.config.params_dtype,
-            device=self._device,
+            device=self.device,
         )
 
     def shape(self, op: RankOp) -> AttentionShape:
@@ -207,12 +198,12 @@ class ContextExchange:
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
         heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)
-        tokens = self._units.slice_tokens(op.microbatch, op.slice)
+        tokens = self.units.slice_tokens(op.microbatch, op.slice)
         return replace(whole, slice_tokens=tokens, batch=batch, groups=groups, heads=heads)
 
     def first_token(self, op: RankOp, unit: int) -> int:
         """Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
-        return self._units.first(self._rank if op.kind in OWNERS else op.peer, op.microbatch, unit)
+        return self.units.first(self.rank if op.kind in OWNERS else op.peer, op.microbatch, unit)
 
     def of_heads(self, op: RankOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The message with an operation's heads of tensors ``[s, b, heads, d]`` and log-sum-exps ``[b, heads, s]``."""
@@ -240,17 +231,17 @@ class ContextExchange:
             limits: What slices see.
         """
         self._keys, self._limits = self._held_keys(program), limits
-        self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self._keep)
+        self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self.keep)
 
     def _held_keys(self, program: RankProgram) -> ExchangedKeys:
-        return ExchangedKeys(program, self.first_token, self._keys_channels, self._keep)
+        return ExchangedKeys(program, self.first_token, self.keys_channels, self.keep)
 
     def handle(self, op: RankOp) -> None:
         """Run one operation of the exchange."""
         if op.kind in _SENDS:
             self._keys.send(op, self._modules[op.chunk], self.shape(op))
         elif op.kind in _RECEIVES:
-            self._keys.receive(op, self._layers, self.shape(op))
+            self._keys.receive(op, self.layers, self.shape(op))
         elif op.kind in _GIVES:
             self._gives.append(op)
         elif op.kind in HELPS:
@@ -268,7 +259,7 @@ class ContextExchange:
                 shape = self.shape(op)
                 like = torch.empty(shape.channels, dtype=shape.dtype, device=shape.device)
                 self._kernel = choose_kernel(Setting.of(like), self._kernels)
-            for _ in range(self._layers):
+            for _ in range(self.layers):
                 self.give((), None)
                 self.help(self._kernel, self._scale)
                 self._answer(slot)
@@ -288,14 +279,14 @@ class ContextExchange:
         gives, helps = tuple(self._gives), tuple(self._helps)
         self._gives.clear()
         self._helps.clear()
-        slot = Slot(gives, helps, is_backward, self._layers)
+        slot = Slot(gives, helps, is_backward, self.layers)
         self._slot = slot if gives or helps else None
         try:
             yield slot
         finally:
             self._slot = None
-        if (gives or helps) and slot.done != self._layers:
-            raise ExchangeError(f"{slot.done} of {self._layers} layers took part in the exchange")
+        if (gives or helps) and slot.done != self.layers:
+            raise ExchangeError(f"{slot.done} of {self.layers} layers took part in the exchange")
         for help_ in helps:
             self._keys.drop(help_)
 
@@ -318,12 +309,12 @@ class ContextExchange:
         packed = [self.of_heads(op, tensors) for op in slot.gives]
         slot.results = [self.shape(op).message(expected(op)) for op in slot.gives if expected is not None]
         # Nothing from here to the last post makes the host wait for the device.
-        slot.moment = self._channels.moment(self._device)
+        slot.moment = self.channels.moment(self.device)
         for op, buffer in zip(slot.helps, queries, strict=True):
-            slot.queries.append(Message(buffer, self._channels.receive(buffer, op.peer, op.label)))
+            slot.queries.append(Message(buffer, self.channels.receive(buffer, op.peer, op.label)))
         for op, message in zip(slot.gives, packed, strict=True):
-            self._channels.send(message, op.peer, op.label)
-        if not self._channels.on_device:
+            self.channels.send(message, op.peer, op.label)
+        if not self.channels.on_device:
             self._expect_results(slot)
         if not slot.gives:
             return NOTHING
@@ -340,8 +331,8 @@ class ContextExchange:
         buffers, expected = slot.results, slot.expected
         slot.results, slot.expected = [], []
         for op, buffer, pending in zip(slot.gives, buffers, expected, strict=True):
-            with self._timeline.waiting():
-                self._channels.wait_receive(pending)
+            with self.timeline.waiting():
+                self.channels.wait_receive(pending)
             yield op, buffer
 
     def help(self, kernel: Kernel, scale: float) -> None:
@@ -352,25 +343,25 @@ class ContextExchange:
         layer = slot.layer_at(slot.done)
         queries, slot.queries = slot.queries, []
         for op, message in zip(slot.helps, queries, strict=True):
-            with self._timeline.waiting():
-                self._channels.wait_receive(message.pending)
+            with self.timeline.waiting():
+                self.channels.wait_receive(message.pending)
                 self._keys.wait(op)
             attending = self._attend_backward if slot.is_backward else self._attend
             answer = attending(op, layer, message.buffer, kernel, scale)
-            slot.answers.append((op, answer, self._channels.moment(self._device)))
-            if not self._channels.on_device:
+            slot.answers.append((op, answer, self.channels.moment(self.device)))
+            if not self.channels.on_device:
                 self._answer(slot)
 
     def _answer(self, slot: Slot) -> None:
         for op, answer, moment in slot.answers:
-            self._channels.send(answer, op.peer, op.label, moment)
+            self.channels.send(answer, op.peer, op.label, moment)
         slot.answers.clear()
 
     def _expect_results(self, slot: Slot) -> None:
         """Post the receives of what comes back in this layer."""
         if not slot.expected:
             posts = zip(slot.gives, slot.results, strict=True)
-            slot.expected = [self._channels.receive(to, op.peer, op.label, slot.moment) for op, to in posts]
+            slot.expected = [self.channels.receive(to, op.peer, op.label, slot.moment) for op, to in posts]
 
     def _attend(self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float) -> torch.Tensor:
         """The answer to a query: log-sum-exp and output."""
@@ -410,7 +401,7 @@ class ContextExchange:
             ExchangeError: Attention was given or promised for a pass that did not come.
             RuntimeError: Keys and values of others are left.
         """
-        self._channels.wait_sends()
+        self.channels.wait_sends()
         if self._gives or self._helps:
             raise ExchangeError(f"no pass for {[op.label for op in (*self._gives, *self._helps)]}")
         self._keys.check_empty()
@@ -419,7 +410,7 @@ class ContextExchange:
         """Destroy the groups of queries and results, and let go of what is held."""
         for keys in (*self._modes.values(), self._keys):
             keys.clear()
-        self._channels.close()
+        self.channels.close()
 
 
 class _Layer:

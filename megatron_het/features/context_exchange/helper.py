@@ -188,27 +188,23 @@ def _joined(parts: Sequence[Part]) -> Part:
 # What the slices of an iteration see, where documents or sliding windows limit it, for those who attend for others.
 
 
+@dataclass(eq=False)
 class Limits:
     """Holds what the slices of one iteration see.
 
-    Args:
-        side: How the replica of a world rank divides a slice.
-        units: Which tokens slices and their exchange units are.
+    Attributes:
         windows: By layer of the model with attention, how many earlier tokens a query sees; None for all.
         starts: Where the documents of each sequence of a microbatch begin; None if documents do not matter.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        side: Callable[[int], Side],
-        units: Units,
-        windows: Sequence[int | None],
-        starts: Callable[[int], tuple[Starts, ...] | None],
-    ) -> None:
-        self._placement, self._side = placement, side
-        self._units, self._windows, self._starts = units, windows, starts
-        self._first_layers = first_layers(placement)
+    placement: Placement
+    side: Callable[[int], Side]  # how the replica of a world rank divides a slice
+    units: Units  # which tokens slices and their exchange units are
+    windows: Sequence[int | None]
+    starts: Callable[[int], tuple[Starts, ...] | None]
+
+    def __post_init__(self) -> None:
+        self._first_layers = first_layers(self.placement)
 
     def reached(self, op: RankOp, layer: int, ranges: Sequence[Span]) -> Reached:
         """Returns what an ATTEND_HELP attends to.
@@ -217,24 +213,24 @@ class Limits:
             op: For the pass of the rank ``op.peer``.
             ranges: Units of the owner, in the order of their keys and values.
         """
-        where = self._placement.locate(op.peer)
-        first, end = self._units.slice(op.microbatch, op.slice)
-        blocks = self._side(op.peer).blocks(end - first)
+        where = self.placement.locate(op.peer)
+        first, end = self.units.slice(op.microbatch, op.slice)
+        blocks = self.side(op.peer).blocks(end - first)
         count = len(blocks)
         # Rows are those of the other ranks that share the slice, from the next one on, and then the owner's.
         ranks = [(where.cp_rank + k) % count for k in range(1, count + 1)]
         rows = tuple((first + a, first + b) for rank in ranks for a, b in blocks[rank])
         keys = tuple(span for units in ranges for span in self._spans(op, where.cp_rank, units))
-        window = self._windows[self._first_layers[where.stage, op.chunk] + layer]
-        return Reached(Reach(self._starts(op.microbatch), window), rows, keys)
+        window = self.windows[self._first_layers[where.stage, op.chunk] + layer]
+        return Reached(Reach(self.starts(op.microbatch), window), rows, keys)
 
     def _spans(self, op: RankOp, part: int, units: Span) -> Iterator[Span]:
         """Tokens of the sequence that are in some units of an operation's owner, which is a context-parallel rank."""
-        each, side = self._units.units, self._side(op.peer)
-        start, stop = (self._units.first(op.peer, op.microbatch, unit) for unit in units)
+        each, side = self.units.units, self.side(op.peer)
+        start, stop = (self.units.first(op.peer, op.microbatch, unit) for unit in units)
         for index in range(units[0] // each, -(-units[1] // each)):
-            first, end = self._units.slice(op.microbatch, index)
-            own, begin = side.blocks(end - first)[part], self._units.first(op.peer, op.microbatch, index * each)
+            first, end = self.units.slice(op.microbatch, index)
+            own, begin = side.blocks(end - first)[part], self.units.first(op.peer, op.microbatch, index * each)
             lo, hi = max(start - begin, 0), min(stop - begin, part_tokens(own))
             before = 0
             for a, b in own:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,62 +34,58 @@ from megatron_het.schedule.validate import check
 _PENDING_SENDS = 4  # sends to one peer that may be under way over gloo
 
 
+@dataclass(eq=False)
 class ContextExchangeFeature(RuntimeFeature):
     """Gives attention away and computes it for others.
 
-    Args:
+    Attributes:
         limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
             unequal length; None where all slices of all iterations are alike.
     """
 
-    def __init__(
-        self,
-        exchange: ContextExchange,
-        sequences: Callable[[int], int],
-        args: Any,
-        device: torch.device,
-        limited: "LimitedPrograms | None",
-    ) -> None:
-        self._exchange, self._sequences = exchange, sequences
-        self._args, self._device, self._limited = args, device, limited
+    exchange: ContextExchange
+    sequences: Callable[[int], int]
+    args: Any
+    device: torch.device
+    limited: "LimitedPrograms | None"
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        return dict.fromkeys(EXCHANGE, lambda op, call, state: self._exchange.handle(op))
+        return dict.fromkeys(EXCHANGE, lambda op, call, state: self.exchange.handle(op))
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
         placed = [[m for m in model.modules() if isinstance(m, SliceCoreAttention)] for model in models]
-        kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
-        self._exchange.attach(placed, models, self._sequences, kernels)
+        kernels = kernels_of_backend(self.args.attention_backend.name, self.device.type)
+        self.exchange.attach(placed, models, self.sequences, kernels)
 
     def begin(self, call: Call, state: Iteration) -> None:
-        self._exchange.begin(call.forward_only)
+        self.exchange.begin(call.forward_only)
 
     def program(self, call: Call, program: RankProgram) -> RankProgram:
         """With documents, windows and slices of unequal length, that of what the slices of this iteration see."""
-        if self._limited is None:
+        if self.limited is None:
             return program
-        made = self._limited.program(call.forward_only)
-        self._exchange.begin_limited(made, self._limited.limits)
+        made = self.limited.program(call.forward_only)
+        self.exchange.begin_limited(made, self.limited.limits)
         return made
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
-        return self._exchange.joint(forward.op)
+        return self.exchange.joint(forward.op)
 
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
-        return self._exchange.joint(backward.op)
+        return self.exchange.joint(backward.op)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        self._exchange.finish()
-        if self._limited is not None:
-            self._limited.channels.wait_sends()
+        self.exchange.finish()
+        if self.limited is not None:
+            self.limited.channels.wait_sends()
 
     def close(self) -> None:
-        self._exchange.close()
-        if self._limited is not None:
-            self._limited.channels.close()
+        self.exchange.close()
+        if self.limited is not None:
+            self.limited.channels.close()
 
 
 class LimitedPrograms:

@@ -16,25 +16,22 @@ from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
 # Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
 
 
+@dataclass(eq=False)
 class Units:
     """Every slice has as many exchange units; those of a longer one have more tokens.
 
     Slices have multiples of what the ranks that share them divide into units of whole tokens
     (``features/slices/spec.py: _token_unit``), so that nothing here is rounded.
-
-    Args:
-        parts: What each world rank holds of a slice of nominal length, in tokens.
-        nominal: That length.
-        bounds: Where the slices of a microbatch begin, and its end.
     """
 
-    def __init__(self, units: int, parts: Mapping[int, int], nominal: int, bounds: Callable[[int], Bounds]) -> None:
-        self.units = units
-        self._parts, self._nominal, self._bounds = parts, nominal, bounds
+    units: int
+    parts: Mapping[int, int]  # what each world rank holds of a slice of nominal length, in tokens
+    nominal: int  # that length
+    bounds: Callable[[int], Bounds]  # where the slices of a microbatch begin, and its end
 
     def slice(self, microbatch: int, index: int) -> tuple[int, int]:
         """Tokens ``[first, end)`` of the sequence that a slice has."""
-        first, end = self._bounds(microbatch)[index : index + 2]
+        first, end = self.bounds(microbatch)[index : index + 2]
         return first, end
 
     def slice_tokens(self, microbatch: int, index: int) -> int:
@@ -50,11 +47,11 @@ class Units:
             unit: From the start of the sequence.
         """
         index, within = divmod(unit, self.units)
-        bounds, part = self._bounds(microbatch), self._parts[rank]
-        first = bounds[index] * part // self._nominal
+        bounds, part = self.bounds(microbatch), self.parts[rank]
+        first = bounds[index] * part // self.nominal
         if not within:
             return first
-        return first + (bounds[index + 1] - bounds[index]) * part // self._nominal * within // self.units
+        return first + (bounds[index + 1] - bounds[index]) * part // self.nominal * within // self.units
 
     def tokens(self, rank: int, microbatch: int, start: int, stop: int) -> int:
         """How many tokens units ``[start, stop)`` of a rank have."""

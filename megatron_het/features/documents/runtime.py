@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,42 +103,28 @@ class DocumentStarts:
         self._begins = None
 
 
+@dataclass(eq=False)
 class DocumentsFeature(RuntimeFeature):
-    """Attention that ends at documents.
+    """Attention that ends at documents."""
 
-    Args:
-        args: Megatron's arguments; the dataset counts positions anew with every document until ``close``.
-        sequences: Reads batches and knows the attention of every chunk.
-        whole: Runs whole sequences over that attention; None where slices do already.
-        first_chunk: Chunk of this rank that reads the tokens; None on a rank that does not.
-        programs: This rank's programs.
-        sharing: The ranks that share sequences with this one; None for this one alone.
-    """
+    args: Any  # Megatron's arguments; the dataset counts positions anew with every document until ``close``
+    sequences: Batches  # reads batches and knows the attention of every chunk
+    whole: RuntimeFeature | None  # runs whole sequences over that attention; None where slices do already
+    first_chunk: int | None  # chunk of this rank that reads the tokens; None on a rank that does not
+    programs: Mapping[bool, RankProgram]  # this rank's programs
+    sharing: dist.ProcessGroup | None = None  # the ranks that share sequences with this one; None for this one alone
 
     roles = ("cp",)
 
-    def __init__(
-        self,
-        args: Any,
-        sequences: Batches,
-        whole: RuntimeFeature | None,
-        first_chunk: int | None,
-        programs: Mapping[bool, RankProgram],
-        sharing: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._args = args
-        self._asked_positions = args.reset_position_ids
-        packs = any(getattr(args, name, False) for name in PACKING)
+    def __post_init__(self) -> None:
+        self._asked_positions = self.args.reset_position_ids
+        packs = any(getattr(self.args, name, False) for name in PACKING)
         # A mask says where documents begin to attention alone: Megatron's recurrent layers do not know it either.
-        self._starts = DocumentStarts(args.reset_position_ids or packs, ends_states=packs)
+        self._starts = DocumentStarts(self.args.reset_position_ids or packs, ends_states=packs)
         # Conversations are counted anew by themselves, and their dataset does not know the flag.
-        args.reset_position_ids = not getattr(args, CONVERSATIONS, False)
-        self._sequences = sequences
-        sequences.documents = self._starts
-        self._whole = whole or RuntimeFeature()
-        self._first_chunk = first_chunk
-        self._programs = programs
-        self._sharing = sharing
+        self.args.reset_position_ids = not getattr(self.args, CONVERSATIONS, False)
+        self.sequences.documents = self._starts
+        self._whole = self.whole or RuntimeFeature()
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         self._whole.attach(models)
@@ -145,36 +132,36 @@ class DocumentsFeature(RuntimeFeature):
     def begin(self, call: Call, state: Iteration) -> None:
         """Read what the iteration begins with, as far as this rank does, and learn the rest from the others."""
         self._starts.clear()
-        for op in self._programs[call.forward_only].ops:  # each microbatch once, in the order in which it is read
-            if op.kind is Kind.FORWARD and op.chunk == self._first_chunk and op.slice == 0:
-                self._sequences.whole(op, call.data_iterators[op.chunk])
-        self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
-        self._sequences.documents_known()
+        for op in self.programs[call.forward_only].ops:  # each microbatch once, in the order in which it is read
+            if op.kind is Kind.FORWARD and op.chunk == self.first_chunk and op.slice == 0:
+                self.sequences.whole(op, call.data_iterators[op.chunk])
+        self._starts.exchange(call.num_microbatches, call.sequences, self.args.seq_length, call.device)
+        self.sequences.documents_known()
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
         """The training script sees a sequence as any other: it need not pack anything."""
-        asked = {name: getattr(self._args, name, False) for name in PACKING}
-        vars(self._args).update(dict.fromkeys(asked, False))
+        asked = {name: getattr(self.args, name, False) for name in PACKING}
+        vars(self.args).update(dict.fromkeys(asked, False))
         try:
             with self._whole.around_forward(forward, call):
                 yield
         finally:
-            vars(self._args).update(asked)
+            vars(self.args).update(asked)
 
     def finish(self, call: Call, state: Iteration) -> None:
         self._whole.finish(call, state)
 
     def weigh_losses(self, call: Call, state: Iteration) -> None:
         """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
-        if call.forward_only and not call.collect_non_loss_data and getattr(self._args, CONVERSATIONS, False):
-            state.reports = of_microbatches(state.reports, state.reported, self._sharing)
+        if call.forward_only and not call.collect_non_loss_data and getattr(self.args, CONVERSATIONS, False):
+            state.reports = of_microbatches(state.reports, state.reported, self.sharing)
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
         return self._whole.kept()
 
     def close(self) -> None:
-        self._args.reset_position_ids = self._asked_positions
+        self.args.reset_position_ids = self._asked_positions
 
 
 def of_microbatches(reports: Reports, microbatches: Sequence[int], sharing: dist.ProcessGroup | None = None) -> Reports:

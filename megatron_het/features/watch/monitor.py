@@ -345,22 +345,19 @@ MOST_STRIDE = 4
 MOST_SCALARS = 32  # devices, and links, that have a curve of their own in TensorBoard
 
 
+@dataclass(eq=False)
 class Reader:
-    """Follows a run.
+    """Follows a run."""
 
-    Args:
-        plan: With costs.
-        program: Of this rank's part of the plan, for the trace.
-        board: Where samples are.
-        folder: For ``watch.json`` and ``watch-trace.json``; None to write neither.
-    """
+    plan: Plan  # with costs
+    program: Program  # of this rank's part of the plan, for the trace
+    board: Board  # where samples are
+    settings: Settings
+    folder: Path | None  # for ``watch.json`` and ``watch-trace.json``; None to write neither
+    args: Any
 
-    def __init__(
-        self, plan: Plan, program: Program, board: Board, settings: Settings, folder: Path | None, args: Any
-    ) -> None:
-        self._plan, self._program, self._board, self._settings = plan, program, board, settings
-        self._folder, self._args = folder, args
-        self._ranks = list(range(plan.world_size))
+    def __post_init__(self) -> None:
+        self._ranks = list(range(self.plan.world_size))
         self._monitor: Monitor | None = None
         self._next: int | None = None
         self._written = 0
@@ -387,7 +384,7 @@ class Reader:
         for _ in range(2):
             if self._next > newest:
                 return
-            texts = self._board.read("sample", self._ranks, self._next % PLACES)
+            texts = self.board.read("sample", self._ranks, self._next % PLACES)
             if texts is None:
                 return
             samples = [Sample.decode(text) for text in texts]
@@ -405,10 +402,10 @@ class Reader:
         self._stride = min(MOST_STRIDE, max(1, math.ceil(cpu_s / allowed_s))) if allowed_s > 0 else MOST_STRIDE
 
     def _greet(self) -> None:
-        texts = self._board.read("hello", self._ranks)
+        texts = self.board.read("hello", self._ranks)
         if texts is not None:
             self._monitor = Monitor(
-                self._plan, [Hello.decode(t) for t in texts], self._settings, self._program.shape.slices
+                self.plan, [Hello.decode(t) for t in texts], self.settings, self.program.shape.slices
             )
 
     def _take(self, samples: dict[int, Sample]) -> None:
@@ -422,7 +419,7 @@ class Reader:
         self._wants_trace, self._has_news = self._wants_trace or begun, self._has_news or begun
         if changes or iteration - self._written >= WRITTEN_EVERY:
             self._write(iteration)
-        if self._wants_trace and self._folder is not None:
+        if self._wants_trace and self.folder is not None:
             self._wants_trace = not self._write_trace(iteration)
 
     # -- what is found ---------------------------------------------------------------------------
@@ -432,13 +429,13 @@ class Reader:
         if finding.ended is not None:
             text = f"iteration {finding.ended}: over: {finding.text()}"
         else:
-            planned = self._plan.predicted.iteration_s if self._plan.predicted is not None else 0.0
+            planned = self.plan.predicted.iteration_s if self.plan.predicted is not None else 0.0
             text = (
                 f"iteration {finding.found}: {finding.text()}; "
                 f"an iteration takes {self._monitor.watch.iteration_s:.3f} s, planned {planned:.3f} s"
             )
-            if self._folder is not None:
-                text += f"; 'het-plan replan {self._folder}' looks for a better plan"
+            if self.folder is not None:
+                text += f"; 'het-plan replan {self.folder}' looks for a better plan"
         print(f"het: watch: {text}", flush=True)  # noqa: T201 - beside Megatron's lines
 
     def _to_tensorboard(self, iteration: int) -> None:
@@ -447,7 +444,7 @@ class Reader:
         writer = get_tensorboard_writer()
         assert self._monitor is not None
         last = self._monitor.last
-        if writer is None or not last or iteration % max(1, getattr(self._args, "tensorboard_log_interval", 1)):
+        if writer is None or not last or iteration % max(1, getattr(self.args, "tensorboard_log_interval", 1)):
             return
         writer.add_scalar("het/iteration-s", last["iteration_s"], iteration)
         writer.add_scalar("het/predicted-iteration-s", last["predicted_iteration_s"], iteration)
@@ -463,20 +460,20 @@ class Reader:
 
     def _write(self, iteration: int) -> None:
         self._written = iteration
-        if self._folder is not None and self._monitor is not None:
-            write_text(self._folder / REPORT, json.dumps(self._monitor.summary(), indent=1))
+        if self.folder is not None and self._monitor is not None:
+            write_text(self.folder / REPORT, json.dumps(self._monitor.summary(), indent=1))
 
     def _write_trace(self, iteration: int) -> bool:
         """The trace of the latest iteration that all ranks of this part have told; False if there is none yet."""
-        placement = Placement(self._plan)
-        shape = self._program.shape
+        placement = Placement(self.plan)
+        shape = self.program.shape
         firsts = {
             shape.device(s, q): replica.ranks[0]
-            for s, stage in enumerate(self._plan.stages)
+            for s, stage in enumerate(self.plan.stages)
             for q, replica in enumerate(stage.replicas)
-            if self._program.ops[shape.device(s, q)]
+            if self.program.ops[shape.device(s, q)]
         }
-        texts = self._board.read("timeline", list(firsts.values()))
+        texts = self.board.read("timeline", list(firsts.values()))
         if texts is None:
             return False
         told = [json.loads(text) for text in texts]
@@ -490,10 +487,10 @@ class Reader:
         for device in shape.devices:
             replica = placement.replica(device.stage, device.replica)
             names.append(f"stage {device.stage} replica {device.replica} {replica.device}".strip())
-        costs = costs_of(self._plan)
-        assert costs is not None and self._folder is not None
-        trace = overlay(self._program, costs, dict(zip(firsts, told, strict=True)), names)
-        write_text(self._folder / TRACE, json.dumps(trace))
+        costs = costs_of(self.plan)
+        assert costs is not None and self.folder is not None
+        trace = overlay(self.program, costs, dict(zip(firsts, told, strict=True)), names)
+        write_text(self.folder / TRACE, json.dumps(trace))
         return True
 
     def close(self) -> None:

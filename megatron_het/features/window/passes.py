@@ -81,20 +81,16 @@ def _sharded_visits(slots: list[_Slot], keep_at_turn: bool) -> list[list[int]]:
     return visits
 
 
+@dataclass(eq=False)
 class _Passes:
     """Places the operations of one device after the other."""
 
-    def __init__(
-        self,
-        program: Program,
-        slots: list[_Slot],
-        visits: list[list[int]],
-        prefetch: int,
-        per_layer: bool,
-        offload: bool,
-    ) -> None:
-        self.program, self.slots, self.visits = program, slots, visits
-        self.prefetch, self.per_layer, self.offload = prefetch, per_layer, offload
+    program: Program
+    slots: list[_Slot]
+    visits: list[list[int]]
+    prefetch: int
+    per_layer: bool
+    offload: bool
 
     def device(self, device: int) -> Iterator[Op]:
         """The device's list; collectives are in the same places of all lists."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megatron_het.schedule.kinds import Direction, chunk_of, executed_by
 # device.
 
 
+@dataclass(eq=False)
 class ParameterWindow(RuntimeFeature):
     """All chunks of a rank, with the operations that open, close and update them.
 
@@ -38,36 +40,24 @@ class ParameterWindow(RuntimeFeature):
     of a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
     as an evaluation without training, opens all of them (``materialise``).
 
-    Args:
-        options: From the plan.
-        tp_group: This rank's tensor-parallel group.
-        stage_group: All ranks of this rank's stage.
-        counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
-            every replica of the last stage).
-        sums: Sums beyond the replicas that share shards.
-        divisor: What losses were divided by (``Plan.loss_divisor``).
-        shares: This rank's stage's shares of its state, None for equal ones.
+    Attributes:
+        counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of every replica of the
+            last stage).
     """
+
+    options: WindowOptions  # from the plan
+    tp_group: dist.ProcessGroup  # this rank's tensor-parallel group
+    stage_group: dist.ProcessGroup  # all ranks of this rank's stage
+    counts_tokens: bool
+    sums: StageSums | None = None  # sums beyond the replicas that share shards
+    divisor: int = 1  # what losses were divided by (``Plan.loss_divisor``)
+    shares: tuple[float, ...] | None = None  # this rank's stage's shares of its state, None for equal ones
 
     roles = ("stage",)
 
-    def __init__(
-        self,
-        options: WindowOptions,
-        tp_group: dist.ProcessGroup,
-        stage_group: dist.ProcessGroup,
-        counts_tokens: bool,
-        sums: StageSums | None = None,
-        divisor: int = 1,
-        shares: tuple[float, ...] | None = None,
-    ) -> None:
-        self.options = options
+    def __post_init__(self) -> None:
         self.use = WindowUse()
-        self._tp_group = tp_group
-        self._stage_group = stage_group
-        self._counts_tokens = counts_tokens
-        self._sums = sums or StageSums()
-        self._divisor, self._shares = divisor, shares
+        self._sums = self.sums or StageSums()
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
         self._config: Any = None
@@ -89,7 +79,7 @@ class ParameterWindow(RuntimeFeature):
     def prepare_config(self, model_config: Any) -> None:
         """See :class:`RuntimeFeature`; the window finalises gradients itself."""
         model_config.transformer.finalize_model_grads_func = self.finalize
-        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self._shares))
+        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self.shares))
         model_config.post_wrap_hooks.append(self.adopt)
         model_config.builder = family_of_config(model_config).window_builder
 
@@ -124,7 +114,7 @@ class ParameterWindow(RuntimeFeature):
         self._config = get_model_config(models[0])
         for chunk in self._chunks:
             chunk.take_shards()
-        self._optimizer = ChunkedOptimizer(optimizer, self._chunks, self.options, self._stage_group)
+        self._optimizer = ChunkedOptimizer(optimizer, self._chunks, self.options, self.stage_group)
         for chunk in self._chunks:
             self._close(chunk)
         self._optimizer.store_all()
@@ -298,7 +288,7 @@ class ParameterWindow(RuntimeFeature):
             return
         total = self._own_tokens(num_tokens)
         dist.all_reduce(total)
-        scale = self._divisor / torch.clamp(total, min=1)
+        scale = self.divisor / torch.clamp(total, min=1)
         for chunk in self._chunks:
             for bucket in chunk.buckets:
                 if bucket.gradient is not None:
@@ -308,7 +298,7 @@ class ParameterWindow(RuntimeFeature):
 
     def _own_tokens(self, num_tokens: torch.Tensor) -> torch.Tensor:
         own = num_tokens.to(torch.int64)
-        return own if self._counts_tokens else torch.zeros_like(own)
+        return own if self.counts_tokens else torch.zeros_like(own)
 
     @staticmethod
     def _close(chunk: ChunkWindow) -> None:
@@ -348,7 +338,7 @@ class ParameterWindow(RuntimeFeature):
         """Does to whole gradients what upstream does: sums over the TP group, checks."""
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
-        _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self._tp_group)
+        _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self.tp_group)
         ddp_config = chunk.ddp.ddp_config
         if ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads:
             for group in chunk.ddp.bucket_groups:
@@ -374,7 +364,7 @@ class ParameterWindow(RuntimeFeature):
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()
-            self._scale = self._divisor / torch.clamp(self._total_tokens, min=1)
+            self._scale = self.divisor / torch.clamp(self._total_tokens, min=1)
         for bucket in self._chunks[c].buckets:
             if bucket.gradient is not None:
                 bucket.gradient *= self._scale
