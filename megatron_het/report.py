@@ -292,14 +292,6 @@ class Measurement:
         self.schedule_stop_s = self.start_s
         self.losses: list[dict[str, torch.Tensor]] = []
 
-    def schedule_ended(self) -> None:
-        """The program is done; gradient reduction follows."""
-        self.schedule_stop_s = time.perf_counter()
-
-    def add_losses(self, reports: list[dict[str, torch.Tensor]]) -> None:
-        """Keep the last stage's loss entries."""
-        self.losses = reports
-
     def loss(self) -> float | None:
         """Mean loss per token, from entries (sum, tokens); None where there is none."""
         entries = [next(iter(r.values())).view(-1) for r in self.losses if r]

@@ -344,11 +344,10 @@ def _entry(kind: Any, value: Any, where: str) -> Any:
     if unknown := value.keys() - known.keys():
         raise PlanError(where, sorted(unknown)[0], "unknown key")
     for name, entry in value.items():
-        wanted: Any = {"int": int, "float": (int, float), "str": str}[known[name].type]
-        is_number = known[name].type != "str"
-        if not isinstance(entry, wanted) or isinstance(entry, bool):
-            raise PlanError(f"{where}.{name}", entry, f"expected {known[name].type}")
-        if is_number and not (math.isfinite(entry) and entry >= 0):
+        wanted = known[name].type
+        if not isinstance(entry, (int, float) if wanted is float else wanted) or isinstance(entry, bool):
+            raise PlanError(f"{where}.{name}", entry, f"expected {wanted.__name__}")
+        if wanted is not str and not (math.isfinite(entry) and entry >= 0):
             raise PlanError(f"{where}.{name}", entry, "must be a finite number that is not negative")
         if name == "bytes_per_s" and entry == 0:
             raise PlanError(f"{where}.{name}", entry, "must be positive")

@@ -56,6 +56,8 @@ class Flags(Check):
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:
     """Flags that this machine needs and a training lacks, with the reason; all other problems of its flags."""
+    from megatron.training.arguments import parse_args
+
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.arguments.hooks import argument_problems
     from megatron_het.runtime.session import HetSession
@@ -65,7 +67,7 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             config, rest = split_arguments(flags)
             sys.argv = ["pretrain", *rest]
-            parsed = _parse()
+            parsed = parse_args()
         missing = {flag.words[0]: str(flag) for flag in device.unmet_flags(parsed)}
         if config.plan is None:
             return missing, []
@@ -78,13 +80,6 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
         return {}, [lines[-1] if lines else "the flags are refused, without a reason"]
     finally:
         sys.argv = before
-
-
-def _parse() -> Any:
-    """Megatron's namespace of ``sys.argv``."""
-    from megatron.training.arguments import parse_args
-
-    return parse_args()
 
 
 def main(words: tuple[str, ...]) -> None:

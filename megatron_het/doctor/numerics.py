@@ -202,7 +202,8 @@ class Numerics(Check):
                 "plan", plan, machine, seat=seat, port=_port(seat), rank=seat.rank, world_size=len(seat.hosts)
             )
         }
-        if _is_first_of_its_kind(seat):
+        alike = [r for s in seat.plan.stages for q in s.replicas if q.device == seat.kind for r in q.ranks]
+        if seat.rank == min(alike):  # one rank per kind of device trains alone
             runs["alone"] = _start(
                 "alone", one_process(plan), machine, seat=seat, port=free_port(), rank=0, world_size=1
             )
@@ -291,12 +292,6 @@ def _port(seat: Seat) -> int:
     return int(hear(seat.store, "port", 20.0))
 
 
-def _is_first_of_its_kind(seat: Seat) -> bool:
-    """One rank per kind of device trains alone."""
-    ranks = [r for s in seat.plan.stages for q in s.replicas if q.device == seat.kind for r in q.ranks]
-    return seat.rank == min(ranks)
-
-
 def _start(
     name: str, plan: Plan, machine: Sequence[str], seat: Seat, port: int, rank: int, world_size: int
 ) -> subprocess.Popen[bytes]:
@@ -317,12 +312,8 @@ def _start(
     if world_size > 1 and seat.transport != "auto":
         words += ["--het-transport", seat.transport]
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.gpt_training", *words]
-    with _log(seat.folder, name).open("wb") as log:
+    with (seat.folder / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-
-def _log(folder: Path, name: str) -> Path:
-    return folder / f"{name}.log"
 
 
 def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dict[str, int | None]:
@@ -339,7 +330,7 @@ def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dic
 
 def _failure(name: str, code: int | None, folder: Path) -> str:
     """Returns what ended a run, with the end of its log."""
-    lines = [line.strip() for line in _log(folder, name).read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in (folder / f"{name}.log").read_text(errors="replace").splitlines() if line.strip()]
     words = "is slow or stuck, not done in time" if code is None else f"ended with exit code {code}"
     told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line]
     return f"the tiny training {words}: {(told or lines or ['it wrote nothing'])[-1]}"

@@ -49,9 +49,9 @@ class Disk(Check):
             seat.store.put("mark", True)
         written, seconds = _write(folder / f".het-doctor-rank-{seat.rank}")
         seen = _is_seen(mark, seat.store)
-        seat.store.count("looked")
+        seat.store.put(f"looked/{seat.rank}", True)
         if seat.rank == 0:
-            _wait_for_all(seat)
+            seat.store.wait([f"looked/{rank}" for rank in range(len(seat.hosts))], [], _SEEN_S)
             mark.unlink(missing_ok=True)
         return {"bytes": written, "seconds": seconds, "free_bytes": shutil.disk_usage(folder).free, "shared": seen}
 
@@ -115,12 +115,6 @@ def _is_seen(mark: Path, store: Documents) -> bool:
                 return True
         time.sleep(0.1)
     return False
-
-
-def _wait_for_all(seat: Seat) -> None:
-    deadline_s = time.monotonic() + _SEEN_S
-    while seat.store.count("looked", 0) < len(seat.hosts) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
 
 
 _PACKAGES = {

@@ -20,6 +20,7 @@ from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, 
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
+_LINGER_S = 3.0  # agents read how the job ended; they have gone when their workers have
 _LONGEST_NAME = 200
 _HERE = "127.0.0.1:29400"
 COMMANDS = {
@@ -185,10 +186,10 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
         _write_address(_address_file(options), host, port)
         _say(f"the controller listens on {host}:{port}")
         controller.run()
-        _linger()
+        time.sleep(_LINGER_S)
     except JobError as error:
         _say(str(error))
-        _linger()
+        time.sleep(_LINGER_S)
         return 1
     finally:
         lock.release()
@@ -207,11 +208,6 @@ def _write_address(file: Path, host: str, port: int) -> None:
 
 def _address_file(options: Any) -> Path:
     return Path(options.address_file or options.folder / "address").absolute()
-
-
-def _linger() -> None:
-    """Agents read how the job ended; they have gone when their workers have."""
-    time.sleep(3.0)
 
 
 def _serve_node(

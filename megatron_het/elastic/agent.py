@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import fcntl
 import itertools
+import json
 import os
 import re
 import secrets
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ class Agent:
         )
         environment = dict(os.environ)
         where = {"LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(self._node.workers), SAME_DEVICES: "1"}
-        environment.update({ENVIRONMENT: setting.to_text(), "PYTHONUNBUFFERED": "1", **where})
+        environment.update({ENVIRONMENT: json.dumps(asdict(setting)), "PYTHONUNBUFFERED": "1", **where})
         log = Log(file)
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],

@@ -62,10 +62,6 @@ class Generation:
         """In the job's store: there once one of its processes is lost or its session has failed."""
         return f"{self.number}/lost"
 
-    def rank_of(self, process: int) -> int | None:
-        """The process's rank; None if it has none."""
-        return self.ranks.index(process) if process in self.ranks else None
-
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}

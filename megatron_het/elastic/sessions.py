@@ -134,8 +134,7 @@ class ElasticBoundary(Boundary):
         """Take over the state, if there is one."""
         self.times["built"] = time.time()
         self.padded_vocab_size = args.padded_vocab_size
-        rank = self.generation.rank_of(self.process)
-        assert rank is not None
+        rank = self.generation.ranks.index(self.process)
         self.trainee = Trainee(self.generation.plan, rank, models, optimizer, scheduler, args)
         links = None
         if self.generation.loads:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +147,6 @@ class Setting:
             address_file=Path(self.address_file) if self.address_file else None,
             tls_ca=Path(self.tls_ca) if self.tls_ca else None,
         )
-
-    def to_text(self) -> str:
-        """For an environment variable."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_text(text: str) -> "Setting":
-        """Returns what :meth:`to_text` wrote."""
-        return Setting(**json.loads(text))
 
 
 class Worker:
@@ -419,7 +410,7 @@ def main() -> None:
     faulthandler.enable()  # what every thread does when a signal ends this process goes to the log
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
-    setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
+    setting = Setting(**json.loads(os.environ.pop(ENVIRONMENT)))
     # By itself torch ends a process whose communicator has failed, or lets its watchdog sleep for a minute until all
     # ranks have written what was under way.  Here communicators are aborted, and the process goes on.
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):

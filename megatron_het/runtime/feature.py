@@ -16,7 +16,7 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.distributed import Edge, PlanGroups
-from megatron_het.features import feature, features_of
+from megatron_het.features import features_of
 from megatron_het.features.base import Feature
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
@@ -280,16 +280,12 @@ def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
     for spec, options in features_of(context.plan):
         if spec.runtime and spec.runs_with(context.args):
             context.options = options
-            found.append(_opened(spec, context))
+            found.append(open_half(spec, context))
     return tuple(found)
 
 
-def open_half(name: str, context: OpenContext) -> RuntimeFeature:
-    """The half on a rank of one feature, for another that runs on top of it, whatever the plan says.  Collective."""
-    return _opened(feature(name), context)
-
-
-def _opened(spec: Feature, context: OpenContext) -> RuntimeFeature:
+def open_half(spec: Feature, context: OpenContext) -> RuntimeFeature:
+    """The half on a rank of one feature, whatever the plan says.  Collective."""
     half: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
     half.name = spec.name
     return half

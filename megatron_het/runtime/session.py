@@ -6,6 +6,7 @@ by one for another plan.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -349,7 +350,7 @@ class HetSession:
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
         with self._running(), self._divided(call.config), self.explained(lambda: executor.current, *roles):
             state = executor.run(call)
-        measured.schedule_ended()
+        measured.schedule_stop_s = time.perf_counter()  # gradient reduction follows
         if not call.forward_only:
             with self.explained(lambda: "gradient reduction", "stage"):
                 self._finalize(call, state, force_all_reduce)
@@ -358,7 +359,7 @@ class HetSession:
             if self._has_loss:
                 with self.explained(lambda: "loss reduction", "stage"):
                     reports = of_whole_stage(reports, self.placement, self.groups)
-                measured.add_losses(reports)
+                measured.losses = reports
             with self.explained(lambda: "passing on the loss", "loss"):
                 reports = self._passed_on(reports)
         if not call.forward_only:

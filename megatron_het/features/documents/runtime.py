@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_het.features import feature
 from megatron_het.features.documents.spec import CONVERSATIONS, PACKING
 from megatron_het.lowering.ranks import RankProgram
 from megatron_het.runtime.data import Batches, Reports
@@ -196,7 +197,7 @@ def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
-    whole = None if context.batches.cuts else open_half("slices", context)
+    whole = None if context.batches.cuts else open_half(feature("slices"), context)
     where = context.placement.locate(context.rank)
     stage, chunk = context.plan.path[0]
     reads = where.stage == stage and where.tp_rank == 0
