@@ -460,11 +460,7 @@ class RunReport:
         return text
 
     def write(self, *, ended: bool = True) -> Path | None:
-        """Write ``rank-<rank>.json``; None when no report was asked for.
-
-        Args:
-            ended: Whether the run is over; False for a report of a run that goes on.
-        """
+        """Write ``rank-<rank>.json``, of a run that has ended or goes on; None when no report was asked for."""
         path = self._config.report_file(self._rank)
         if path is None:
             return None

@@ -84,11 +84,7 @@ _REFUSED_WHERE_MIXED = (
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
-    """Compare a plan with Megatron's parsed (not yet validated) arguments; raises PlanError.
-
-    Args:
-        plan: The plan; what depends on it alone has been checked (``features.registry.check_plan_alone``).
-    """
+    """Compare a plan, checked by itself, with Megatron's parsed (not yet validated) arguments; raises PlanError."""
     if world_size != plan.world_size:
         hint = "Start as many processes as the plan has ranks, or make a plan for this world size"
         raise PlanError("WORLD_SIZE", world_size, f"the plan has {plan.world_size} ranks", hint)

@@ -239,11 +239,7 @@ class KVCache:
         return key, value
 
     def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> Sequence[Run]:
-        """The chunks of the slices before one, as few contiguous runs as they form.
-
-        Args:
-            skipped_tokens: Tokens at the start of the sequence to leave out.
-        """
+        """The chunks of the slices before one, less so many first tokens, as few contiguous runs as they form."""
         chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
         if skipped_tokens or index >= len(chunks):
             return self.runs(microbatch, skipped_tokens, self.begin_of(microbatch, index))

@@ -263,11 +263,7 @@ class Sharing(Protocol):
         """Send each rank its tensor, and get one of each, of these shapes and one type."""
 
     def seen(self, own: int) -> Sequence[tuple[slice, slice]]:
-        """Rows of the others' queries, and this rank's keys of their slice that these see.
-
-        Args:
-            own: How many keys this rank has.
-        """
+        """Rows of the others' queries, and which of this rank's ``own`` keys of their slice these see."""
 
     def gather(self, *tensors: Tensor, travels: Travels | None = None) -> Callable[[], tuple[Tensor, ...]]:
         """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``, all of them or those that travel."""

@@ -91,11 +91,7 @@ def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Ex
 
 
 def shares_of(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to speeds; none where all are about as fast.
-
-    Args:
-        seconds: For the same work, by rank of context parallelism.
-    """
+    """Whole numbers in proportion to speeds, of seconds for the same work by rank; none where all are about as fast."""
     mean = statistics.fmean(seconds)
     if max(seconds) - min(seconds) <= _EQUAL * mean:
         return ()

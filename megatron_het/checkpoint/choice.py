@@ -183,11 +183,7 @@ class ChecksumWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, folders: Iterable[Path], iteration: int) -> None:
-        """A save into one of these folders begins.
-
-        Args:
-            folders: Where checkpoints of this run are saved, for all kinds of them.
-        """
+        """A save begins into one of the folders where checkpoints of this run are saved, of all kinds."""
         self.finish()
         for folder in folders:
             save = _Save(folder / f"iter_{iteration:07d}", iteration, _tracker(folder)[1])

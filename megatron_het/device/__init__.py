@@ -86,11 +86,7 @@ class Platform:
         return tuple(word for flag in self.flags() for word in flag.words)
 
     def unmet_flags(self, args: object) -> "tuple[Flag, ...]":
-        """Flags without which Megatron fails here and that a parsed namespace lacks.
-
-        Args:
-            args: What Megatron's ``parse_args`` returned.
-        """
+        """Flags without which Megatron fails here and that the namespace of its ``parse_args`` lacks."""
         return unmet(self.flags(), args)
 
     def environment(self) -> Mapping[str, str]:

@@ -69,11 +69,7 @@ if "forkserver" in _CONTEXTS:
 
 
 def prepare_children(make_ready: Callable[[], Any]) -> None:
-    """Have all processes that get an interpreter of their own from now on made ready.
-
-    Args:
-        make_ready: What is called there first.
-    """
+    """Have ``make_ready`` called first in all processes that get an interpreter of their own from now on."""
     _MAKE_READY[:] = [make_ready]
     type(_CONTEXTS["spawn"]).Process = CpuSpawnProcess
     if "forkserver" in _CONTEXTS:

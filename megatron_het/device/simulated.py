@@ -21,10 +21,6 @@ def is_simulated() -> bool:
 
 
 def host_wait(why: str) -> None:
-    """Let the host wait for the simulated device, where CUDA makes it wait; does nothing where there is none.
-
-    Args:
-        why: The call that does so, for messages.
-    """
+    """Let the host wait for the simulated device, if there is one, where CUDA makes it wait; messages say why."""
     for wait in _HOST_WAITS:
         wait(why)

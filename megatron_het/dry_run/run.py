@@ -106,11 +106,7 @@ def train_alone(args: Any) -> None:
 
 
 def join_alone(rank: int, world_size: int, backend: str) -> None:
-    """Start ``torch.distributed`` with groups whose other members do not exist.
-
-    Args:
-        backend: What ``get_backend`` says: the backend of the run that this one stands for.
-    """
+    """Start ``torch.distributed`` alone in groups whose ``get_backend`` is that of the run that this one stands for."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())

@@ -94,11 +94,7 @@ class Pace:
         return statistics.median(self._iterations) if self._iterations else 0.0
 
     def cost_s(self, *, host_computes: bool) -> float:
-        """Median of what the last copies took from the training.
-
-        Args:
-            host_computes: The training runs on the processor that sends the copies.
-        """
+        """Median of what the last copies took from the training, which may compute on the host that sends them."""
         taken = [cost.held_s + (cost.processor_s if host_computes else 0.0) for cost in self._costs]
         return statistics.median(taken) if taken else 0.0
 

@@ -419,11 +419,7 @@ class Progress:
         self._moved_s = min(self._moved_s, time.monotonic())
 
     def is_stuck(self, reached: int, last: int | None) -> bool:
-        """Whether the bound is over; never after the last iteration, when a run saves and evaluates.
-
-        Args:
-            last: Of the training, None where that is not known yet.
-        """
+        """Whether the bound is over; never after the training's last iteration, when a run saves and evaluates."""
         now_s = time.monotonic()
         if reached != self._reached:
             self._reached = reached
@@ -512,11 +508,7 @@ class Lessons:
         self._planner.learn(pool, generation.plan, dict(message["measured"]), cost_s)
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
-        """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.
-
-        Args:
-            members: All workers.
-        """
+        """Why to change now; empty if there is no reason.  The slow devices among all workers get their own kinds."""
         learned = self._planner.learned()
         if learned is None or self._generation != generation.number:
             return ""

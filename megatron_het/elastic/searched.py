@@ -92,6 +92,10 @@ class Search:
             raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
         return read_better(folder, done.stdout)
 
+    def with_profile(self, profile: Path | None) -> "Search":
+        """Returns a copy with another profile."""
+        return replace(self, profile=profile)
+
     def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the planner, in bounded time."""
         command = [sys.executable, "-m", planner_package(), *words, "--model", str(self.model)]
@@ -249,7 +253,7 @@ class SearchedPlans(Planner):
         with self._changed:
             self._taught |= kinds - {group["gpu"] for group in self._whole["nodes"]}
             self._whole = {**cluster, "nodes": [*cluster["nodes"], *others]}
-            self._search = replace(self._search, profile=profile)
+            self._search = self._search.with_profile(profile)
             self._known.clear()
             self._renewed += 1
 

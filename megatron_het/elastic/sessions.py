@@ -355,11 +355,7 @@ def _told(error: BaseException) -> str:
 
 
 def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
-    """The flags with reports and traces of every plan in a folder of its own: ranks change their meaning.
-
-    Args:
-        flags: Command line of the training.
-    """
+    """A training's flags with reports and traces of every plan in an own folder: ranks change their meaning."""
     found = list(flags)
     for i, word in enumerate(found):
         flag, equals, value = word.partition("=")

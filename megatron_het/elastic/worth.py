@@ -81,11 +81,7 @@ def _parts(history: History, reached: int, now_s: float) -> list[_Part]:
 
 
 def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | None:
-    """Seconds of an iteration of the generation that runs; None after few iterations.
-
-    Args:
-        entry: The generation's, of the history.
-    """
+    """Seconds of an iteration of the generation that runs, by its entry in the history; None after few iterations."""
     opened = entry.get("opened", {}).values()
     if not opened:
         return None

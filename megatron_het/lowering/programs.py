@@ -239,11 +239,7 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
 
 
 def assemble_compute(plan: Plan, inputs: "Inputs") -> Program | None:
-    """The plan's program without transfers, None where it has more than forwards and backwards; raises PlanError.
-
-    Args:
-        inputs: What :func:`generator_inputs` returned for the plan.
-    """
+    """The plan's program without transfers; None where ``inputs`` make more than passes; raises PlanError."""
     shape, speeds, parameters = inputs
     try:
         program = assemble(shape, plan.schedule.name, speeds=speeds, transfers="none", **parameters)

@@ -89,11 +89,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def most_chunks(microbatches: int, slices: int) -> int:
-    """Chunks of all stages together that an iteration may go through, forwards and backwards.
-
-    Args:
-        microbatches: Of the iteration, over all replicas.
-    """
+    """Chunks of all stages that an iteration of so many microbatches may go through, forwards and backwards."""
     return MAX_PASSES // (2 * microbatches * slices)
 
 

@@ -121,11 +121,7 @@ def _unpack(saved: torch.Tensor | _Reference) -> torch.Tensor:
 
 
 def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
-    """Let MLPs that Megatron would recompute recompute their first half only; how many were changed.
-
-    Args:
-        models: GPTModels, not wrapped.
-    """
+    """Let MLPs of GPTModels, not yet wrapped, that would be recomputed recompute their first half only; how many."""
     count = 0
     for model in models:
         for layer in model.decoder.layers:  # type: ignore[union-attr]

@@ -200,11 +200,7 @@ class Boundary:
 
 
 def complete_model_config(model_config: Any, args: Any) -> None:
-    """Give Megatron's model configuration what it does not take over from the arguments.
-
-    Args:
-        model_config: ``GPTModelConfig``.
-    """
+    """Give a ``GPTModelConfig`` what it does not take over from Megatron's arguments."""
     # gpt_config_from_args leaves it at 8, whatever the flag says.
     model_config.rope_scaling_factor = args.rope_scaling_factor
     # Delayed scaling in fp8 reduces the largest values after every pass.  TP ranks of a replica run the same passes;

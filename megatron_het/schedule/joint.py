@@ -222,11 +222,7 @@ Maker = tuple[Kind, int]
 
 
 def last_makers(ops: Iterable[Any]) -> dict[Maker, int]:
-    """Index of the last operation of each kind and chunk that makes gradients, in the order of these.
-
-    Args:
-        ops: Operations of a program, or of a rank's.
-    """
+    """Index of a program's or rank's last operation of each kind and chunk that makes gradients, in this order."""
     found: dict[Maker, int] = {}
     for index, op in enumerate(ops):
         if op.kind in _MAKERS:

@@ -213,11 +213,7 @@ def _largest_first(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class ContextParallelFeature(RuntimeFeature):
-    """Tells every slice attention which ranks share its slice.
-
-    Args:
-        group: The ranks of this replica that have this rank's TP rank.
-    """
+    """Tells every slice attention which ranks of the replica share its slice: those with this rank's TP rank."""
 
     roles = ("cp",)
 

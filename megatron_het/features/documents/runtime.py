@@ -23,11 +23,7 @@ from megatron_het.schedule.kinds import Kind
 
 
 def starts_of(positions: torch.Tensor) -> tuple[Starts, ...]:
-    """Where the documents of each sequence begin; the first at token 0, wherever in the text that is.
-
-    Args:
-        positions: ``[b, s]``, 0 at the first token of a document.
-    """
+    """Where the documents of each sequence begin, by positions ``[b, s]`` that are 0 there; the first at token 0."""
     return tuple(tuple(sorted({0, *row.nonzero().flatten().tolist()})) for row in positions == 0)
 
 

@@ -84,11 +84,7 @@ class Experts(Feature):
 
 
 def check_expert_parallel(plan: Plan, experts: int) -> None:
-    """Refuse EP sizes that do not divide the experts of a layer; raises PlanError.
-
-    Args:
-        experts: Of a layer of the model; 0 without layers of experts.
-    """
+    """Refuse EP sizes that do not divide a layer's experts (0: the model has none); raises PlanError."""
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             if not replica.cut.divides_alike and not experts:

@@ -71,11 +71,7 @@ class LaterTokens:
         return cls(tokens, positions, labels, torch.stack(masks[1:]), torch.stack([mask.sum() for mask in masks]))
 
     def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> "LaterTokens":
-        """Takes the tokens of a part of the sequences.
-
-        Args:
-            take: Gives the part's tokens of a tensor whose last dimension is that of whole sequences.
-        """
+        """Takes the tokens of a part of the sequences; ``take`` gives those of a tensor ``[..., s]``."""
         tokens, positions, labels, masks = map(take, (self.tokens, self.positions, self.labels, self.masks))
         return LaterTokens(tokens, positions, labels, masks, self.counts)
 

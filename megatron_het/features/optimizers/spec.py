@@ -79,11 +79,7 @@ def name_of(args: Any) -> str | None:
 
 
 def check_optimizer(plan: Plan, args: Any) -> None:
-    """Refuse an optimizer that would not train as in one process, or not at all; raises PlanError.
-
-    Args:
-        args: Megatron's arguments, parsed and not yet validated.
-    """
+    """Refuse an optimizer, by parsed arguments, that would not train, or not as in one process; raises PlanError."""
     name = getattr(args, "optimizer", None) or "adam"
     if name in _IMPOSSIBLE:
         raise PlanError("--optimizer", name, *_IMPOSSIBLE[name])

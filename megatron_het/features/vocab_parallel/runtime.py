@@ -97,11 +97,7 @@ class ShardLogits:
 
 
 def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Statistics ``[3, s, b]`` of the union of several parts.
-
-    Args:
-        parts: Statistics ``[3, s, b]`` of disjoint parts of the vocabulary.
-    """
+    """Statistics ``[3, s, b]`` of the union of disjoint parts of the vocabulary, by those of the parts."""
     stacked = torch.stack(tuple(parts))
     maximum = stacked[:, 0].amax(dim=0)
     total = (stacked[:, 1] * (stacked[:, 0] - maximum).exp()).sum(dim=0)

@@ -6,7 +6,8 @@ closed is the rank's shard of every bucket.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,8 +296,7 @@ class ChunkWindow:
 
     def wait(self) -> None:
         """Wait for all gathers that were started."""
-        for bucket in self.buckets:
-            _wait_gather(bucket)
+        _wait_gathers(self.buckets)
 
     def close(self) -> None:
         """Free the whole parameters; the shards stay."""
@@ -445,7 +445,9 @@ class ChunkWindow:
         for module in self.ddp.module.modules():
             mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
             if mine:
-                self._hooks.append(module.register_forward_pre_hook(_Waiter(list(mine.values()))))
+                self._hooks.append(
+                    module.register_forward_pre_hook(functools.partial(_wait_gathers, list(mine.values())))
+                )
 
     def _open_while_loading(self) -> None:
         """Let the module be whole while its ``load_state_dict`` runs, and take this rank's parts afterwards."""
@@ -474,21 +476,12 @@ def window_of(buffer: Any) -> ChunkWindow | None:
     return getattr(buffer, _ATTRIBUTE, None)
 
 
-class _Waiter:
-    """Forward pre-hook: waits for the gathers of a module's parameters."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-
-    def __call__(self, *_unused: Any) -> None:
-        for bucket in self._buckets:
-            _wait_gather(bucket)
-
-
-def _wait_gather(bucket: Bucket) -> None:
-    if bucket.gathering is not None:
-        bucket.gathering.wait()
-        bucket.gathering = None
+def _wait_gathers(buckets: Iterable[Bucket], *_unused: Any) -> None:
+    """Wait for what was started of some buckets; for a module's own ones its forward pre-hook."""
+    for bucket in buckets:
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
 
 
 def _leave_gradients() -> None:

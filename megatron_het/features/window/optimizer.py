@@ -69,10 +69,11 @@ class ChunkedOptimizer:
         self._collect_entries()
         self._check = CopiesCheck(len(self._copies))
         inner = self._optimizer.optimizer
-        self._states = [
-            OffloadedState(entries, inner, chunk.use) if options.offload_optimizer else None
-            for entries, chunk in zip(self._entries, chunks, strict=True)
-        ]
+        self._states = {
+            c: OffloadedState(self._entries[c], inner, chunk.use)
+            for c, chunk in enumerate(chunks)
+            if options.offload_optimizer
+        }
         self._undo = [
             UndoLog(entries, inner, chunk.use)
             for entries, chunk in zip(self._entries, chunks, strict=True)
@@ -129,7 +130,7 @@ class ChunkedOptimizer:
         self._pending.clear()
         self._groups.clear()
         self._undo.clear()
-        self._states = [None] * len(self._chunks)
+        self._states.clear()
         for main in (entry.main for entries in self._entries for entry in entries):
             main.grad = None
         self._entries = [[] for _ in self._chunks]
@@ -243,22 +244,18 @@ class ChunkedOptimizer:
 
     def store_all(self) -> None:
         """Bring all state to where it lives between updates."""
-        for state in self._states:
-            if state is not None:
-                state.store()
+        for state in self._states.values():
+            state.store()
 
     def fetch(self, chunk: int) -> None:
         """Start to bring the chunk's state to the device, if an update is due."""
-        state = self._states[chunk]
-        if state is not None and self._is_due(chunk):
-            state.fetch()
+        if chunk in self._states and self._is_due(chunk):
+            self._states[chunk].fetch()
 
     def fetch_all(self) -> None:
         """Bring all state to the device."""
-        for state in self._states:
-            if state is not None:
-                state.fetch()
-                state.wait()
+        for chunk in self._states:
+            self._fetch_state(chunk)
 
     @torch.no_grad()
     def apply_pending(self, chunk: int) -> None:
@@ -269,10 +266,7 @@ class ChunkedOptimizer:
         """
         if not self._is_due(chunk):
             return
-        state = self._states[chunk]
-        if state is not None:
-            state.fetch()
-            state.wait()
+        self._fetch_state(chunk)
         if self._undo and self._undo[chunk].is_open:
             self._undo[chunk].take_back()
             self._show(chunk)
@@ -283,18 +277,15 @@ class ChunkedOptimizer:
                 if gradient.is_cuda:  # let go of on another stream than the one that made it
                     gradient.record_stream(torch.cuda.current_stream())
             self._step(chunk, groups)
-        elif state is not None:
-            state.store()
+        else:
+            self._store_state(chunk)
 
     @torch.no_grad()
     def step_now(self, chunk: int) -> None:
         """Update a chunk with its gradient shards, which are summed and scaled."""
         if not self._groups:
             self._groups = {c: self._groups_of(c) for c in range(len(self._chunks))}
-        state = self._states[chunk]
-        if state is not None:
-            state.fetch()
-            state.wait()
+        self._fetch_state(chunk)
         self._attach(chunk)
         if not self._undo:
             self._measure(chunk)
@@ -319,15 +310,19 @@ class ChunkedOptimizer:
         for bucket in self._chunks[chunk].buckets:
             if bucket.host is not None:
                 bucket.host.wait()
-        state = self._states[chunk]
-        if state is not None:
-            state.fetch()
-            state.wait()
+        self._fetch_state(chunk)
+
+    def _fetch_state(self, chunk: int) -> None:
+        if chunk in self._states:
+            self._states[chunk].fetch()
+            self._states[chunk].wait()
+
+    def _store_state(self, chunk: int) -> None:
+        if chunk in self._states:
+            self._states[chunk].store()
 
     def _let_go(self, chunk: int) -> None:
-        state = self._states[chunk]
-        if state is not None:
-            state.store()
+        self._store_state(chunk)
         if not self._chunks[chunk].is_open:
             self._chunks[chunk].store()
 
@@ -378,9 +373,7 @@ class ChunkedOptimizer:
         self._show(chunk)
         for entry in self._entries[chunk]:
             entry.main.grad = None
-        state = self._states[chunk]
-        if state is not None:
-            state.store()
+        self._store_state(chunk)
         if not keep_gradients:
             self._chunks[chunk].drop_gradient_shards()
 

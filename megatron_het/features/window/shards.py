@@ -156,21 +156,8 @@ class Pending(Protocol):
         """Whether it is done."""
 
 
-class Parts(Protocol):
-    """A division of flat buckets over the ranks of a group."""
-
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of this rank's part of a bucket."""
-
-    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Start to fill ``whole`` from everybody's ``part``."""
-
-    def reduce(self, whole: torch.Tensor) -> Pending:
-        """Start to sum ``whole`` over the ranks into everybody's own part; the rest is lost."""
-
-
-class EqualParts:
-    """Megatron's division over the ranks that share the buckets."""
+class Parts:
+    """A division of flat buckets over the ranks of a group: Megatron's, into equal parts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -188,7 +175,7 @@ class EqualParts:
         return dist.reduce_scatter_tensor(self.own(whole), whole, group=self._group, async_op=True)
 
 
-class UnequalParts:
+class UnequalParts(Parts):
     """Parts by shares.
 
     Args:
@@ -199,7 +186,8 @@ class UnequalParts:
     def __init__(self, group: dist.ProcessGroup, shares: Sequence[float]) -> None:
         if len(shares) != group.size():
             raise ValueError(f"{len(shares)} shares for a group of {group.size()} ranks")
-        self._group, self._shares = group, tuple(shares)
+        super().__init__(group)
+        self._shares = tuple(shares)
         self._takes_lists = dist.get_backend(group) == "nccl"
         self._ranks = dist.get_process_group_ranks(group)
 
@@ -209,11 +197,9 @@ class UnequalParts:
         return [whole[start:stop] for start, stop in zip(edges, edges[1:])]
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of this rank's part of a bucket."""
         return self.of_all(whole)[self._group.rank()]
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Start to fill ``whole`` from everybody's ``part``."""
         parts = self.of_all(whole)
         if self._takes_lists:
             return dist.all_gather(parts, part, group=self._group, async_op=True)
@@ -221,7 +207,6 @@ class UnequalParts:
         return _Together([dist.broadcast(p, r, group=self._group, async_op=True) for p, r in self._owned(parts)])
 
     def reduce(self, whole: torch.Tensor) -> Pending:
-        """Start to sum ``whole`` over the ranks into everybody's own part; the rest is lost."""
         parts = self.of_all(whole)
         if self._takes_lists:
             own = parts[self._group.rank()]
@@ -273,7 +258,7 @@ def shares_of(buffer: Any) -> tuple[float, ...] | None:
 def parts_of(buffers: Sequence[Any], group: dist.ProcessGroup) -> Parts:
     """The division of a chunk's buffers over a group."""
     shares = shares_of(buffers[0]) if buffers else None
-    return EqualParts(group) if shares is None else UnequalParts(group, shares)
+    return Parts(group) if shares is None else UnequalParts(group, shares)
 
 
 # The distributed optimizer over buffers that are divided unequally.

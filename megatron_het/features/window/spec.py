@@ -252,25 +252,11 @@ class Window(Feature):
         """The program in which parameters are gathered before their use and gradients reduced after it."""
         from megatron_het.features.window.passes import add_parameters, add_sharded_passes
 
+        opening = {name: getattr(options, name) for name in ("prefetch", "per_layer", "offload", "keep_at_turn")}
         if options.zero:
-            return add_sharded_passes(
-                program,
-                zero=options.zero,
-                prefetch=options.prefetch,
-                per_layer=options.per_layer,
-                offload=options.offload,
-                keep_at_turn=options.keep_at_turn,
-            )
-        return add_parameters(
-            program,
-            prefetch=options.prefetch,
-            per_layer=options.per_layer,
-            offload=options.offload,
-            keep_at_turn=options.keep_at_turn,
-            per_operation=options.per_microbatch,
-            step=options.steps or ("ministage" if options.updates_early else "none"),
-            late=options.late,
-        )
+            return add_sharded_passes(program, zero=options.zero, **opening)
+        step = options.steps or ("ministage" if options.updates_early else "none")
+        return add_parameters(program, **opening, per_operation=options.per_microbatch, step=step, late=options.late)
 
     def in_order(self, program: Program, options: WindowOptions, speeds: Sequence[float] | None) -> Program:
         """The program whose replicas come together to what they gather and reduce."""

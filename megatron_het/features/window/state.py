@@ -33,11 +33,7 @@ class StageSums:
         self._classes, self._ends = classes, ends
 
     def over_classes(self, chunk: ChunkWindow) -> None:
-        """Make a ministage's gradient shards those of the sum over all classes of its stage.  Collective.
-
-        Args:
-            chunk: The ministage; its reductions are finished.
-        """
+        """Make a reduced ministage's gradient shards those of the sum over all classes of its stage.  Collective."""
         if self._classes is None:
             return
         tied = self._tied(chunk)  # the sum over both ends holds for all classes

@@ -195,11 +195,7 @@ _V_PASSES = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Ki
 
 
 def chunks_held(name: str, stages: int) -> list[int]:
-    """Chunks of microbatches that each stage of a V holds at most; two of them are a microbatch on a whole stage.
-
-    Args:
-        name: ``zb-v`` or ``v-half``.
-    """
+    """Chunks of microbatches that a stage of ``zb-v`` or ``v-half`` holds at most; two are one on a whole stage."""
     return [_held_at_most(offsets) for offsets in block_offsets(stages, _LIFESPANS[name])]
 
 

@@ -179,11 +179,7 @@ class WeightGradients:
 
     @torch.no_grad()
     def compute(self, key: Key, ready: Callable[[torch.nn.Parameter], None] | None = None) -> None:
-        """Run one BACKWARD_WEIGHT; everything is let go of as soon as it has been used.
-
-        Args:
-            ready: Is told of every weight whose gradient has been added.
-        """
+        """Run one BACKWARD_WEIGHT, let go of what it used at once, and tell ``ready`` of every complete weight."""
         halves = self._waiting.pop(key)
         halves.reverse()
         while halves:

@@ -361,7 +361,7 @@ def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
 
 def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
     """A ministage at one end of the model, whose bucket has another weight before the copy of the embedding."""
-    from megatron_het.features.window.shards import EqualParts
+    from megatron_het.features.window.shards import Parts
 
     model = torch.nn.Module()
     model.pre_process, model.post_process = pre_process, not pre_process  # type: ignore[assignment]
@@ -371,7 +371,7 @@ def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
     source = SimpleNamespace(params_list=list(places), param_to_index=places, grad_data=torch.zeros(6))
     bucket = SimpleNamespace(source=source, gradient=gradient)
     group: Any = _Alone()
-    return SimpleNamespace(ddp=model, buckets=[bucket], parts=EqualParts(group))
+    return SimpleNamespace(ddp=model, buckets=[bucket], parts=Parts(group))
 
 
 def test_copies_in_two_ministages_of_a_rank_get_one_sum() -> None:
