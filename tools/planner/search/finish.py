@@ -188,7 +188,8 @@ def finish(
 
     One schedule comes after the other, with whole vocabularies and with split ones, and is judged by what its own
     simulations have shown.  Of the others no more is asked than whether a finalist certainly takes longer than a plan
-    of an earlier one.  So what is found of a schedule hardly depends on what else may be chosen.
+    of an earlier one, or can hardly come near it.  So what is found of a schedule hardly depends on what else may be
+    chosen.
 
     Args:
         place: Puts a candidate into the real zones.
@@ -255,7 +256,8 @@ def _finalists(
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
             del queues[name]
-        if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > best:
+        # What looks worse than plans of other schedules that are refined is no start for a refinement either.
+        if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > min(best, REFINED * known):
             queues.pop(name, None)
             continue
         is_allowed = _taken(candidate, operations, 1) <= (left if ratios.met else most)
