@@ -1,5 +1,7 @@
 """Choices beside stages and batches: taken where the simulator says that they pay, and written into the plan."""
 
+from math import inf
+
 import pytest
 
 from megatron_het.lowering.programs import build
@@ -9,13 +11,22 @@ from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate
+from tools.planner.costs.simulation import (
+    WHOLE_PROGRAM,
+    block_s,
+    operations_of,
+    simulate_block,
+    simulate_candidate,
+    work_of,
+)
 from tools.planner.costs.stages import rows_of
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
+from tools.planner.search import finish
 from tools.planner.search import methods as choices
+from tools.planner.search.book import Book
 from tools.planner.search.methods import changes, choose, regular_pipelines
-from tools.planner.search.outcome import Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 
 GOAL = Goal()
 
@@ -84,6 +95,23 @@ def test_experts_are_divided_over_replicas_where_these_have_room_for_a_part_only
     assert any(r.ep > r.tp for s in plan.stages for r in s.replicas)
     check_emitted(priced, found)
     assert Placement(plan).companions(0)
+    together = found.candidate.with_(rows=())
+    alone = together.with_(ep=1, across_replicas=False)
+    assert work_of(priced, together) == WHOLE_PROGRAM * operations_of(priced, together)  # its loops are not compiled
+    assert work_of(priced, alone) == operations_of(priced, alone)
+
+
+@pytest.mark.parametrize(("other", "simulated"), [(inf, 1), (1 / 3, 0)])
+def test_finalists_far_behind_another_schedule_are_not_simulated(
+    other: float, simulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced, candidate = estimator(), Candidate(two_stages(), 1, zero_stage=1)
+    book, outcome = Book(priced, GOAL, Progress()), Outcome("auto")
+    known = other * book.try_candidate(candidate)
+    monkeypatch.setattr(finish, "least_s", lambda *_: 0.0)  # nothing certain is known of it
+    queues = finish._queues(book, 1)
+    found = [*finish._finalists(book, outcome, priced, Effort(), queues, lambda c: c, bound=inf, known=known)]
+    assert len(found) == outcome.simulations == simulated
 
 
 def test_state_of_experts_over_replicas_is_divided_over_their_copies() -> None:

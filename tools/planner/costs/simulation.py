@@ -299,7 +299,9 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
     """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
-    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if candidate.rows or candidate.exchange else 1)
+    is_together = any(candidate.spans(g) for stage in candidate.stages for g in stage.groups)
+    is_built = candidate.rows or candidate.exchange or is_together
+    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built else 1)
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:

@@ -269,7 +269,8 @@ def _finalists(
             continue
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
-        entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
+        to_beat = min(best, known)
+        entry = _simulated(estimator, goal, *placed, to_beat, tries) if tries else Found(*placed, confirmed=True)
         left -= _taken(placed[0], operations, tries)
         if entry is not None:
             ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
