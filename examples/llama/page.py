@@ -12,7 +12,7 @@ from megatron_het.schedule import Kind
 from tools.planner.__main__ import parser_of
 from tools.planner.cli.commands import load, priced
 from tools.planner.report.collect import Event, collect, pack
-from tools.planner.report.data import Figure, Lane, PageData, Row
+from tools.planner.report.data import Figure, Lane, PageData
 from tools.planner.report.html import write_page
 from tools.planner.report.sections import size
 
@@ -89,7 +89,7 @@ def _measured_timeline(traces: Sequence[Path], result: dict[str, Any]) -> list[A
     return [pack("Measured, passes of one iteration", max(e.end_s for e in events), lanes, events)]
 
 
-def _comparison(result: dict[str, Any]) -> list[Row]:
+def _comparison(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = (
         ("planned, measured", "plan", "measured_iteration_s"),
         ("planned, predicted", "plan", "predicted_iteration_s"),
@@ -97,14 +97,14 @@ def _comparison(result: dict[str, Any]) -> list[Row]:
         ("even split, predicted", "even_split", "even_split_predicted_iteration_s"),
     )
     return [
-        Row(
-            what=what,
-            plan=result[plan],
-            iteration_s=result[key],
-            tokens_per_s=result["tokens_per_iteration"] / result[key],
-            usd_per_iteration=None,
-            gpus=len(result["per_rank"]),
-        )
+        {
+            "what": what,
+            "plan": result[plan],
+            "iteration_s": result[key],
+            "tokens_per_s": result["tokens_per_iteration"] / result[key],
+            "usd_per_iteration": None,
+            "gpus": len(result["per_rank"]),
+        }
         for what, plan, key in rows
     ]
 

@@ -439,7 +439,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
-    from ..report.collect import collect, gains_of, rows_of
+    from ..report.collect import collect, rows_of
     from ..report.html import ENDINGS, notes_of, write_page
 
     check_target(options.html, "--html", ENDINGS)
@@ -459,7 +459,7 @@ def report(options: argparse.Namespace) -> int:
             body["comparison"] = comparison(estimator, goal, mine, progress)
             body["one_more_node"] = one_more_node(estimator, goal, mine, progress)
         page["comparison"] = rows_of(estimator, body["comparison"])
-        page["one_more_node"] = gains_of(body["one_more_node"])
+        page["one_more_node"] = body["one_more_node"]
     write_page(page, options.html)
     say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_het.elastic.worth import grows_s
 from megatron_het.safe_io import add_options, amount, count
@@ -14,8 +14,7 @@ from ..costs.estimate import Estimator
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.files import check_target, read_json
-from ..report.data import Course as PageCourse
-from ..report.data import PageData, Row
+from ..report.data import PageData
 from ..report.html import check_page, notes_of, write_page
 from ..report.tables import NOTATION, describe, say, shown_progress, table
 from ..search.methods import search
@@ -326,20 +325,18 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     """
     cluster, model = estimator.cluster, estimator.model
     tokens = model.global_batch_size * model.seq_length
-    pools: list[Row] = []
-    for pool in sorted(body["pools"], key=lambda p: p["iteration_s"] or inf):
-        seconds = pool["iteration_s"]
-        pools.append(
-            {
-                "what": nodes_in_words(pool["nodes"], cluster.nodes),
-                "plan": pool["plan"] or None,
-                "iteration_s": seconds,
-                "tokens_per_s": None if seconds is None else tokens / seconds,
-                "usd_per_iteration": None,
-                "gpus": sum(n * node.gpus_per_node for n, node in zip(pool["nodes"], cluster.nodes, strict=True)),
-            }
-        )
-    rows: list[dict[str, Any]] = [{**row, "curve": c.curve} for row, c in zip(body["policies"], courses, strict=True)]
+    pools = [
+        {
+            "what": nodes_in_words(pool["nodes"], cluster.nodes),
+            "plan": pool["plan"] or None,
+            "iteration_s": pool["iteration_s"],
+            "tokens_per_s": None if pool["iteration_s"] is None else tokens / pool["iteration_s"],
+            "usd_per_iteration": None,
+            "gpus": sum(n * node.gpus_per_node for n, node in zip(pool["nodes"], cluster.nodes, strict=True)),
+        }
+        for pool in sorted(body["pools"], key=lambda p: p["iteration_s"] or inf)
+    ]
+    rows = [row | {"curve": course.curve} for row, course in zip(body["policies"], courses, strict=True)]
     return {
         "title": f"Replay of a trace for {model.name} on {cluster.name}",
         "subtitle": "What a job gets done while nodes come and go",
@@ -347,7 +344,7 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
             {"name": f"goodput, {row['policy']}", "value": row["goodput"], "unit": "share",
              "note": f"{row['iterations']:,.0f} iterations"} for row in rows
         ],
-        "replay": {"courses": cast(list[PageCourse], rows), "end_s": body["span_s"], "pools": pools},
+        "replay": {"courses": rows, "end_s": body["span_s"], "pools": pools},
         "notes": notes,
     }  # fmt: skip
 

@@ -18,20 +18,7 @@ from ..costs.schedules import schedule_of
 from ..costs.simulation import Simulation, simulate_candidate
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.packing import Seat
-from .data import (
-    ClusterMap,
-    Figure,
-    Lane,
-    LinkOnMap,
-    NodeGain,
-    NodeOnMap,
-    PageData,
-    PoolOnMap,
-    Row,
-    StageRow,
-    TimelineData,
-    ZoneOnMap,
-)
+from .data import ClusterMap, Figure, Lane, LinkOnMap, NodeOnMap, PageData, PoolOnMap, TimelineData, ZoneOnMap
 from .tables import summary
 
 # The cluster as the page draws it: who sits where, and what every link carries in an iteration.
@@ -419,7 +406,7 @@ def collect(
         subtitle=f"{model.name} on {cluster.name}: {_schedule(body)}; {gpus}",
         figures=_figures(body, found, candidate),
         cluster=cluster_map(estimator, candidate, plan, seated, found.result),
-        stages=_stages(estimator, body, _computes(estimator, plan, seated, found.result)),
+        stages=_stages(estimator, body["stages"], _computes(estimator, plan, seated, found.result)),
         timelines=[_timeline(estimator, candidate, plan, seated, found)],
         causes={CAUSES[name]: seconds for name, seconds in body["by_cause_s"].items() if seconds > 0},
         notes=list(notes),
@@ -428,32 +415,15 @@ def collect(
     return page, body
 
 
-def rows_of(estimator: Estimator, rows: Sequence[dict[str, Any]]) -> list[Row]:
+def rows_of(estimator: Estimator, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of ``compare`` and ``explain`` as the page shows them."""
     tokens = estimator.model.global_batch_size * estimator.model.seq_length
     return [
-        Row(
-            what=r.get("what", ""),
-            plan=r["plan"],
-            iteration_s=r["iteration_s"],
-            tokens_per_s=tokens / r["iteration_s"] if r["iteration_s"] else None,
-            usd_per_iteration=None if r.get("gpus_without_price") else r["usd_per_iteration"],
-            gpus=r["gpus"],
-        )
-        for r in rows
-    ]
-
-
-def gains_of(rows: Sequence[dict[str, Any]]) -> list[NodeGain]:
-    """Rows of ``analysis.one_more_node``."""
-    return [
-        NodeGain(
-            gpu=r["gpu"],
-            zone=r["zone"],
-            iteration_s=r["iteration_s"],
-            usd_per_iteration=r["usd_per_iteration"],
-            change=r["change"],
-        )
+        r
+        | {
+            "tokens_per_s": tokens / r["iteration_s"] if r["iteration_s"] else None,
+            "usd_per_iteration": None if r["gpus_without_price"] else r["usd_per_iteration"],
+        }
         for r in rows
     ]
 
@@ -474,19 +444,16 @@ def _figures(body: dict[str, Any], found: Simulation, candidate: Candidate) -> l
     bubble = found.result.bubble_fraction
     utilisation = body["model_flops_utilisation"]
     peak = "" if utilisation is None else f"{100 * utilisation:.1f} % of the GPUs' peak"
-    return [
-        _figure("Iteration", body["iteration_s"], "s", f"simulated; ±{100 * body['uncertainty']:.0f} % expected"),
-        _figure("Throughput", body["tokens_per_s"], "tokens/s"),
-        _figure("Model FLOP/s", body["model_tflops"] * 1e12, "FLOP/s", peak),
-        _figure("Bubble", bubble, "share", "idle time over compute, mean of the replicas"),
-        _figure("Price of an iteration", body["usd_per_iteration"], "usd", price),
-        _figure("Price of 10⁹ tokens", body["usd_per_billion_tokens"], "usd", price),
-        _figure("GPUs", candidate.world_size, "count", f"{len(candidate.stages)} stages"),
+    rows: list[tuple[str, float | None, str, str]] = [
+        ("Iteration", body["iteration_s"], "s", f"simulated; ±{100 * body['uncertainty']:.0f} % expected"),
+        ("Throughput", body["tokens_per_s"], "tokens/s", ""),
+        ("Model FLOP/s", body["model_tflops"] * 1e12, "FLOP/s", peak),
+        ("Bubble", bubble, "share", "idle time over compute, mean of the replicas"),
+        ("Price of an iteration", body["usd_per_iteration"], "usd", price),
+        ("Price of 10⁹ tokens", body["usd_per_billion_tokens"], "usd", price),
+        ("GPUs", candidate.world_size, "count", f"{len(candidate.stages)} stages"),
     ]
-
-
-def _figure(name: str, value: float | str | None, unit: str, note: str = "") -> Figure:
-    return Figure(name=name, value=value, unit=unit, note=note)
+    return [Figure(name=name, value=value, unit=unit, note=note) for name, value, unit, note in rows]
 
 
 def _computes(estimator: Estimator, plan: Plan, seated: Seats, result: Result) -> dict[tuple[object, ...], float]:
@@ -500,28 +467,19 @@ def _computes(estimator: Estimator, plan: Plan, seated: Seats, result: Result) -
     return found
 
 
-def _stages(estimator: Estimator, body: dict[str, Any], computes: dict[tuple[object, ...], float]) -> list[StageRow]:
-    out = []
-    for r in body["stages"]:
-        share = r["state_share"]
-        out.append(
-            StageRow(
-                stage=r["stage"],
-                gpu=r["gpu"],
-                where=r["zone"],
-                replicas=r["replicas"],
-                tp=r["tp"],
-                layers=r["layers"],
-                microbatches=r["microbatches_per_replica"],
-                busy_s=computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
-                memory_bytes=r["memory_bytes"],
-                total_bytes=r["total_bytes"],
-                capacity_bytes=r["capacity_bytes"],
-                limit_bytes=estimator.memory_margin * r["capacity_bytes"],
-                note="" if share is None else f"each keeps {100 * share:.0f} % of the stage's state",
-            )
-        )
-    return out
+def _stages(
+    estimator: Estimator, rows: Sequence[dict[str, Any]], computes: dict[tuple[object, ...], float]
+) -> list[dict[str, Any]]:
+    """Rows of ``tables.stages_of`` with simulated times, limits of memory and notes."""
+    return [
+        r
+        | {
+            "busy_s": computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
+            "limit_bytes": estimator.memory_margin * r["capacity_bytes"],
+            "note": "" if (s := r["state_share"]) is None else f"each keeps {100 * s:.0f} % of the stage's state",
+        }
+        for r in rows
+    ]
 
 
 def _timeline(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats, found: Simulation) -> Any:

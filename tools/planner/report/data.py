@@ -67,24 +67,6 @@ class ClusterMap(TypedDict):
     links: list[LinkOnMap]
 
 
-class StageRow(TypedDict):
-    """Equal replicas of one stage; bytes are those of one rank."""
-
-    stage: int
-    gpu: str
-    where: str
-    replicas: int
-    tp: int
-    layers: int
-    microbatches: int
-    busy_s: float
-    memory_bytes: dict[str, float]
-    total_bytes: float
-    capacity_bytes: float | None
-    limit_bytes: float | None
-    note: str
-
-
 class Lane(TypedDict):
     """One device (replica of a stage) of a timeline, with its idle time by cause."""
 
@@ -109,52 +91,6 @@ class TimelineData(TypedDict):
     left_out: list[str]
 
 
-class Row(TypedDict):
-    """A plan in a comparison; None where there is no such plan or no price."""
-
-    what: str
-    plan: str | None
-    iteration_s: float | None
-    tokens_per_s: float | None
-    usd_per_iteration: float | None
-    gpus: int | None
-
-
-class NodeGain(TypedDict):
-    """Holds what one more node of a kind would bring."""
-
-    gpu: str
-    zone: str
-    iteration_s: float
-    usd_per_iteration: float
-    change: float
-
-
-class Course(TypedDict):
-    """How a job went over an availability trace under one policy.
-
-    ``goodput`` is a share of what all nodes would have done; ``curve`` is (time in s, iterations that count).
-    """
-
-    policy: str
-    iterations: float
-    goodput: float
-    repeated_iterations: float
-    training_s: float
-    paused_s: float
-    idle_s: float
-    changes: int
-    curve: list[tuple[float, float]]
-
-
-class Replay(TypedDict):
-    """A replay: its courses, its length, and the plans of its pools."""
-
-    courses: list[Course]
-    end_s: float
-    pools: list[Row]
-
-
 class PageData(TypedDict):
     """Everything on a page.  Sections that are missing or empty are left out."""
 
@@ -162,13 +98,14 @@ class PageData(TypedDict):
     subtitle: str
     figures: list[Figure]
     cluster: NotRequired[ClusterMap]
-    stages: NotRequired[list[StageRow]]
+    stages: NotRequired[list[dict[str, Any]]]  # of ``tables.stages_of``, with busy_s, limit_bytes and note
     timelines: NotRequired[list[TimelineData]]
     causes: NotRequired[dict[str, float]]
-    replay: NotRequired[Replay]
-    comparison: NotRequired[list[Row]]
-    runners_up: NotRequired[list[Row]]
-    one_more_node: NotRequired[list[NodeGain]]
+    replay: NotRequired[dict[str, Any]]  # courses (of ``replay --json``, each with its curve), end_s, pools (plans)
+    # Plans: what, plan, iteration_s, tokens_per_s, usd_per_iteration (None: no plan, or no price) and gpus.
+    comparison: NotRequired[list[dict[str, Any]]]
+    runners_up: NotRequired[list[dict[str, Any]]]
+    one_more_node: NotRequired[list[dict[str, Any]]]  # of ``analysis.one_more_node``
     binding: NotRequired[list[str]]
     notes: NotRequired[list[str]]
     plan: NotRequired[dict[str, Any]]

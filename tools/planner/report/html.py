@@ -4,9 +4,11 @@ import argparse
 import base64
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, cast
+
+from jinja2 import Environment, StrictUndefined, Template
 
 from ..costs.build import build_plan, seats
 from ..costs.estimate import Estimator
@@ -14,9 +16,8 @@ from ..errors import PlannerError, command
 from ..inputs.files import check_target, write_text
 from ..search.outcome import Found
 from . import sections
-from .collect import collect, gains_of, rows_of
+from .collect import collect, rows_of
 from .data import PageData
-from .sections import Html, embedded_json, join, tag
 
 SCRIPTS = ("tips.js", "links.js", "timeline.js")
 
@@ -31,31 +32,26 @@ def render(page: PageData) -> str:
 
     The browser itself is told (Content-Security-Policy) to fetch nothing and to run only the scripts of this
     package, by their hashes: whatever names and notes hold stays text.
+
+    Raises:
+        ValueError: A number that JSON has no text for.
     """
     scripts = [_asset(name) for name in SCRIPTS]
     digests = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()) for text in scripts)
     hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; form-action 'none'"
     hues = sections.stage_hues(page)
-    embedded: Mapping[str, Any] = {**cast(Mapping[str, Any], page), "hues": hues}
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", page["title"]),
-        tag("style", Html(_asset("page.css"))),
-    )
-    body = tag(
-        "body",
-        tag("main", *(part for part in sections.all_of(page, hues) if part)),
-        tag("div", id="tip", role="status", hidden=True),
-        tag("script", embedded_json(embedded), type="application/json", id="page-data"),
-        *(tag("script", Html(text)) for text in scripts),
-    )
-    return "<!doctype html>\n" + Html('<html lang="en">') + join([head, body]) + "</html>\n"
+    whole = dict.fromkeys(PageData.__annotations__) | cast(dict[str, Any], page)
+    texts = {"policy": policy, "style": _asset("page.css"), "scripts": scripts, "embedded": {**page, "hues": hues}}
+    return _template().render(page=whole, hues=hues, **texts, **sections.drawn(page))
+
+
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, extensions=["jinja2.ext.do"])
+    filters = {name: getattr(sections, name) for name in ("seconds", "size", "share", "significant")}
+    environment.filters |= filters | {"figure": sections.shown, "css": sections.css_class}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.from_string("".join(line.strip() for line in _asset("page.html").splitlines()))
 
 
 def _asset(name: str) -> str:
@@ -103,7 +99,7 @@ def page_of_search(
     page["binding"] = list(binding)
     page["comparison"] = rows_of(estimator, comparison)
     page["runners_up"] = rows_of(estimator, runners_up)
-    page["one_more_node"] = gains_of(one_more_node)
+    page["one_more_node"] = list(one_more_node)
     write_page(page, options.html)
     return {"html": options.html}
 
