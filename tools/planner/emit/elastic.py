@@ -19,20 +19,7 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs.files import quote
 from ..inputs.packing import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
 from .flags import named_plans
-from .scripts import (
-    AWAIT,
-    NEWEST,
-    LaunchOptions,
-    feature_function,
-    go_on,
-    head,
-    in_container,
-    master,
-    plain_obstacle,
-    plain_resources,
-    resources,
-    settings,
-)
+from .scripts import LaunchOptions, features_of, plain_obstacle, plain_resources, resources, script
 
 SCRIPT = "elastic.sbatch"
 
@@ -123,76 +110,6 @@ def check_elastic(
             )
 
 
-_START = """
-# One controller, on this node.  What it writes is in $ELASTIC; only its owner can read the job's token.
-export ELASTIC="$RUN_DIR/elastic" CONTROLLER="$MASTER_ADDR:$MASTER_PORT" LOST_S="${LOST_S:-30}"
-mkdir -p "$ELASTIC"
-chmod 700 "$ELASTIC"
-rm -f "$ELASTIC/token"
-# The processes of an earlier start of this job have gone, and their memory with them: the newest checkpoint counts.
-[[ ! -e "$ELASTIC/state.json" ]] || mv -f "$ELASTIC/state.json" "$ELASTIC/state-before-$SLURM_JOB_ID.json"
-"""
-
-_CONTROL = """\
-control() {
-    local rc
-    trap '' TERM  # what Slurm sends when it takes the job away; the ranks need the controller while they save
-    for _ in 1 2 3 4; do  # one that a signal has ended goes on from its file
-        rc=0
-        "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
-            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" || rc=$?
-        ((rc > 128)) || break
-    done
-    return "$rc"
-}
-as_agent() {
-    source "$RUN_DIR/args.sh"
-    # Ranks load the newest checkpoint that is whole, and begin anew where no save has ever ended.
-    local flags=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist --load "$CHECKPOINTS")
-    trap '' TERM  # all nodes get it at once, and none of them can leave: see notice
-    # On this signal, which the script below sends, all ranks save and end after the running iteration.
-    flags+=(--exit-signal-handler --exit-signal SIGUSR1)
-    exec "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
-        --folder "$ELASTIC" --node "$1" --device "$2" --workers "$3" -- "${ELASTIC_ARGS[@]}" "${flags[@]}"
-}
-export -f as_agent
-control &
-controller=$!
-for ((i = 0; i < 600; i++)); do
-    if [[ -s "$ELASTIC/token" ]] || ! kill -0 "$controller" 2>/dev/null; then break; fi
-    sleep 0.1
-done
-if ! kill -0 "$controller" 2>/dev/null; then  # its error is in this log
-    wait "$controller" || exit "$?"
-    exit 0
-fi
-
-# One step per node.  --kill-on-bad-exit=0: a node that fails ends its own step only.
-steps=()
-noticed=
-notice() {  # near the end of the job's time, or before it is taken away: save and stop
-    noticed=1
-    kill -USR1 "${steps[@]}" 2>/dev/null || true
-}
-trap notice TERM
-start_agent() {
-    srun "${@:4}" --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --kill-on-bad-exit=0 --no-kill \\
-        bash -c 'as_agent "$@"' as_agent "$1" "$2" "$3" &
-    steps+=($!)
-}
-"""
-
-_END = """
-rc=0
-await "$controller" || rc=$?
-if [[ -n "$noticed" ]]; then
-    for ((i = 0; i < 200; i++)); do  # agents end when their workers have; they were told how the job ended
-        kill -0 "${steps[@]}" 2>/dev/null || break
-        sleep 0.1
-    done
-"""
-
-
 def _sbatch(
     nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions, elastic: ElasticOptions
 ) -> str:
@@ -202,21 +119,29 @@ def _sbatch(
     (``--requeue``), and tells the batch script before its time is over (``--signal``).
     """
     parts = components(nodes, kinds)
-    text = head(options, f"Submit with: sbatch {SCRIPT}", "TERM")
     plain = not plain_obstacle(nodes, kinds)
     if plain:
         blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
     else:
         parts = _leader_first(parts)
         blocks = [resources(part, kinds, options, tasks_per_node=1) for part in parts]
-    text += "#SBATCH hetjob\n".join("#SBATCH " + " ".join([*words, "--no-kill"]) + "\n" for words in blocks)
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
-    text += "set -euo pipefail\numask 077\n\n" + settings(options)
-    text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
-    text += f"export NODES={len(nodes)}\n"
-    text += _START + NEWEST + AWAIT + how(elastic) + in_container(_control(nodes, kinds), options)
-    text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
-    return text + _END + go_on(options, SCRIPT) + 'fi\nexit "$rc"\n'
+    groups = [() if plain else (f"--het-group={i}",) for i in range(len(parts))]
+    return script(
+        SCRIPT,
+        options,
+        signal="TERM",
+        note=f"Submit with: sbatch {SCRIPT}",
+        script=SCRIPT,
+        requests=[[*words, "--no-kill"] for words in blocks],
+        first=f'$(scontrol show hostnames "${first}" | head -n1)',
+        node_count=len(nodes),
+        how=how(elastic),
+        # Agents choose devices where Slurm gives out more of a node than the plan uses.
+        chooses=any(chosen_devices(node, kinds) for node in nodes),
+        features=features_of(parts, kinds) if plain else [],
+        agents=[_agent(part, kinds, *group) for part, group in zip(parts, groups, strict=True)],
+    )
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
@@ -248,41 +173,12 @@ def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
     return " ".join([start, quote(device_words(node, kinds)), str(part.per_node), *words])
 
 
-def _control(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
-    """Bash: how agents are started; they choose devices where Slurm gives out more of a node than the plan uses."""
-    if not any(chosen_devices(node, kinds) for node in nodes):
-        return _CONTROL
-    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES="$HET_DEVICES"\n'
-    return _CONTROL.replace("as_agent() {\n", "as_agent() {\n" + choice)
-
-
-def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    text, names = feature_function(parts, kinds)
-    text += 'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
-    text += '    feature=$(feature_of "$host")\n    case "$feature" in\n'
-    for name, part in zip(names, parts, strict=True):
-        text += f"        {quote(name)}) {_agent(part, kinds)} ;;\n"
-    return text + "    esac\ndone\n"
-
-
-def _het_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    text = ""
-    for i, part in enumerate(parts):
-        text += f'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{i}"); do\n'
-        text += f"    {_agent(part, kinds, f'--het-group={i}')}\ndone\n"
-    # Slurm queues a component whose only node has failed again, by itself; it cannot start without the others.
-    text += "forget() {\n    local group job\n"
-    text += f"    for ((group = 1; group < {len(parts)}; group++)); do\n"
-    text += '        job="SLURM_JOB_ID_HET_GROUP_$group"\n'
-    return text + '        scancel --state=PENDING "${!job}" || true\n    done\n}\ntrap forget EXIT\n'
-
-
 def how(elastic: ElasticOptions) -> str:
     """Bash: where the controller's plans come from."""
     words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
     for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
         words += [flag, f'"$RUN_DIR/{name}"']
-    return f"HOW=({' '.join(words)})\n"
+    return f"HOW=({' '.join(words)})"
 
 
 def elastic_environment(plan: Plan, launch: LaunchOptions, elastic: ElasticOptions) -> dict[str, str]:

@@ -6,7 +6,11 @@ resume from the newest checkpoint.  A Slurm job saves and stops before its time 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from importlib import resources as files
+from typing import Any, Literal
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from ..inputs.files import comment, default_of, is_feature, quote
 from ..inputs.packing import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
@@ -76,124 +80,6 @@ _ENVIRONMENT = {
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
 }
 
-RESUME = """\
-# Resume from the newest checkpoint.  Without the tracker file Megatron would silently start anew.
-if [[ -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
-    export HET_RESUME=1
-elif compgen -G "$CHECKPOINTS/iter_*" >/dev/null; then
-    echo "error: $CHECKPOINTS holds checkpoints but no latest_checkpointed_iteration.txt, or an empty one:" \\
-        "a save was interrupted. Write the iteration to resume from into that file, or move the folder away." >&2
-    exit 1
-else
-    export HET_RESUME=
-fi
-"""
-
-NEWEST = """\
-newest() {  # the iteration of the newest checkpoint
-    local iteration=
-    [[ ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] ||
-        read -r iteration <"$CHECKPOINTS/latest_checkpointed_iteration.txt" || true
-    [[ "$iteration" =~ ^[0-9]+$ ]] || iteration=0
-    echo "$((10#$iteration))"
-}
-before=$(newest)
-"""
-AWAIT = """\
-await() {  # the exit code of a process; a signal that is trapped ends a 'wait' before the process has ended
-    local rc=143 last
-    while ((rc > 128)) && kill -0 "$1" 2>/dev/null; do
-        rc=0
-        wait "$1" || rc=$?
-    done
-    if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
-        last=0
-        wait "$1" 2>/dev/null || last=$?
-        ((last == 127)) || rc=$last
-    fi
-    return "$rc"
-}
-"""
-_NOTICE = """\
-
-# Before the job's time is over Slurm tells this script (--signal).  All ranks save after the running iteration and end.
-noticed=
-step=
-notice() {
-    noticed=1
-    if [[ -z "$step" ]]; then
-        echo "error: the job's time was nearly over before the training began" >&2
-        exit 1
-    fi
-    kill -USR1 "$step" 2>/dev/null || true
-}
-trap notice USR1
-"""
-_AWAIT_NOTICE = "\n" + AWAIT + _NOTICE + NEWEST
-_ACTIONS: dict[AtTimeLimit, tuple[str, str]] = {
-    "requeue": (
-        "the job is queued again",
-        'scontrol requeue "$SLURM_JOB_ID"\n        sleep 60  # Slurm ends this script',
-    ),
-    "chain": ("another job goes on", 'sbatch --dependency=afterany:"$SLURM_JOB_ID" "$RUN_DIR/SCRIPT"'),
-    "stop": ("submit the script again to go on", "true"),
-}
-
-
-def go_on(options: LaunchOptions, script: str) -> str:
-    """Bash: what a job does that was told to stop and has ended with the exit code ``rc``."""
-    said, action = _ACTIONS[options.at_time_limit]
-    of = f" of {options.iterations}" if options.iterations else ""
-    done = f"    if (($(newest) >= {options.iterations})); then\n        rc=0\n    elif" if of else "    if"
-    return (
-        "    state=$(scontrol show job \"$SLURM_JOB_ID\" -o | grep -o 'JobState=[A-Z_]*' | head -n1 || true)\n"
-        f'{done} (($(newest) > before)) && [[ "$state" == JobState=RUNNING ]]; then\n'
-        f'        echo "stopped after iteration $(newest){of}; {said}"\n'
-        f"        {action.replace('SCRIPT', script)}\n"
-        "    fi\n"
-    )
-
-
-_TRAIN = """\
-train() {
-    source "$RUN_DIR/args.sh"
-    local checkpoint=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist)
-    if [[ -n "$HET_RESUME" ]]; then
-        checkpoint+=(--load "$CHECKPOINTS" --exit-on-missing-checkpoint)
-    fi
-SIGNALS    exec "$PYTHON" -m "$TRAIN_MODULE" "${MEGATRON_ARGS[@]}" "${checkpoint[@]}"
-}
-"""
-
-_DIAGNOSE = """\
-diagnose() {
-    source "$RUN_DIR/args.sh"
-    local more
-    read -ra more <<<"${HET_DOCTOR_ARGS:-}"
-    exec "$PYTHON" -m megatron_het.doctor --expect "$RUN_DIR/expectations.json" --checkpoints "$CHECKPOINTS" \\
-        --json "$RUN_DIR/logs/doctor.json" "${more[@]}" -- "${MEGATRON_ARGS[@]}"
-}
-export -f diagnose
-"""
-_FIRST_DOCTOR = "\n# The nodes are checked first.  HET_DOCTOR=0 goes without; HET_DOCTOR_ARGS adds options.\n"
-
-
-_SIGNALS = """\
-    trap '' USR1  # what comes before Megatron listens must not end a rank
-    checkpoint+=(--exit-signal-handler --exit-signal SIGUSR1)
-"""
-
-
-def _functions(options: LaunchOptions, *, under_slurm: bool = True) -> str:
-    """Returns what a rank does: train, and before that the doctor's checks where they were asked for."""
-    text = _TRAIN.replace("SIGNALS", _SIGNALS if under_slurm else "") + (_DIAGNOSE if options.doctor else "")
-    return in_container(text, options) if under_slurm else text
-
-
-def in_container(text: str, options: LaunchOptions) -> str:
-    """Bash whose commands run in the job's container, if it has one."""
-    return text.replace('"$PYTHON"', options.container.command + '"$PYTHON"') if options.container else text
-
 
 def settings(options: LaunchOptions) -> str:
     """Variables of the script: where things are, and the environment of every rank."""
@@ -216,11 +102,35 @@ def settings(options: LaunchOptions) -> str:
         lines += ["set -u"]
     if options.prologue:
         lines += ["set +eu", 'source "$RUN_DIR/prologue.sh"', "set -eu"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _table(ranks: Sequence[int]) -> str:
-    return " ".join(map(str, ranks))
+def script(name: str, options: LaunchOptions, *, signal: str = "", in_container: bool = True, **values: Any) -> str:
+    """A script of ``assets/``, filled in.
+
+    Args:
+        signal: What tells a batch script that its time is nearly over; empty without Slurm.
+        in_container: Whether the script's commands run in the job's container, if it has one.
+    """
+    before = options.container.command if options.container and in_container else ""
+    values |= {"settings": settings(options), "python": f'{before}"$PYTHON"'}
+    return _environment().get_template(name).render(options=options, signal=signal, **values)
+
+
+@cache
+def _environment() -> Environment:
+    def read(name: str) -> str:
+        return files.files(__package__).joinpath("assets", name).read_text("utf-8")
+
+    environment = Environment(
+        loader=FunctionLoader(read),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"quote": quote, "default_of": default_of, "zip": zip}
+    return environment
 
 
 def resources(
@@ -270,26 +180,6 @@ def _in_step(options: LaunchOptions, call: str) -> str:
     return f'bash -c "$(declare -f train as_task{" diagnose" if options.doctor else ""}); {call}"'
 
 
-SHELLCHECK = """\
-# shellcheck disable=SC1091,SC2329  # args.sh is beside this file; functions are called by name
-"""
-
-
-def head(options: LaunchOptions, note: str, signal: str = "USR1") -> str:
-    """The first lines of a job; ``signal`` tells the batch script that its time is nearly over."""
-    return (
-        "#!/bin/bash\n"
-        f"# {note}\n"
-        f"{SHELLCHECK}"
-        f"#SBATCH --job-name={quote(options.job_name)}\n"
-        f"#SBATCH --time={quote(options.time_limit)}\n"
-        f"#SBATCH --output={quote(f'{options.run_dir}/logs/%x-%j.out')}\n"
-        "#SBATCH --open-mode=append\n"
-        "#SBATCH --requeue\n"
-        f"#SBATCH --signal=B:{signal}@{options.notice_s}\n"
-    )
-
-
 def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
     """A heterogeneous job: one component per kind of node, one task per rank.
 
@@ -297,92 +187,51 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     come from the plan; inside the tasks SLURM_PROCID counts over all components.
     """
     parts = components(nodes, kinds)
-    text = head(options, "Submit with: sbatch train.sbatch")
-    blocks = ["#SBATCH " + " ".join(resources(p, kinds, options)) + "\n" for p in parts]
-    text += "#SBATCH hetjob\n".join(blocks)
     several = len(parts) > 1
-    groups = ",".join(str(i) for i in range(len(parts)))
-    step = f"--het-group={groups} " if several else ""
+    step = f"--het-group={','.join(str(i) for i in range(len(parts)))} " if several else ""
     nodelist = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
-    text += "set -euo pipefail\n\n" + settings(options)
-    text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
-    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
-    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds) + _devices(parts, kinds)
-    text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
-    return text + _steps(options, "train.sbatch", f"srun {step}", "--distribution=block")
+    return _train_sbatch(
+        "train.sbatch",
+        parts,
+        kinds,
+        options,
+        requests=[resources(part, kinds, options) for part in parts],
+        first=f'$(scontrol show hostnames "${nodelist}" | head -n1)',
+        srun=f"srun {step}",
+        distribution="--distribution=block",
+        features=[],
+    )
 
 
-def _steps(options: LaunchOptions, script: str, srun: str, distribution: str) -> str:
-    """The end of a job: the doctor's step, the training's, and what comes after a notice."""
-    srun += _step_words(options)
-    text = _AWAIT_NOTICE
-    text += _doctor_step(options, f"{srun}--kill-on-bad-exit=0 {distribution} {_in_step(options, 'as_task diagnose')}")
-    text += f"\n{srun}--kill-on-bad-exit=1 {distribution} {_in_step(options, 'as_task')} &\nstep=$!\n"
-    text += 'rc=0\nawait "$step" || rc=$?\nif [[ -n "$noticed" ]]; then\n'
-    return text + go_on(options, script) + 'fi\nexit "$rc"\n'
+def _train_sbatch(
+    name: str, parts: Sequence[Component], kinds: Mapping[str, NodeKind], options: LaunchOptions, **values: Any
+) -> str:
+    """A job whose tasks are the ranks.
 
-
-def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    """Bash: the interpreter of every task, where kinds have their own."""
-    words = [kinds[part.kind].python for part in parts for _ in part.ranks]
-    return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
-
-
-def _devices(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    """Bash: the devices that every task may see, where Slurm gives out more of a node than the plan uses."""
-    words = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
-    return f"export HET_DEVICES={quote(' '.join(word or '-' for word in words))}\n" if any(words) else ""
-
-
-def _as_task(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    """Bash: what a task does."""
-    if not _devices(parts, kinds):
-        return _AS_TASK
-    more = """\
-    local devices
-    read -ra devices <<<"$HET_DEVICES"
-    [[ "${devices[$SLURM_PROCID]}" == - ]] || export CUDA_VISIBLE_DEVICES="${devices[$SLURM_PROCID]}"
-"""
-    return _AS_TASK.replace('    "${1:-train}"\n', more + '    "${1:-train}"\n')
-
-
-def _doctor_step(options: LaunchOptions, step: str) -> str:
-    """Returns a step of its own before the training.  Ranks that find a fault let the others finish their table."""
-    if not options.doctor:
-        return ""
-    return f'{_FIRST_DOCTOR}if [[ "${{HET_DOCTOR:-1}}" != 0 ]]; then\n    {step} || exit $?\nfi\n'
-
-
-_AS_TASK = """\
-as_task() {
-    local ranks pythons
-    read -ra ranks <<<"$HET_RANKS"
-    if [[ "$SLURM_NTASKS" != "$WORLD_SIZE" ]]; then
-        echo "error: the step has $SLURM_NTASKS tasks, the plan $WORLD_SIZE ranks" >&2
-        exit 1
-    fi
-    export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
-    if [[ -n "${HET_PYTHONS:-}" ]]; then
-        read -ra pythons <<<"$HET_PYTHONS"
-        PYTHON=${pythons[$SLURM_PROCID]}
-    fi
-    "${1:-train}"
-}
-export -f train as_task
-"""
-
-
-def master(first: str) -> str:
-    """Address and port of rank 0.
-
-    A node's name need not resolve, its address does.  The port is below 32768, where Linux begins to take the local
-    ends of connections.
+    Args:
+        name: Of the file.
+        values: Of the template that differ between heterogeneous and plain jobs.
     """
-    return (
-        f"first={first}\n"
-        "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2 || true)\n"
-        'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))\n'
+    ranks = task_ranks(parts)
+    pythons = [kinds[part.kind].python for part in parts for _ in part.ranks]
+    # Where Slurm gives out more of a node than the plan uses.
+    devices = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
+    values["srun"] += _step_words(options)
+    check = f"{values['srun']}--kill-on-bad-exit=0 {values['distribution']} {_in_step(options, 'as_task diagnose')}"
+    return script(
+        "train.sbatch",
+        options,
+        signal="USR1",
+        note=f"Submit with: sbatch {name}",
+        script=name,
+        parts=parts,
+        ranks=" ".join(map(str, ranks)),
+        world_size=len(ranks),
+        pythons=" ".join(word or "$PYTHON" for word in pythons) if any(pythons) else "",
+        devices=" ".join(word or "-" for word in devices) if any(devices) else "",
+        check=check,
+        train=_in_step(options, "as_task"),
+        **values,
     )
 
 
@@ -447,50 +296,22 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     if obstacle:
         raise ValueError(obstacle)
     parts = components(nodes, kinds)
-    words = plain_resources(parts, kinds, options)
-    text = head(options, "Submit with: sbatch train-plain.sbatch")
-    text += "#SBATCH " + " ".join(words) + "\n"
-    text += "set -euo pipefail\n\n" + settings(options)
-    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _interpreters(parts, kinds) + _devices(parts, kinds) + _host_file(parts, kinds)
-    text += master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
-    return text + _steps(options, "train-plain.sbatch", 'srun --ntasks="$WORLD_SIZE" ', "--distribution=arbitrary")
-
-
-def feature_function(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> tuple[str, list[str]]:
-    """Bash that says which feature a host of a plain job has, and the feature of every part."""
-    if len(parts) == 1:
-        return "feature_of() { echo any; }\n", ["any"]
-    names = [kinds[p.kind].constraint for p in parts]
-    text = (
-        "feature_of() {\n"
-        "    local feature all\n"
-        "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
-        f"    for feature in {' '.join(map(quote, names))}; do\n"
-        '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
-        "    done\n"
-        '    echo "error: node $1 has none of the features of this job" >&2\n'
-        "    return 1\n"
-        "}\n"
+    return _train_sbatch(
+        "train-plain.sbatch",
+        parts,
+        kinds,
+        options,
+        requests=[plain_resources(parts, kinds, options)],
+        first='$(head -n1 "$SLURM_HOSTFILE")',
+        srun='srun --ntasks="$WORLD_SIZE" ',
+        distribution="--distribution=arbitrary",
+        features=features_of(parts, kinds),
     )
-    return text, names
 
 
-def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
-    """Bash that writes one host per task: first all nodes of the first kind, and so on."""
-    features, names = feature_function(parts, kinds)
-    text = "\n# One line per task: the host it runs on.\n" + features
-    text += 'export SLURM_HOSTFILE="$RUN_DIR/logs/hosts-$SLURM_JOB_ID"\n: >"$SLURM_HOSTFILE"\n'
-    for feature, part in zip(names, parts, strict=True):
-        text += (
-            'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
-            f'    if [[ "$(feature_of "$host")" == {quote(feature)} ]]; then\n'
-            f'        for ((i = 0; i < {part.per_node}; i++)); do echo "$host" >>"$SLURM_HOSTFILE"; done\n'
-            "    fi\n"
-            "done\n"
-        )
-    return text
+def features_of(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> list[str]:
+    """The feature of every part of a plain job, by which its hosts are told apart."""
+    return ["any"] if len(parts) == 1 else [kinds[part.kind].constraint for part in parts]
 
 
 def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str = "") -> str:
@@ -502,34 +323,16 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
         python: The interpreter of this node, where it has its own.
     """
     node, options = nodes[index], replace(options, python=python or options.python)
-    ranks = [r for n in nodes for r in n.ranks]
-    main_host = nodes[0].host
-    text = "#!/bin/bash\n"
     place = comment(node.name + (f", {node.host}" if node.host else ""))
-    text += f"# Node {index} of {len(nodes)} ({place}): "
-    text += f"ranks {_table(node.ranks)} of the plan.\n"
-    text += SHELLCHECK + "set -euo pipefail\n\n" + settings(options)
-    if node.devices != tuple(range(len(node.devices))):
-        text += f"export {default_of('CUDA_VISIBLE_DEVICES', ','.join(map(str, node.devices)))}\n"
-    if main_host:
-        text += f"export {default_of('MASTER_ADDR', main_host)}\n"
-    elif len(nodes) > 1:
-        text += 'export MASTER_ADDR="${MASTER_ADDR:?set it to the address of node 0}"\n'
-    else:
-        text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
-    text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
-    text += "\n" + RESUME + "\n" + _functions(options, under_slurm=False)
-    text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={quote(_table(ranks))}\n"
-    text += (
-        'as_rank() {\n    local ranks\n    read -ra ranks <<<"$HET_RANKS"\n'
-        "    export RANK=${ranks[$RANK]}\n"
-        '    "${1:-train}"\n}\nexport -f train as_rank\n'
+    ranks = " ".join(map(str, node.ranks))
+    return script(
+        "torchrun-node.sh",
+        options,
+        in_container=False,
+        note=f"Node {index} of {len(nodes)} ({place}): ranks {ranks} of the plan.",
+        nodes=nodes,
+        node=node,
+        index=index,
+        whole=tuple(range(len(node.devices))),
+        ranks=" ".join(str(rank) for one in nodes for rank in one.ranks),
     )
-    start = (
-        f'"$PYTHON" -m torch.distributed.run --nnodes={len(nodes)} --node-rank={index} '
-        f"--nproc-per-node={len(node.ranks)} \\\n"
-        '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\\n'
-        '    --log-dir="$RUN_DIR/logs" --no-python bash -c'
-    )
-    text += _doctor_step(options, f"{start} 'as_rank diagnose'")
-    return text + f"\nexec {start} as_rank\n"
