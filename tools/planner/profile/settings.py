@@ -19,18 +19,9 @@ from typing import Any, Literal, NamedTuple
 from megatron_het.safe_io import add_options, amount, count
 from megatron_het.store import free_port
 
-from ..errors import PlannerError
+from ..errors import PlannerError, validated
 from ..inputs.files import check_target, text_problem
-from ..inputs.profile_schema import (
-    MEASURED_AS,
-    LayerKind,
-    LayerTiming,
-    Profile,
-    ProfiledExperts,
-    ProfiledLatent,
-    ProfiledModel,
-    load_profile,
-)
+from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile, ProfiledModel, load_profile
 
 ENDS: tuple[LayerKind, ...] = ("embedding", "head")
 RECOMPUTE = ("none", "selective", "full")
@@ -155,12 +146,8 @@ class ProfileSettings:
     @staticmethod
     def from_json(text: str) -> ProfileSettings:
         """Inverse of ``to_json``."""
-        body: dict[str, Any] = json.loads(text)
-        body["model"] = profiled_model(body["model"])
-        for item in dataclasses.fields(ProfileSettings):
-            if isinstance(body.get(item.name), list):
-                body[item.name] = tuple(body[item.name])
-        return ProfileSettings(**body)
+        settings: ProfileSettings = validated(ProfileSettings, json.loads(text), "settings")
+        return settings
 
 
 def shown_divisors(length: int) -> str:
@@ -216,13 +203,6 @@ def _check_ep(settings: ProfileSettings) -> None:
             raise PlannerError("profile", "--ep", ep, problem)
         if all(tp % ep for tp in settings.tp):
             raise PlannerError("profile", "--ep", ep, f"divides none of the TP sizes {list(settings.tp)}")
-
-
-def profiled_model(body: dict[str, Any]) -> ProfiledModel:
-    """Inverse of ``dataclasses.asdict``."""
-    parts: dict[str, Any] = {"experts": ProfiledExperts, "latent": ProfiledLatent}
-    made = {name: kind(**body[name]) for name, kind in parts.items() if body.get(name)}
-    return ProfiledModel(**{**body, **made})
 
 
 def measured_points(profile: Profile | None, kind: str) -> set[Point]:
@@ -298,24 +278,16 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """
     if len({n for n, _ in samples}) < 2:
         raise ValueError("a latency and a bandwidth need at least two message sizes")
-    weights = [1.0 / (t * t) for _, t in samples]
-    total = sum(weights)
-    mean_n = sum(w * n for w, (n, _) in zip(weights, samples, strict=True)) / total
-    mean_t = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, samples, strict=True))
-    joint = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, samples, strict=True))
-    slope = joint / spread
+    import numpy as np  # not for --help
+
+    sizes, times = np.array(samples, dtype=float).T
+    latency_s, slope = np.polynomial.polynomial.polyfit(sizes, times, 1, w=1 / times)
     if slope <= 0:
         biggest = max(samples)
         return 0.0, biggest[0] / biggest[1]
-    latency = mean_t - slope * mean_n
-    if latency < 0:
-        # Through the origin, still by relative error.
-        slope = sum(w * n * t for w, (n, t) in zip(weights, samples, strict=True)) / sum(
-            w * n * n for w, (n, _) in zip(weights, samples, strict=True)
-        )
-        latency = 0.0
-    return latency, 1.0 / slope
+    if latency_s < 0:  # through the origin, still by relative error
+        latency_s, slope = 0.0, np.sum(sizes / times) / np.sum((sizes / times) ** 2)
+    return float(latency_s), float(1 / slope)
 
 
 # The command: measures layers and links on real devices and writes ``profile.json``.
