@@ -125,8 +125,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 74_700,
-    "all_lines": 140_700,
+    "product_lines": 73_600,
+    "all_lines": 140_100,
     "package_lines": BUDGET
     | {
         "benchmarks": 16_150,
@@ -146,8 +146,8 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 800,
-        "tests": 41_400,
-        "tools/planner": 24_900,
+        "tests": 41_300,
+        "tools/planner": 23_800,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
