@@ -2,6 +2,7 @@
 
 All of them set ranks explicitly, turn the flight recorder on, write logs under the run's folder and
 resume from the newest checkpoint.  A Slurm job saves and stops before its time is over, and goes on later.
+Their bash is in ``assets/``, as templates of Jinja2.
 """
 
 from collections.abc import Mapping, Sequence
