@@ -126,7 +126,7 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 73_600,
-    "all_lines": 140_100,
+    "all_lines": 139_500,
     "package_lines": BUDGET
     | {
         "benchmarks": 16_150,

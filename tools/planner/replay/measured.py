@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -112,7 +112,7 @@ def load_watched(path: Path, plan: Plan) -> Watched:
     if found != FORMAT or document.get("version") != VERSION:
         raise PlannerError(str(path), "format", found, f"not a watch report (expected {FORMAT!r}, version {VERSION})")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
-    watched: Watched = validated(Watched, _tuples(body), str(path))
+    watched: Watched = validated(Watched, body, str(path))
     _check(watched, plan, str(path))
     return watched
 
@@ -136,15 +136,6 @@ def _check(watched: Watched, plan: Plan, file: str) -> None:
     for i, link in enumerate(watched.links):
         if not (link.source < len(replicas) and link.target < len(replicas)):
             raise PlannerError(file, f"links[{i}]", [link.source, link.target], "the plan has no such replicas")
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, which the strict reader wants."""
-    if isinstance(value, list):
-        return tuple(map(_tuples, value))
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return value
 
 
 @dataclass(frozen=True, slots=True)
