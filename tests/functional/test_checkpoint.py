@@ -188,6 +188,13 @@ def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
     assert any("exp_avg_sq" in key and "layers.4." in key for key in found["keys"]), found["keys"]
 
 
+def assert_goes_on(resumed: Run, whole: Run, bar: float = BAR) -> None:
+    """The iterations after the checkpoint have the losses of the run that saved it; bit for bit with a bar of 0."""
+    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(whole.losses[iteration], rel=bar, abs=0.0), iteration
+
+
 @pytest.fixture(scope="module", params=tiers(KINDS, FULL))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
@@ -227,20 +234,14 @@ def test_resuming_elsewhere_continues_the_losses(train: Train, kind: Kind, whole
     chosen = kind.second if under == "second plan" else None
     flags = [] if chosen else stock_flags(kind)
     resumed = train(chosen, kind.weights, "--ckpt-step", str(SAVED_AT), *flags, load=whole.checkpoints)
-    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    bar = 2e-3 if kind.weights.precision == "bf16" else BAR
-    for iteration, loss in resumed.losses.items():
-        assert loss == pytest.approx(whole.losses[iteration], rel=bar, abs=0.0), iteration
+    assert_goes_on(resumed, whole, 2e-3 if kind.weights.precision == "bf16" else BAR)
 
 
 @pytest.mark.full
 def test_stock_checkpoint_resumes_under_a_plan(train: Train):
     kind = KINDS["distributed-optimizer"]
     stock = train(None, kind.weights, *stock_flags(kind))
-    resumed = train(kind.second, kind.weights, "--ckpt-step", str(SAVED_AT), load=stock.checkpoints)
-    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    for iteration, loss in resumed.losses.items():
-        assert loss == pytest.approx(stock.losses[iteration], rel=BAR, abs=0.0), iteration
+    assert_goes_on(train(kind.second, kind.weights, "--ckpt-step", str(SAVED_AT), load=stock.checkpoints), stock)
 
 
 def test_resumes_bit_for_bit_under_unequal_shares(lab: Lab, train: Train, tmp_path: Path):
@@ -255,7 +256,7 @@ def test_resumes_bit_for_bit_under_unequal_shares(lab: Lab, train: Train, tmp_pa
         "--distrib-optim-fully-reshardable-mem-efficient",
         load=whole.checkpoints,
     )
-    assert resumed.losses == {i: whole.losses[i] for i in range(SAVED_AT + 1, STEPS + 1)}
+    assert_goes_on(resumed, whole, bar=0.0)
     assert_same(lab, whole.checkpoint(STEPS), resumed.checkpoint(STEPS), tmp_path)
 
 
@@ -264,8 +265,7 @@ def test_slices_resume_bit_for_bit(train: Train):
     base = plan("slices", [[1, 1], [1, 1]], [2, 3], even_routing=True)
     under = replace(base, schedule=ScheduleSpec("slimpipe", {"slices": 4}))
     whole = train(under, Weights())
-    resumed = train(under, Weights(), "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
-    assert resumed.losses == {i: whole.losses[i] for i in range(SAVED_AT + 1, STEPS + 1)}
+    assert_goes_on(train(under, Weights(), "--ckpt-step", str(SAVED_AT), load=whole.checkpoints), whole, bar=0.0)
 
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -277,8 +277,7 @@ def test_dropout_resumes_bit_for_bit_under_the_same_topology(train: Train):
     whole = train(kind.first, kind.weights, *DROPOUT)
     step = ("--ckpt-step", str(SAVED_AT))
     resumed = train(kind.first, kind.weights, *DROPOUT, *step, load=whole.checkpoints)
-    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    assert resumed.losses == {i: whole.losses[i] for i in resumed.losses}
+    assert_goes_on(resumed, whole, bar=0.0)
     fresh = train(kind.first, kind.weights, *DROPOUT, *step, "--no-load-rng", load=whole.checkpoints)
     assert fresh.losses != resumed.losses, "dropout does not depend on the random-number state"
 
@@ -298,10 +297,7 @@ def test_replicas_start_alike_without_a_checkpoint(train: Train):
     """What one replica saves goes on like all of them, of different TP and with tied embeddings."""
     kind = KINDS["tied"]
     whole = train(kind.first, kind.weights, start=False)
-    resumed = train(None, kind.weights, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
-    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    for iteration, loss in resumed.losses.items():
-        assert loss == pytest.approx(whole.losses[iteration], rel=BAR, abs=0.0), iteration
+    assert_goes_on(train(None, kind.weights, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints), whole)
 
 
 @pytest.mark.parametrize("distributed", tiers([False, True], [True]))

@@ -77,31 +77,13 @@ def write_run(
 ) -> Emitted:
     plan = uneven_plan()
     out.mkdir(exist_ok=True)
+    training = f"--train-iters {iterations} --lr 1e-3 --lr-decay-iters 10 --eval-iters 0 --eval-interval 100"
+    # The second run is longer than the first one planned to be.
+    training += " --log-interval 1 --seed 1234 --distributed-timeout-minutes 5 --override-opt-param-scheduler"
     groups = {
         "MODEL": model_arguments(plan, ModelOptions()),
         "DATA": data,
-        "TRAINING": [
-            "--train-iters",
-            str(iterations),
-            "--lr",
-            "1e-3",
-            "--lr-decay-iters",
-            "10",
-            "--eval-iters",
-            "0",
-            "--eval-interval",
-            "100",
-            "--log-interval",
-            "1",
-            "--seed",
-            "1234",
-            "--distributed-timeout-minutes",
-            "5",
-            # The second run is longer than the first one planned to be.
-            "--override-opt-param-scheduler",
-            "--het-report",
-            str(out / f"report-{iterations}"),
-        ],
+        "TRAINING": [*training.split(), "--het-report", str(out / f"report-{iterations}")],
         "PLATFORM": list(platform),
     }
     settings = {"time_limit": "00:20:00", "save_interval": iterations, "iterations": iterations, **launch}
@@ -114,6 +96,13 @@ def write_run(
         **settings,
     )
     return emit(plan, out, KINDS, groups, options, expected=promised(plan, bytes_per_s))
+
+
+def program(path: Path, text: str) -> str:
+    """A script that stands in for the interpreter of a run."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]
@@ -162,10 +151,8 @@ def test_a_failing_rank_fails_the_job(
     out = tmp_path / "run"
     emitted = write_run(out, data_arguments, iterations=3)
     # An interpreter that fails on one rank and sleeps on the others: the job must still end.
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ "$RANK" == 2 ]] && { echo "rank 2 fails" >&2; exit 7; }\nsleep 600\n')
-    python.chmod(0o755)
-    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python)}, 120.0)
+    failing = '#!/bin/bash\n[[ "$RANK" == 2 ]] && { echo "rank 2 fails" >&2; exit 7; }\nsleep 600\n'
+    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": program(tmp_path / "python", failing)}, 120.0)
     assert job.state.startswith("FAILED"), job
     assert "rank 2 fails" in job.output
 
@@ -181,13 +168,11 @@ exec {sys.executable} -m examples.llama.pinned "${{@:2}}"
 def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag_on_the_nodes(
     cluster: slurm_cluster.SlurmCluster, tmp_path: Path
 ) -> None:
-    out, python = tmp_path / "run", tmp_path / "python"
+    out, python = tmp_path / "run", program(tmp_path / "python", SLOWING)
     platform = [word for word in CPU_ARGUMENTS if word != MISSING_FLAG]
     emitted = write_run(out, [], iterations=3, doctor=True, bytes_per_s=1e13, platform=platform)
-    python.write_text(SLOWING)
-    python.chmod(0o755)
     options = "--skip numerics --skip stress --slow-ratio 1.5 --limit-s 300"
-    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python), "HET_DOCTOR_ARGS": options}, TIMEOUT_S)
+    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": python, "HET_DOCTOR_ARGS": options}, TIMEOUT_S)
     assert job.state.startswith("FAILED"), job.output[-5000:]
     assert "verdict: NOT FIT" in job.output and not (out / "report-3").exists()
     faults = findings(out, "FAULT")
@@ -223,25 +208,16 @@ def test_the_doctor_comes_first_and_a_fault_ends_the_job(
     tmp_path: Path,
 ) -> None:
     emitted = write_run(tmp_path / "run", [], iterations=3, doctor=True)
-    python, notes = tmp_path / "python", tmp_path / "notes"
-    python.write_text(NOTING)
-    python.chmod(0o755)
+    python, notes = program(tmp_path / "python", NOTING), tmp_path / "notes"
     notes.mkdir()
-    job = cluster.run(emitted.files[script], {"PYTHON": str(python), "NOTES": str(notes), **setting}, 120.0)
+    job = cluster.run(emitted.files[script], {"PYTHON": python, "NOTES": str(notes), **setting}, 120.0)
     assert job.state.startswith(state), job
     assert {file.name: file.read_text().split() for file in notes.iterdir()} == dict.fromkeys("0123", ran)
 
 
 def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
-    cluster.control(
-        "create",
-        "reservation",
-        "ReservationName=lab",
-        "StartTime=now",
-        "Duration=60",
-        "Nodes=ALL",
-        f"Users={getpass.getuser()}",
-    )
+    reservation = f"ReservationName=lab StartTime=now Duration=60 Nodes=ALL Users={getpass.getuser()}"
+    cluster.control("create", "reservation", *reservation.split())
     asked = {"qos": "normal", "reservation": "lab", "licenses": "tool:2", "mem": "500M"}
     kinds = {name: replace(kind, **asked, cpus=4) for name, kind in KINDS.items()}
     whole = {name: replace(kind, devices=1 if name == "small" else 2) for name, kind in KINDS.items()}
@@ -300,12 +276,10 @@ echo "starts" >>"$NOTES/$RANK"; sleep 600
 def test_a_job_that_is_queued_again_resumes(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """As Slurm does after a node has failed."""
     script = write_run(tmp_path / "run", [], iterations=3).files["train-plain.sbatch"]
-    python, notes = tmp_path / "python", tmp_path / "notes"
-    python.write_text(RESUMING)
-    python.chmod(0o755)
+    python, notes = program(tmp_path / "python", RESUMING), tmp_path / "notes"
     notes.mkdir()
     saved = str(tmp_path / "run" / "checkpoints")
-    job = cluster.submit(script, {"PYTHON": str(python), "NOTES": str(notes), "SAVED": saved})
+    job = cluster.submit(script, {"PYTHON": python, "NOTES": str(notes), "SAVED": saved})
     deadline_s = time.monotonic() + 120.0
     while len(list(notes.iterdir())) < 4 and time.monotonic() < deadline_s:
         time.sleep(0.2)

@@ -33,7 +33,7 @@ def _interleave(document: Document) -> None:
     document["schedule"] = {"name": "interleaved", "parameters": {"group": 1}}
 
 
-# name: (edit of the plan, what the one message must contain); tests/unit/plan/test_plan_refusals.py has more of them
+# name: (edit of the plan, what the one message must contain); tests/unit/plan/test_plan.py has more of them
 BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
     "overlapping ranks": (_overlap, ("stages[1].replicas[1].ranks", "[2]", "already used")),
     "another model": (_widen, ("model.hidden_size", "128", "another model", "64")),
@@ -140,6 +140,14 @@ def _training(lab: Lab, folder: Path, *more: str) -> Job:
     return lab.training(PLAN, folder, *more, steps=6, every=SAVED_AT, **limits)
 
 
+def assert_goes_on(lab: Lab, folder: Path, checkpoints: Path) -> None:
+    """Another start trains from the iteration that was saved before the accident to the end."""
+    again = _training(lab, folder, "--load", str(checkpoints))
+    lab.runner.run(again)
+    report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
+    assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))
+
+
 def assert_names(log: str, victim: int) -> None:
     """A survivor says who has stopped, whatever it waited for itself."""
     texts = [f"rank {victim} does not answer"] + (["rank 0 has probably stopped"] if victim == 0 else [])
@@ -166,10 +174,7 @@ def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     checkpoints = job.log_dir / "checkpoints"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(SAVED_AT)
-    again = _training(lab, tmp_path / "again", "--load", str(checkpoints))
-    lab.runner.run(again)
-    report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
-    assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))
+    assert_goes_on(lab, tmp_path / "again", checkpoints)
 
 
 def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Path):
@@ -185,10 +190,7 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     checkpoints = job.log_dir / "checkpoints"
     assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
-    again = _training(lab, tmp_path / "again", "--load", str(checkpoints))
-    lab.runner.run(again)
-    report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
-    assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))
+    assert_goes_on(lab, tmp_path / "again", checkpoints)
 
 
 assert MICROBATCHES > 1  # the victim dies before its second microbatch

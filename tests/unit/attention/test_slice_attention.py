@@ -80,20 +80,6 @@ def test_interleaved_microbatches(ahead: int) -> None:
         assert max(run.errors(tensors)) < 1e-13
 
 
-def test_recompute_appends_once() -> None:
-    n = 4
-    tensors = inputs(n, 4, 2, torch.float64)
-    cache = KVCache(n)
-    run = Sliced(cache, tensors, n)
-    for i in range(n):
-        run.forward(i, again=True)
-        assert cache.live_chunks == i + 1
-    for i in reversed(range(n)):
-        run.backward(i)
-        assert cache.live_chunks == i
-    assert max(run.errors(tensors)) < 1e-13
-
-
 def test_backward_out_of_order() -> None:
     run = Sliced(KVCache(3), inputs(3, 4, 2, torch.float32), 3)
     for i in range(3):

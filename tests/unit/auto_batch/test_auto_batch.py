@@ -96,16 +96,6 @@ def test_synchronised_gives_all_devices_equally_many_passes_that_end_together() 
         assert abs(FAST.at(fast) - SLOW.at(slow)) <= 3.0
 
 
-def test_the_whole_batch_is_allocated_and_the_fast_device_runs_at_its_peak() -> None:
-    fast = Curve.of({1: 1.0, 2: 1.2, 4: 1.8, 8: 3.2})
-    slow = Curve.of({1: 3.0, 2: 5.6})
-    passes = accumulated([fast, slow, slow], 61)
-    assert sum(map(sum, passes)) == 61
-    assert passes[0][0] == 8
-    rows = synchronised([fast, slow], 64, 0.5)
-    assert sum(map(sum, rows)) == 64
-
-
 def test_dear_communication_asks_for_fewer_passes() -> None:
     few, many = (len(synchronised([FAST, SLOW], 24, seconds)) for seconds in (100.0, 0.0))
     assert few == 2 <= many  # no more than 8 + 4 fit into a pass

@@ -21,17 +21,6 @@ def meter():
         yield meter
 
 
-def test_allocation_and_release(meter):
-    a = kib(4)
-    assert meter.live_bytes() == 4 * KIB
-    b = kib(8)
-    assert meter.live_bytes() == 12 * KIB
-    del a
-    assert meter.live_bytes() == 8 * KIB
-    del b
-    assert meter.live_bytes() == 0
-
-
 def test_peak_is_of_what_lived_at_once(meter):
     with meter.region("work") as visit:
         a = kib(4)

@@ -1,27 +1,19 @@
 """Refusals for the plan alone, before Megatron's flags are looked at."""
 
-import json
-import random
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_het.arguments.flags import split_arguments
 from megatron_het.families import pipeline_layout
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
-from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
 from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.validate import check_plan
-from megatron_het.schedule.generators import GENERATORS
-from testing.cases import build_plan
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.plan.megatron_flags import flags
 
@@ -134,29 +126,6 @@ def test_refused_for_the_plan_alone(plan: Plan, reason: str) -> None:
         check_plan_alone(plan)
 
 
-FITTING = {
-    "data-parallel": {"stages": 1},
-    "gpipe": {},
-    "1f1b": {"slack": 0, "depths": [2]},
-    "interleaved": {"chunks": 2, "group": 4},
-    "slimpipe": {"slices": 4},
-    "ministage": {"chunks": 2, "window": True, "offload": True, "offload_activations": 1.0},
-    "seq1f1b": {"slices": 2},
-    "terapipe": {"slices": 2, "vocabulary": True},
-    "zb-h1": {},
-    "zb-v": {"chunks": 2},
-    "v-half": {"chunks": 2},
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_every_schedule_that_a_plan_may_have_is_built(name: str) -> None:
-    assert name in runnable_schedules()
-    plan = scheduled(name, **FITTING[name])
-    check_plan_alone(plan)
-    build(plan)
-
-
 def test_a_schedule_that_nobody_executes_is_called_simulated_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ZeroBubble, "runs", ())
     runnable_schedules.cache_clear()
@@ -212,77 +181,4 @@ def test_later_tokens_are_predicted_after_the_last_layer(plan: Plan) -> None:
         check_plan(later(plan, 5))
 
 
-# What a file of a plan can say wrong.
-
-
-Document = dict[str, Any]
-PLAN = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
-
-
-def _set(path: str, value: Any) -> Callable[[Document], None]:
-    """An edit of one field, named as in error messages: ``stages[0].layers``."""
-    *parents, last = [
-        int(word) if word.isdigit() else word for word in path.replace("[", ".").replace("]", "").split(".")
-    ]
-
-    def edit(document: Document) -> None:
-        target: Any = document
-        for word in parents:
-            target = target[word]
-        target[last] = value
-
-    return edit
-
-
 # name: (edit of the plan, what the one message must contain)
-BAD_FILES: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
-    "overlapping ranks": (
-        _set("stages[1].replicas[1].ranks", [2]),
-        ("stages[1].replicas[1].ranks", "[2]", "already used"),
-    ),
-    "missing rank": (_set("stages[1].replicas[1].ranks", [4]), ("stages[*].replicas[*].ranks", "rank 3 is missing")),
-    "layers that do not add up": (
-        _set("stages[0].layers", [3]),
-        ("stages[*].layers", "add up to 6", "model.num_layers is 5"),
-    ),
-    "heads not divisible by TP": (
-        _set("model.num_attention_heads", 9),
-        ("model.num_query_groups", "4", "does not divide the 9 attention heads"),
-    ),
-    "KV groups not divisible by TP": (
-        _set("model.num_query_groups", 1),
-        ("stages[1].replicas[0].ranks", "TP size 2", "model.num_query_groups = 1"),
-    ),
-    "replica without microbatches": (
-        _set("stages[1].replicas[1].microbatches", []),
-        ("stages[1].replicas[1].microbatches", "[]"),
-    ),
-    "microbatch of nobody": (
-        _set("stages[0].replicas[0].microbatches", [0, 1, 2, 3, 4]),
-        ("stages[0].replicas[*].microbatches", "microbatch 5"),
-    ),
-    "another batch": (_set("training.micro_batch_size", 2), ("stages[0].replicas[0].microbatches",)),
-    "unknown version": (_set("version", 99), ("version", "99", "unknown plan version")),
-    "another file": (_set("format", "recipe"), ("format", "'recipe'", "not a plan")),
-    "unknown key": (_set("training.speed", 3), ("training", "speed")),
-    "wrong type": (_set("training.global_batch_size", "6"), ("training.global_batch_size", "'6'")),
-    "unknown precision": (_set("training.precision", "int4"), ("training.precision", "'int4'")),
-    "a V of one chunk": (
-        _set("schedule.name", "zb-v"),
-        ("stages[*].layers = [1]", "2 in every stage", "--num-virtual-stages-per-pipeline-rank 2"),
-    ),
-    "unknown schedule": (_set("schedule.name", "2f2b"), ("schedule", "2f2b")),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused(name: str, tmp_path: Path) -> None:
-    edit, parts = BAD_FILES[name]
-    document = PLAN.to_json()
-    edit(document)
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(PlanError) as refused:
-        split_arguments(["--het-plan", str(path)])
-    for part in parts:
-        assert part in str(refused.value)

@@ -88,16 +88,3 @@ def test_cuts_cover_a_buffer_in_aligned_parts_near_their_shares(numel: int, weig
         assert start <= stop and (stop % ALIGNMENT == 0 or stop == numel)
         assert abs((stop - start) - share * numel) <= ALIGNMENT
         assert stop == start or share > 0
-
-
-@pytest.mark.parametrize(
-    ("numel", "shares", "expected"),
-    [
-        (1024, (0.25, 0.25, 0.5), (0, 256, 512, 1024)),
-        (1024, (0.25, 0.0, 0.75), (0, 256, 256, 1024)),
-        (1000, (0.5, 0.5, 0.0), (0, 512, 1000, 1000)),
-        (128, (0.5, 0.5), (0, 0, 128)),
-    ],
-)
-def test_cuts(numel: int, shares: tuple[float, ...], expected: tuple[int, ...]) -> None:
-    assert cuts(numel, shares) == expected

@@ -11,73 +11,14 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from benchmarks.configs import FILES
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model import Model, load_model
 from tools.planner.inputs.model_parts import Latent
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-QWEN = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LLAMA, QWEN, MIXTRAL, DEEPSEEK = (FILES[name] for name in ("llama-3-8b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"))
 
 
 def write(folder, config, name="config.json"):
@@ -87,31 +28,28 @@ def write(folder, config, name="config.json"):
 
 
 @pytest.mark.parametrize(
-    ("config", "billions", "parts"),
+    ("name", "billions"),
     [
-        (LLAMA, 8.03, []),
-        (QWEN, 8.19, []),
-        (MIXTRAL, 46.7, []),
-        (DEEPSEEK, 671.0, []),
-        ({**QWEN, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
-          "num_hidden_layers": 64}, 32.8, []),
-        ({**QWEN, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4,
-          "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-         30.5, []),
+        ("llama-3-8b", 8.03),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.8),
+        ("qwen3-30b-a3b", 30.5),
+        ("mixtral-8x7b", 46.7),
+        ("deepseek-v3", 671.0),
     ],
-)  # fmt: skip
-def test_published_sizes(tmp_path, config, billions, parts):
-    file = write(tmp_path / "model", config)
+)
+def test_published_sizes(tmp_path, name, billions):
+    file = write(tmp_path / "model", FILES[name] | {"num_nextn_predict_layers": 0})
     model = load_model(file, seq_length=4096, global_batch_size=256)
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
-    assert model.not_run == parts and model.precision == "bf16" and model.name == "model"
+    assert model.not_run == [] and model.precision == "bf16" and model.name == "model"
     assert load_model(tmp_path / "model", seq_length=4096, global_batch_size=256) == model
 
 
 def test_layers_for_later_tokens_are_counted(tmp_path):
     """DeepSeek-V3 publishes 11.5 billion parameters that its module does not share; ours is a mean layer."""
     sizes = {"seq_length": 4096, "global_batch_size": 256}
-    plain = load_model(write(tmp_path / "plain", DEEPSEEK), **sizes)
+    plain = load_model(write(tmp_path / "plain", {**DEEPSEEK, "num_nextn_predict_layers": 0}), **sizes)
     later = load_model(write(tmp_path / "later", {**DEEPSEEK, "num_nextn_predict_layers": 1}), **sizes)
     assert plain.mtp_num_layers == 0 and later.mtp_num_layers == 1
     assert (later.parameters - plain.parameters) / 1e9 == pytest.approx(11.5, rel=0.05)

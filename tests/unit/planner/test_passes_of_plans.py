@@ -311,43 +311,30 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
     assert later.memory[1].activation_bytes > deeper.memory[1].activation_bytes > plain.memory[1].activation_bytes
 
 
-def test_later_tokens_in_slices_are_priced():
-    """As with whole sequences the last stage has more to do, and the plan is one that runs."""
-    cluster = cluster_of(("A100-80", 2, 1, 25e9))
-    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
-    more = {"vocab_size": 32000, "seq_length": 8192, "global_batch_size": 8}
-    stage = Stage(4, (Group(0, 1, 1),))
-    candidate = Candidate((stage, stage), 1, schedule="slimpipe", slices=4)
+@pytest.mark.parametrize(
+    ("width", "more", "held"),
+    [
+        (1, {"schedule": "slimpipe", "slices": 4}, "total_bytes"),
+        (2, {"schedule": "ministage", "chunks": 2, "zero_stage": 1}, "parameter_bytes"),
+    ],
+    ids=["slices", "window"],
+)
+def test_later_tokens_in_slices_or_under_a_window_are_priced(width, more, held):
+    """The last stage has more to do and to hold, as with whole sequences, and the plan is one that runs."""
+    cluster = cluster_of(("A100-80", 2, width, 25e9))
+    shape = {"layers": 8, "hidden": 4096, "ffn": 11008, "heads": 32, "tokens": 8192, "batch": 16}
+    stage = Stage(4, (Group(0, 1, width),))
+    candidate = Candidate((stage, stage), 1, **more)
     found = []
     for later in (0, 1):
-        model = Model(**sizes, **more, mtp_num_layers=later)
+        model = model_of(**shape, distributed_optimizer=True, mtp_num_layers=later)
         estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
-        assert SCHEDULES["slimpipe"].runs(estimator, candidate)
+        assert SCHEDULES[more["schedule"]].runs(estimator, candidate)
         estimate = estimator.estimate(candidate)
         plan = build_plan(estimator, candidate, estimate)
         check_plan_alone(plan)
         seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
-        found.append((seconds, estimate.memory[0].total_bytes, estimate.memory[1].total_bytes))
-    (plain_s, *plain), (later_s, *later) = found
-    assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
-
-
-def test_later_tokens_under_a_window_are_priced():
-    """The last stage gathers and holds their layers, and the plan is one that runs."""
-    cluster = cluster_of(("A100-80", 2, 2, 25e9))
-    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
-    more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True}
-    stage = Stage(4, (Group(0, 1, 2),))
-    candidate = Candidate((stage, stage), 1, schedule="ministage", chunks=2, zero_stage=1)
-    found = []
-    for later in (0, 1):
-        model = Model(**sizes, **more, mtp_num_layers=later)
-        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
-        estimate = estimator.estimate(candidate)
-        plan = build_plan(estimator, candidate, estimate)
-        check_plan_alone(plan)
-        seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
-        found.append((seconds, [memory.parameter_bytes for memory in estimate.memory]))
+        found.append((seconds, [getattr(memory, held) for memory in estimate.memory]))
     (plain_s, plain), (later_s, later) = found
     assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
 

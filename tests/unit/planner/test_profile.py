@@ -323,6 +323,7 @@ def test_divided_experts_cost_what_was_measured_or_are_scaled() -> None:
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
+        ("precision", {"precision": "fp16"}),
         ("experts", {"experts": Experts(count=4, top_k=2, ffn_hidden_size=1024)}),
         ("latent", {"latent": Latent(query_rank=64, key_value_rank=64, nope_size=32, rope_size=32, value_size=64)}),
         ("window", {"attention_window": 128, "windowed_layers": 1.0}),

@@ -71,24 +71,6 @@ def test_limits_hold(seed, objective, gpus, factor):
         assert seats(cluster, found.candidate.stages) is not None
 
 
-def test_cost_objective_pipelines_small_gpus():
-    """A model too large for one T4 gets a pipeline when there is nothing else."""
-    model = model_of(
-        layers=24,
-        hidden=2048,
-        tokens=512,
-        batch=32,
-        precision="fp16",
-        gated=False,
-        recompute=("full",),
-        micro_batch_sizes=(1, 2),
-    )
-    cluster = Cluster(nodes=(NodeGroup(gpu="T4", count=8, gpus_per_node=1, usd_per_gpu_hour=0.35),))
-    best = search_auto(estimator_of(cluster, model), Goal("cost", schedules=("1f1b",))).best
-    assert best is not None
-    assert len(best.candidate.stages) > 1
-
-
 def zoned() -> tuple[Cluster, Model]:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=2, gpus_per_node=4, zone=zone, region=zone[:2], usd_per_gpu_hour=1.0)

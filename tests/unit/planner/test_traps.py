@@ -58,7 +58,7 @@ def common(folder, model="m.yaml"):
 )
 def test_the_plan_of_another_model_is_refused(folder, capsys, key, value):
     (folder / "other.yaml").write_text(yaml.safe_dump({**MODEL, key: value}))
-    for words in (["check"], ["emit", "--out", str(folder / "run")]):
+    for words in (["check"], ["simulate"], ["emit", "--out", str(folder / "run")]):
         assert main([words[0], str(folder / "p.json"), *common(folder, "other.yaml"), *words[1:]]) == 2
         assert f"model.{key}" in (said := capsys.readouterr().err) or f"training.{key}" in said
     assert not (folder / "run").exists()

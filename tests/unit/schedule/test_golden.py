@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, peaks, run
 
-from megatron_het.features.context_exchange.passes import ExchangePlan, add_exchange, balance, plan_exchange
+from megatron_het.features.context_exchange.passes import ExchangePlan, balance, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Costs, Link, Shape, add_transfers, generate
@@ -46,18 +46,6 @@ def test_slimpipe_memory_and_bubble(p: int, n: int, v: int, m: int, peak: int, f
     assert (max(peaks(result)), result.bubble_fraction) == pytest.approx(formulas.slimpipe(p, m, n, v))
 
 
-def test_slimpipe_figure_6() -> None:
-    """Both memory and bubble fall towards 1/p and 0 with the number of slices, from those of 1F1B."""
-    p, m = 8, 4
-    rows = [run(full("slimpipe", Shape.uniform(p, m, slices=n))) for n in (8, 16, 32, 64)]
-    memory, bubble = [max(peaks(r)) for r in rows], [r.bubble_fraction for r in rows]
-    assert memory == pytest.approx([(1 + 2 * (p - 1) / n) / p for n in (8, 16, 32, 64)])
-    assert bubble == pytest.approx([(p - 1) / (n * m) for n in (8, 16, 32, 64)])
-    unsliced = run(full("1f1b", Shape.uniform(p, p)))
-    assert max(peaks(unsliced)) == pytest.approx(1.0)
-    assert unsliced.bubble_fraction == pytest.approx(1 - 1 / p)
-
-
 def test_slimpipe_figure_3() -> None:
     """At 8 stages and 4 microbatches: SlimPipe far below all others, split backwards in between."""
     order = ["slimpipe-helping", "slimpipe", "slimpipe-plain", "zb-v", "1f1b"]
@@ -73,15 +61,6 @@ def test_imbalance_bubble_of_split_backwards_grows_with_attention() -> None:
         bubbles += [row.bubble_fraction for row in compare(Setting(4, 16, slices=4, attention_share=share), ["zb-v"])]
     assert bubbles[0] == pytest.approx(3 / 96)  # only the start of the last device
     assert bubbles[0] < bubbles[1] < bubbles[2] <= formulas.zb_v_bubble_bound(4, 16) + 3 / 96
-
-
-@pytest.mark.parametrize(("stages", "m"), [(4, 4), (4, 8), (4, 16), (4, 2), (3, 3)])
-def test_ministage_bubble(stages: int, m: int) -> None:
-    """Zorse's schedule without gathers, also with fewer microbatches than stages."""
-    got = [
-        run(full("ministage", Shape.uniform(stages, m, chunks=c)), 1 / c, 2 / c).bubble_fraction for c in (1, 2, 4, 8)
-    ]
-    assert got == pytest.approx([formulas.ministage_bubble(stages, c, m) for c in (1, 2, 4, 8)])
 
 
 def test_ministage_bubble_at_8_microbatches() -> None:
@@ -263,37 +242,3 @@ def test_transports(name: str, shape: Shape, late: tuple[bool, ...]) -> None:
     found = deadlocks(Graph(add_transfers(program, order="late")))
     assert tuple(bool(found[t]) for t in ("blocking", "rank", "pair", "edge")) == late
     assert not any(deadlocks(Graph(add_transfers(program))).values())
-
-
-def test_receives_outstanding_on_the_wrap_around_edge() -> None:
-    """Zorse's price for the global order: m - S + 1 receives at once from the last stage to the first."""
-    stages, m = 4, 16
-    program = full("ministage", Shape.uniform(stages, m, chunks=4))
-    posted = most = 0
-    for op in program.for_device(0, 0):
-        if op.kind.name == "RECV_FORWARD":
-            posted += 1
-        elif op.kind.name == "FORWARD" and op.chunk:
-            posted -= 1
-        most = max(most, posted)
-    assert most == m - stages + 1
-
-
-def test_exchange_pass_in_time() -> None:
-    """The simulated exchange is never slower than slots in lockstep, and exact for half slices."""
-    n, p = 32, 8
-    program = generate("slimpipe", Shape.uniform(p, 4, slices=n))
-    whole = float(n * (n + 1))
-    costs = Costs.uniform(
-        program.shape,
-        forward_s=0.0,
-        backward_s=0.0,
-        attention_forward_s=((whole,),) * p,
-        attention_backward_s=((2 * whole,),) * p,
-    )
-    for options in ({"units": 1}, {"units": 2}, {"units": 2, "helping": True}):
-        plan = plan_exchange(program, **options)
-        result = simulate(add_transfers(add_exchange(program, plan)), costs)
-        assert result.bubble_fraction <= lockstep_bubble(plan, n, 4) * 1.2
-        if options == {"units": 2}:
-            assert result.bubble_fraction == 7 / 128

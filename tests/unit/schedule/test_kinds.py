@@ -13,7 +13,6 @@ from megatron_het.features.window.kinds import PARAMETER_KINDS
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate, kinds
 from megatron_het.schedule.ir import parse_op
 from megatron_het.schedule.kinds import COMPUTE, TRANSFERS, Columns, executed_by
-from megatron_het.schedule.validate import validate
 
 ROW = {column: getattr(Kind.OPTIMIZER_STEP, column) for column in Columns.__annotations__} | {"mnemonic": "XX"}
 
@@ -83,18 +82,6 @@ def split(name: str, forward_only: bool = False, **shape: int) -> Program:
     """A complete program whose output layer and embeddings are split."""
     program = generate(name, Shape.uniform(2, 4, **shape), forward_only=forward_only)
     return add_transfers(add_embedding(add_vocabulary(program)))
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize(("name", "shape"), [("1f1b", {}), ("gpipe", {}), ("slimpipe", {"slices": 4})])
-def test_split_vocabulary_is_simulated(name: str, shape: dict[str, int], forward_only: bool) -> None:
-    program = split(name, forward_only, **shape)
-    assert validate(program) == []
-    result = run(program)
-    parts = [event for event in result.events() if event.op.kind in (Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD)]
-    assert len(parts) == 2 * 4 * shape.get("slices", 1) * (1 if forward_only else 2)
-    assert {event.stream for event in parts} == {"compute"}
-    assert all(0 <= event.start_s <= event.end_s <= result.makespan_s for event in parts)
 
 
 def test_split_embeddings_cost_time() -> None:

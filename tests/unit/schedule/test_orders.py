@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
 from megatron_het.features.context_exchange.passes import PassCosts, add_exchange, level, plan_exchange
-from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, Shape, add_transfers, generate
+from megatron_het.schedule import Costs, Kind, Link, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators.listing import ORDERS, Speeds, in_order, merge, require_all
 from megatron_het.schedule.generators.one_f_one_b import _orders, fast_merge, in_flight_limits
@@ -211,23 +211,6 @@ def test_it_is_faster_on_mixed_stages() -> None:
         assert validate(program) == []
         seconds[name] = simulate(program, costs).makespan_s
     assert seconds["1f1b"] > 1.05 * seconds["zb-h1"]
-
-
-def test_activations_stay_until_the_weight_gradient() -> None:
-    """The gradient of the input leaves after I; what the layers keep goes with W."""
-    shape = Shape.uniform(2, 3)
-    program = full("zb-h1", shape)
-    memory = Memory(activation_bytes=((1.0,), (1.0,)))
-    result = run(program, memory=memory)
-    for device, ops in enumerate(program.ops):
-        node = {(op.kind, op.microbatch): result.graph.first[device] + i for i, op in enumerate(ops)}
-        freed = sorted(time for time, amount, _ in result.memory[device].changes if amount < 0)
-        assert freed == sorted(result.end_s[node[Kind.BACKWARD_WEIGHT, m]] for m in range(3))
-        if device:
-            for m in range(3):
-                send, half = node[Kind.SEND_BACKWARD, m], node[Kind.BACKWARD_INPUT, m]
-                assert result.start_s[send] >= result.end_s[half]
-                assert result.start_s[send] < result.end_s[node[Kind.BACKWARD_WEIGHT, m]]
 
 
 # The quick merge of 1F1B's orders decides as the general one does.

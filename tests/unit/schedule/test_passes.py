@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,49 +21,6 @@ from megatron_het.schedule.validate import check, validate
 SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))
 MINI = generate("ministage", Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2, 2)))
 
-PASSES: dict[str, tuple[Callable[[Program], Program], Program]] = {
-    "transfers": (add_transfers, SLIM),
-    "late transfers": (lambda p: add_transfers(p, order="late"), MINI),
-    "exchange": (lambda p: add_exchange(p, units=2, helping=True, keep=True), SLIM),
-    "vocabulary, aligned": (add_vocabulary, SLIM),
-    "vocabulary, not aligned": (add_vocabulary, generate("1f1b", Shape.uniform(4, 6))),
-    "embedding": (add_embedding, SLIM),
-    "embedding, after vocabulary": (lambda p: add_embedding(add_vocabulary(p)), MINI),
-    "parameters": (lambda p: add_parameters(p, per_layer=True, offload=True, step="ministage"), MINI),
-    "activation offload": (add_activation_offload, MINI),
-}
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_keeps_the_compute_order(name: str) -> None:
-    apply, program = PASSES[name]
-    after = apply(program)
-    assert [after.compute(d) for d in range(len(after.ops))] == [program.compute(d) for d in range(len(after.ops))]
-    assert sum(map(len, after.ops)) > sum(map(len, program.ops))
-
-
-def test_global_order_is_a_projection_with_neighbouring_ends() -> None:
-    """Merging the lists, both ends of every transfer can be taken at the same moment."""
-    program = add_transfers(MINI)
-    position = [0] * len(program.ops)
-    left = sum(map(len, program.ops))
-    while left:
-        before = left
-        for d, ops in enumerate(program.ops):
-            while position[d] < len(ops):
-                op = ops[position[d]]
-                if op.peer < 0:
-                    position[d] += 1
-                    left -= 1
-                    continue
-                peer, partner = op.partner(d)
-                if program.ops[peer][position[peer] : position[peer] + 1] != (partner,):
-                    break
-                position[d] += 1
-                position[peer] += 1
-                left -= 2
-        assert left < before
-
 
 def test_no_transfer_within_a_device() -> None:
     one = full("ministage", Shape.uniform(1, 3, chunks=3))
@@ -79,33 +35,6 @@ def test_transfers_are_added_once() -> None:
         add_transfers(add_transfers(SLIM))
     with pytest.raises(ValueError, match="order = 'now'"):
         add_transfers(SLIM, order="now")
-
-
-def test_send_follows_its_producer() -> None:
-    for ops in add_transfers(SLIM).ops:
-        for before, op in zip(ops, ops[1:]):
-            received = before.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
-            if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and not received:
-                assert before[1:4] == op[1:4]
-
-
-def test_exchange_operations() -> None:
-    plan = plan_exchange(SLIM, units=2, helping=True)
-    program = add_transfers(add_exchange(SLIM, plan))
-    moves = sum(len(slot.moves) for slot in plan.slots)
-    for kinds in ((Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD), (Kind.ATTEND_MERGE, Kind.ATTEND_MERGE_BACKWARD)):
-        assert sum(op.kind in kinds for ops in program.ops for op in ops) == moves
-    for d, ops in enumerate(program.ops):
-        for i, op in enumerate(ops):
-            if op.kind == Kind.ATTEND_GIVE:
-                forward = ops.index(Op(Kind.FORWARD, *op[1:4]))
-                merge = ops.index(op._replace(kind=Kind.ATTEND_MERGE))
-                assert i < forward < merge
-                help_ = Op(Kind.ATTEND_HELP, op.microbatch, op.slice, op.chunk, d, op.chunk, op.start, op.stop)
-                assert help_ in program.ops[op.peer]
-                sent = op._replace(kind=Kind.KV_SEND)
-                assert ops.index(sent) < i
-                assert program.ops[op.peer].index(sent.partner(d)[1]) < program.ops[op.peer].index(help_)
 
 
 def test_earliest_keys_need_no_mask() -> None:
@@ -220,16 +149,6 @@ def test_activation_offload_places() -> None:
         add_activation_offload(generate("1f1b", Shape.uniform(2, 2), forward_only=True))
 
 
-def test_gathers_per_microbatch_for_comparison() -> None:
-    """As PP with ZeRO-3: 2 L m gathers of layers instead of 2 L (Zorse, Table 2)."""
-    shape = Shape.uniform(3, 5, chunks=2, layers_per_chunk=2)
-    program = full("ministage", shape)
-    for options, count in (({"keep_at_turn": False}, 2 * 4), ({"per_operation": True}, 2 * 4 * 5)):
-        windowed = add_parameters(program, per_layer=True, **options)
-        assert [sum(op.kind == Kind.PARAM_GATHER for op in ops) for ops in windowed.ops] == [count] * 3
-        assert validate(windowed) == []
-
-
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("order", ["slimpipe", "1f1b"])
 def test_split_embeddings(order: str, forward_only: bool) -> None:
@@ -275,18 +194,6 @@ UNEVEN = Shape(((1, 2),), ((0, 0, 1, 0),), (2,))  # three passes and one, two ch
 
 def collectives(program: Program, device: int) -> list[Op]:
     return [op for op in program.ops[device] if op.kind in (Kind.PARAM_GATHER, Kind.GRAD_REDUCE)]
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"per_layer": True, "offload": True}, {"keep_at_turn": False, "prefetch": 2}])
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_runs_on_unequal_replicas(zero: int, options: dict[str, bool | int], forward_only: bool) -> None:
-    program = generate("data-parallel", UNEVEN, forward_only=forward_only)
-    after = add_sharded_passes(program, zero=zero, **options)  # type: ignore[arg-type]
-    assert validate(after) == []
-    assert collectives(after, 0) == collectives(after, 1)
-    assert [after.compute(d) for d in range(2)] == [program.compute(d) for d in range(2)]
-    assert simulate(after, Costs.uniform(after.shape)).makespan_s > 0
 
 
 def test_gradients_are_reduced_after_every_pass_of_the_replica_with_most() -> None:
@@ -379,19 +286,6 @@ def test_parts_of_a_shape() -> None:
     program = generate("1f1b", shape)
     assert program.ops[5] == ()
     assert {op.microbatch for op in program.ops[3]} == {1}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_runs_and_holds_its_limit(order: str) -> None:
-    """Stages of two and three replicas; the whole program passes the validator."""
-    shape = Shape(
-        layers=((2,), (3,), (1,)),
-        route=(tuple(m % 2 for m in range(12)), tuple(m % 3 for m in range(12)), (0,) * 12),
-        replicas=(2, 3, 1),
-    )
-    program = generate("1f1b", shape, order=order)
-    check(add_transfers(program))
-    assert all(len(ops) == 2 * len(shape.microbatches_of(d)) for d, ops in enumerate(program.ops))
 
 
 def test_many_replicas_of_one_microbatch_each_take_linear_time() -> None:

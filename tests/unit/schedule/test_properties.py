@@ -13,6 +13,7 @@ from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabul
 from megatron_het.features.window.passes import add_parameters, add_sharded_passes, post_together
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
+from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.transfers import post_receives_early
 from megatron_het.schedule.validate import deadlock, validate
@@ -56,9 +57,9 @@ def order_kept(before: Program, after: Program) -> None:
     assert [before.compute(d) for d in range(len(before.ops))] == [after.compute(d) for d in range(len(after.ops))]
 
 
-@given(routed_shapes(), st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12))
-def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
-    program = generate("1f1b", shape, speeds=speeds[: len(shape.devices)])
+@given(routed_shapes(), st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12), st.sampled_from(ORDERS))
+def test_one_f_one_b(shape: Shape, speeds: list[float], order: str) -> None:
+    program = generate("1f1b", shape, speeds=speeds[: len(shape.devices)], order=order)
     complete = add_transfers(program, speeds=speeds[: len(shape.devices)])
     order_kept(program, complete)
     good(complete)
@@ -82,6 +83,7 @@ def test_homogeneous(name: str, stages: int, microbatches: int, chunks: int, gro
         return
     complete = add_transfers(program)
     order_kept(program, complete)
+    order_kept(program, add_transfers(program, order="late"))
     good(complete)
     good_when_posted_early(complete)
     good(add_transfers(generate(name, shape, forward_only=True)))

@@ -59,13 +59,6 @@ def test_first_come_first_served_on_a_shared_link() -> None:
     assert starts == {1: 1.0, 0: 6.0}
 
 
-def test_speeds_of_devices() -> None:
-    shape = Shape.uniform(2, 1)
-    result = simulate(full("1f1b", shape), Costs(((1.0,), (3.0,)), ((2.0,), (5.0,))))
-    assert result.makespan_s == 1 + 3 + 5 + 2
-    assert result.compute_s == [3.0, 8.0]
-
-
 def test_attention_grows_with_the_slice() -> None:
     """Slice i attends to i + diagonal slices; the shares add up."""
     shape = Shape.uniform(1, 1, slices=4)
@@ -206,16 +199,6 @@ def test_stuck_programs_are_named() -> None:
         run(with_device(program, 1, backward_first))
 
 
-def test_host_blocks() -> None:
-    """A process that posts only between computations delays its receives."""
-    shape = Shape.uniform(2, 4)
-    link = Link(0.0, 4.0)
-    free, blocked = (
-        run(full("1f1b", shape), message_bytes=2.0, link=lambda a, b: link, host_blocks=flag) for flag in (False, True)
-    )
-    assert blocked.makespan_s > free.makespan_s
-
-
 def test_receives_posted_early_hide_the_latency() -> None:
     """Where the host posts, a latency shorter than an operation costs next to nothing after the warm-up."""
     shape = Shape.uniform(2, 2, slices=8, chunks=2)
@@ -282,11 +265,6 @@ def test_garbage_collection_is_left_as_it_was() -> None:
     """It is paused inside only."""
     run(full("1f1b", Shape.uniform(2, 2)))
     assert gc.isenabled()
-
-
-def test_program_without_transfers_runs_with_free_links() -> None:
-    program = generate("slimpipe", Shape.uniform(4, 2, slices=8))
-    assert run(program).makespan_s == run(add_transfers(program)).makespan_s
 
 
 def test_empty_devices() -> None:

@@ -374,20 +374,6 @@ def test_separate_pipelines() -> None:
     assert max(run_all(devices(2, 4, 1, 4, replicas=2, exchange_idle=True))) < 1e-12
 
 
-def test_keys_and_values_are_sent_ahead_and_once() -> None:
-    """With ``keep`` no unit reaches a helper twice; without, later passes send it again."""
-    sent = []
-    for options in ({}, {"exchange_keep": True}):
-        units: list[tuple[int, ...]] = []
-        for device in devices(4, 8, 1, 1, **options):
-            for op in device.program.ops:
-                if op.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
-                    units += [(device.rank, op.peer, op.microbatch, op.chunk, u) for u in range(op.start, op.stop)]
-        sent.append(units)
-    assert len(set(sent[1])) == len(sent[1]) < len(sent[0])
-    assert set(sent[0]) == set(sent[1])
-
-
 def test_gradients_return_once() -> None:
     """With ``keep`` the gradient of a unit comes back from a helper once, with the last pass that uses it."""
     count = {}

@@ -111,21 +111,6 @@ def test_slices_have_the_gradient_and_the_loss_of_the_whole(
     assert recorded(NAMES[kind]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_log_has_the_z_loss_of_whole_microbatches() -> None:
-    """A mean over passes in which each counts as long as it is."""
-    batch, lengths = torch.randn(TOKENS, SEQUENCES, HIDDEN), (7, 1, 5, 3)
-    stock, mine, passes = router("none"), router("none"), Passes(SLICES)
-    for made in (stock, mine):
-        made.config.moe_z_loss_coeff = 1e-2
-    balance_whole_microbatches([mine], passes)
-    loss_of(stock, batch)
-    expected = recorded("z_loss")
-    for j, part in enumerate(batch.split(lengths)):
-        passes.current, passes.part = (0, j), (lengths[j], TOKENS)
-        loss_of(mine, part)
-    assert recorded("z_loss") / passes.parts == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("name", ["load_balancing_loss", "z_loss"])
 def test_a_layer_for_later_tokens_is_logged_where_megatron_logs_it(name: str) -> None:
     """Ranks without experts have a log of Megatron's length, and the sum over all ranks needs equal lengths."""

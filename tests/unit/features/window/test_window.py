@@ -126,20 +126,6 @@ def test_gathers_per_microbatch_grow_with_the_microbatches() -> None:
         check_feature("window", uneven, arguments())
 
 
-def test_at_most_the_current_and_the_next_ministage_are_open() -> None:
-    plan = ministage_plan(((1, 2, 1, 1), (1, 1, 1, 1)), (1, 2), window=True)
-    for ops in build(plan)[False].ops:
-        opened: set[int] = set()
-        for op in ops:
-            if op.kind == Kind.PARAM_GATHER:
-                opened.add(op.chunk)
-            elif op.kind == Kind.PARAM_RELEASE:
-                opened.remove(op.chunk)
-            elif op.kind in (Kind.FORWARD, Kind.BACKWARD):
-                assert op.chunk in opened
-            assert len(opened) <= 2
-
-
 def test_updates_are_operations_only_when_made_at_once() -> None:
     exact = ministage_plan(((1, 1),), (2,), window=True)
     early = ministage_plan(((1, 1),), (2,), window=True, update="at-once")
@@ -229,21 +215,6 @@ def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> Non
     assert use.held_bytes == {"parameter": 48, "shard": 48, "gradient": 0}
 
 
-def test_an_update_of_the_shard_is_seen_at_the_next_opening() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
-
-    ddp = fake_chunk()
-    chunk = ChunkWindow(ddp, True, WindowUse())
-    chunk.close()
-    chunk.buckets[0].shard += 1
-    expected = chunk.buckets[0].shard.clone()
-    chunk.store()
-    chunk.fetch()
-    chunk.open()
-    chunk.gather(-1, -1)
-    assert torch.equal(ddp.module.layers[0].weight.view(-1), expected)
-
-
 def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> None:
     from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 
@@ -271,18 +242,6 @@ def closed_chunk(use: Any) -> Any:
     chunk.drop_gradients()
     chunk.store()
     return chunk
-
-
-def test_a_closed_chunk_is_lent_its_own_part_and_closed_again() -> None:
-    from megatron_het.features.window.chunk import WindowUse
-
-    use = WindowUse()
-    chunk = closed_chunk(use)
-    with chunk.lent():
-        assert chunk.ddp.buffers[0].param_data.tolist() == list(range(12))
-        assert use.held_bytes == {"parameter": 48, "shard": 48, "gradient": 0}
-    assert use.held_bytes == {"parameter": 0, "shard": 0, "gradient": 0}
-    assert not chunk.is_open and chunk.ddp.buffers[0].param_data.untyped_storage().size() == 0
 
 
 def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
