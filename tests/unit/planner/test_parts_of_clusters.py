@@ -188,6 +188,23 @@ def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):
     assert outcome.best == better
 
 
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_parts_of_a_small_cluster_are_searched_for_every_objective(objective, monkeypatch):
+    """A node less made a plan 3 % cheaper, and a node more may not make it dearer."""
+    kinds = (("A100-40", 2, 4, 25e9), ("T4", 4, 2, 3e9))
+    nodes = tuple(n.model_copy(update={"usd_per_gpu_hour": 1.0}) for n in cluster_of(*kinds).nodes)
+    searched = []
+
+    def search(ground, limits, *_, **__):
+        searched.append(limits)
+        return Outcome("auto")
+
+    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(auto, "_published_methods", lambda *_: None)
+    search_auto(estimator_of(Cluster(nodes=nodes), fast_and_slow()[1]), Goal(objective))
+    assert {(8, 8), (8, 6), (4, 8)} <= set(searched)
+
+
 def test_what_stages_compute_at_least_is_below_every_price():
     """Starting points and changes of plans are left out where that is too much."""
     estimator, goal, shares = with_catalog(*random_pool(2)), Goal(), []

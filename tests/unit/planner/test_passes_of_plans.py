@@ -273,7 +273,7 @@ def test_a_kind_of_gpu_that_is_slower_counts_where_it_is_used():
     outcome = Outcome("auto", [fast])
     prefer_steady(estimator, Goal(), outcome)
     by_name = {shift.condition: shift.share for shift in outcome.shifts}
-    assert by_name["V100-16 is 10 % slower"] == 0
+    assert not any("V100-16" in condition for condition in by_name)
     assert 0.05 < by_name["A100-40 is 10 % slower"] < 0.12 and by_name["A100-40 is 10 % faster"] < -0.03
 
 

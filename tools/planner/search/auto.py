@@ -49,8 +49,8 @@ def search_auto(
             _join(ground, outcome, whole)
             if goal.objective != "cost" and not ground.has_many_pools:
                 _kinds_alone(ground, outcome, known)
-                if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
-                    _parts_alone(ground, outcome, known)
+            if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
+                _parts_alone(ground, outcome, known)
             _published_methods(ground, outcome, known)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
@@ -121,7 +121,9 @@ def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     estimator, whole = ground.merged.estimator, ground.whole
     parts = _in_use(ground, outcome)
     if ground.is_small:
-        parts = nodes_left_out(estimator, whole) + pools_left_out(whole) + nodes_left_out(estimator, whole, 2)
+        parts = nodes_left_out(estimator, whole) + pools_left_out(whole)
+        if ground.goal.objective != "cost":  # whose bound leaves hardly a part out
+            parts += nodes_left_out(estimator, whole, 2)
     effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
     for _ in range(MOST_LEFT_OUT):
         better = None

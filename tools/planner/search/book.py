@@ -99,7 +99,7 @@ class _Point:
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
-        self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over
+        self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         self.known: defaultdict[tuple[float, float], _Met] = defaultdict(dict)
 

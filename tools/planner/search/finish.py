@@ -47,7 +47,7 @@ def refine(
         return found
     current, improved = found, True
     seen = {found.candidate}
-    sketch = _sketch(estimator, goal) if regroups else None
+    sketch = sketch_of(estimator, goal) if regroups else None
     while improved:
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
@@ -68,7 +68,7 @@ def refine(
     return current
 
 
-def _sketch(estimator: Estimator, goal: Goal) -> Sketch:
+def sketch_of(estimator: Estimator, goal: Goal) -> Sketch:
     """Returns the sketch that all refinements of an estimator share."""
     if goal.objective not in estimator.known_sketches:
         estimator.known_sketches[goal.objective] = Sketch(estimator, goal)

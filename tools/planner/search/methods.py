@@ -15,7 +15,7 @@ from ..costs.simulation import block_s, operations_of
 from ..costs.stages import rows_of
 from ..errors import PlannerError
 from .bounds import Bounds
-from .finish import confirm, pools_of
+from .finish import confirm, pools_of, sketch_of
 from .moves import over_replicas
 from .outcome import Found, Goal, Outcome, Progress
 from .overlap import prefer_plain, prefer_steady
@@ -39,26 +39,51 @@ _LEAST_TOKENS = 1024
 _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
 
 
-def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
-    """The best by the closed form that fit, one of each number of stages."""
-    best: dict[int, tuple[float, Candidate, Estimate]] = {}
-    sliced = [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
-    for stages, cp in _shapes(estimator) if sliced else ():
-        for found in _fitting_long(estimator, goal, sliced, stages, cp):
-            value = goal.value(found[1])
-            if value < best.get(len(stages), (inf,))[0]:
-                best[len(stages)] = value, *found
-    order = sorted(best.values(), key=lambda entry: entry[0])
-    return [(candidate, estimate) for _, candidate, estimate in order[:count]]
+Regular = list[tuple[Candidate, Estimate]]
 
 
-def regular_with_experts(estimator: Estimator, goal: Goal, count: int) -> list[tuple[Candidate, Estimate]]:
-    """The best regular plans with experts over replicas by the closed form, one of each number of stages.
+def regular_pipelines(estimator: Estimator, goal: Goal, count: int, known: float = inf) -> Regular:
+    """The best pipelines of slices by the closed form that fit; see :func:`_best_regular`."""
+    return _best_regular(estimator, goal, count, known, _of_slices(estimator, goal))
+
+
+def regular_with_experts(estimator: Estimator, goal: Goal, count: int, known: float = inf) -> Regular:
+    """The best regular plans with experts over replicas by the closed form; see :func:`_best_regular`.
 
     Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
     too, and activations wait in main memory, as few as fits.
     """
-    best: dict[int, tuple[float, Candidate, Estimate]] = {}
+    return _best_regular(estimator, goal, count, known, _of_experts(estimator, goal))
+
+
+def _best_regular(
+    estimator: Estimator, goal: Goal, count: int, known: float, candidates: Iterator[Candidate]
+) -> Regular:
+    """The best of these that fit, one of each number of stages, and the best on each choice of kinds of GPUs.
+
+    Args:
+        known: Value of a plan that is known already: what looks worse by the factor ``FAR`` is of no use.
+    """
+    sketch, sequences, most = sketch_of(estimator, goal), estimator.model.global_batch_size, FAR * known
+    hopes: list[tuple[float, int, Candidate]] = []
+    for i, c in enumerate(candidates):
+        computing = sketch.least(tuple(stage.groups for stage in c.stages), c)
+        pieces = sequences / c.micro_batch_size / c.stages[0].groups[0].count * c.chunks * c.slices
+        hopes.append((computing * (1 + (len(c.stages) - 1) / pieces), i, c))
+    best: dict[tuple[frozenset[str], int], tuple[float, Candidate, Estimate]] = {}
+    for hope, _, c in sorted(hopes, key=lambda entry: entry[:2]):
+        kind = frozenset(estimator.cluster.nodes[p].gpu for p in c.gpus()), len(c.stages)
+        to_beat = best[kind][0] if kind in best else most
+        found = _least_in_host_memory(estimator, goal, c) if hope < to_beat else None
+        if found is not None and goal.value(found[1]) < to_beat:
+            best[kind] = goal.value(found[1]), *found
+    order = sorted(best, key=lambda kind: best[kind][0])
+    first = {kinds: (kinds, stages) for kinds, stages in reversed(order)}
+    return [best[kind][1:] for i, kind in enumerate(order) if i < count or first[kind[0]] == kind]
+
+
+def _of_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
+    """Regular plans with experts over replicas, with whole and with split vocabularies."""
     ways = [(s, 2 if s.name == "interleaved" else 1) for s in goal.allowed if s.name in ("1f1b", "interleaved")]
     settings = [
         (schedule.name, chunks, batch, recompute, ep)
@@ -73,29 +98,42 @@ def regular_with_experts(estimator: Estimator, goal: Goal, count: int) -> list[t
             rows = rows_of((1,) * len(stages), estimator.model.tied_embeddings) if is_split else ()
             for name, chunks, batch, recompute, ep in settings:
                 like = Candidate(stages, batch, recompute, name, chunks, zero_stage=zero, rows=rows)
-                found = _least_in_host_memory(estimator, goal, like.over_replicas(ep))
-                if found is not None and (value := goal.value(found[1])) < best.get(len(stages), (inf,))[0]:
-                    best[len(stages)] = value, *found
-    order = sorted(best.values(), key=lambda entry: entry[0])
-    return [(candidate, estimate) for _, candidate, estimate in order[:count]]
+                yield like.over_replicas(ep)
+
+
+def _of_slices(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
+    """Regular pipelines under each schedule that cuts sequences and with each recomputation."""
+    model, sliced = estimator.model, [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
+    zero = 1 if model.distributed_optimizer else 0
+    for stages, cp in _shapes(estimator) if sliced else ():
+        wanted = _SLICES_PER_STAGE * len(stages)
+        slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
+        if slices and model.seq_length // slices >= _LEAST_TOKENS * cp:
+            for name, recompute in product(sliced, model.recompute):
+                yield Candidate(stages, 1, recompute, name, slices=slices, zero_stage=zero, cp=cp)
 
 
 def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> tuple[Candidate, Estimate] | None:
     """The candidate with as few activations in main memory as fits."""
-    for share in LONG_SHARES:
+    fitting = None
+    for share in (0.0, *reversed(LONG_SHARES[1:])):  # what lacks memory with all of them there is left at once
         candidate = like.with_(host_activations=share)
         estimate = _usable(estimator, goal, candidate, fits=False)
-        if estimate is None:
-            return None
-        if estimator.fits(estimate):
-            return candidate, estimate
-    return None
+        fits = estimate is not None and estimator.fits(estimate)
+        if estimate is not None and fits:
+            fitting = candidate, estimate
+        if estimate is None or fits != bool(share):
+            break
+    return fitting
 
 
 def _shapes(
     estimator: Estimator, cp_sizes: Sequence[int] = LONG_SIZES, *, has_ends: bool = True
 ) -> Iterator[tuple[tuple[Stage, ...], int]]:
     """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size.
+
+    As many stages as the GPUs give, of all kinds together and of each kind alone.  Of one kind also any number that
+    divides the layers.
 
     Args:
         cp_sizes: Those that are tried.
@@ -108,41 +146,19 @@ def _shapes(
         pools = [p for p, n in enumerate(nodes) if tp <= n.gpus_per_node]
         counts = {p: nodes[p].count * (nodes[p].gpus_per_node // tp) // (cp * width) for p in pools}
         counts = {p: n for p, n in counts.items() if n and nodes[p].quota >= n * tp * cp * width}
-        if not 1 < sum(counts.values()) <= model.num_layers:
-            continue
         like = Candidate((), 1, cp=cp)
-        units = {p: estimator.unit_of(like, Group(p, tp, 1)) for p in counts}
-        if any(unit is None for unit in units.values()):
-            continue
-        rate = {p: 1 / (u.layer_f + u.layer_b) for p, u in units.items() if u is not None}
-        order = [p for p, n in sorted(counts.items(), key=lambda item: -rate[item[0]]) for _ in range(n)]
-        head = units[order[-1]]
-        assert head is not None
-        ends = [0.0] * (len(order) - 1) + [(head.head_f + head.head_b) * has_ends]
-        layers = balanced(model.num_layers, [rate[p] for p in order], ends)
-        yield tuple(Stage(n, (Group(p, tp, width),)) for n, p in zip(layers, order)), cp
-
-
-def _fitting_long(
-    estimator: Estimator, goal: Goal, schedules: list[str], stages: tuple[Stage, ...], cp: int
-) -> Iterator[tuple[Candidate, Estimate]]:
-    """Under each schedule and with each recomputation, and as little in main memory as fits."""
-    model, wanted = estimator.model, _SLICES_PER_STAGE * len(stages)
-    slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
-    if not slices or model.seq_length // slices < _LEAST_TOKENS * cp:
-        return
-    zero = 1 if model.distributed_optimizer else 0
-    for name, recompute in product(schedules, model.recompute):
-        for share in LONG_SHARES:
-            candidate = Candidate(
-                stages, 1, recompute, name, slices=slices, zero_stage=zero, cp=cp, host_activations=share
-            )
-            estimate = estimator.estimate(candidate)
-            if estimate is None or goal.violation(candidate, estimate) > 0:
-                break
-            if estimator.fits(estimate):
-                yield candidate, estimate
-                break
+        units = {p: u for p in counts if (u := estimator.unit_of(like, Group(p, tp, 1))) is not None}
+        rate = {p: 1 / (u.layer_f + u.layer_b) for p, u in units.items()}
+        whole = [p for p in sorted(units, key=lambda p: -rate[p]) for _ in range(counts[p])]
+        chosen = [whole] if len(units) == len(counts) else []
+        for kind in dict.fromkeys(nodes[p].gpu for p in whole):
+            mine = [p for p in whole if nodes[p].gpu == kind]
+            chosen += [mine[:n] for n in range(1, len(mine) + 1) if n == len(mine) or model.num_layers % n == 0]
+        for order in dict.fromkeys(tuple(order) for order in chosen if 1 < len(order) <= model.num_layers):
+            head = units[order[-1]]
+            ends = [0.0] * (len(order) - 1) + [(head.head_f + head.head_b) * has_ends]
+            layers = balanced(model.num_layers, [rate[p] for p in order], ends)
+            yield tuple(Stage(n, (Group(p, tp, width),)) for n, p in zip(layers, order)), cp
 
 
 def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) -> list[int]:
@@ -164,7 +180,8 @@ def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) 
 WORTH = 0.01  # a change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken
 LONG = 32768  # sequences from which on context parallelism, the exchange and offload are tried
 TRIED, NEAR = 2, 1.03  # plans of a schedule that are changed, the others within this factor of the best
-MOST_REGULAR = 3  # regular plans that are changed, for long sequences
+MOST_REGULAR = 3  # regular plans that are changed, and those that are the best on some kinds of GPUs
+FAR = 1.3  # regular plans that look worse than the best so far by this factor are not changed
 MOST_STEPS = 12  # changes of one plan, one after the other
 MOST_OPERATIONS = 4_000
 """Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
@@ -188,9 +205,10 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         outcome.found += starts
     better: list[Found] = []
     progress.text = "choices"
-    regular = regular_with_experts(estimator, goal, MOST_REGULAR)
+    known = outcome.best.value(goal) if outcome.best is not None else inf
+    regular = regular_with_experts(estimator, goal, MOST_REGULAR, known)
     if is_long:
-        regular += regular_pipelines(estimator, goal, MOST_REGULAR)
+        regular += regular_pipelines(estimator, goal, MOST_REGULAR, known)
     for found in (_simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):
@@ -417,6 +435,7 @@ def search(
             prefer_plain(estimator, goal, outcome)
             if robust:
                 prefer_steady(estimator, goal, outcome)
+        outcome.found = _distinct(outcome.found)
         progress.is_over = True
     except KeyboardInterrupt:
         progress.is_over = outcome.interrupted = True
@@ -429,6 +448,14 @@ def search(
         used = outcome.best.candidate.gpus()
         outcome.bound_in_use = bounds.value(tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes))))
     return outcome
+
+
+def _distinct(found: list[Found]) -> list[Found]:
+    """The plans without those that differ from one before them in microbatches in flight and order only."""
+    kept: dict[Candidate, Found] = {}
+    for entry in found:
+        kept.setdefault(entry.candidate.with_(slack=0.0, depths=(), order="", shares=None), entry)
+    return list(kept.values())
 
 
 def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> Outcome:

@@ -120,7 +120,7 @@ class _OtherWorld(Estimator):
     """
 
     def __init__(self, base: Estimator, network: float = 1.0, kind: str = "", speed: float = 1.0) -> None:
-        self._kind, self._speed, cluster = kind, speed, base.cluster
+        self.kind, self._speed, cluster = kind, speed, base.cluster
         if network != 1.0:
             nodes = tuple(_on_network(node, network) for node in cluster.nodes)
             links = tuple(k.model_copy(update={"bytes_per_s": k.bytes_per_s * network}) for k in cluster.links)
@@ -133,7 +133,7 @@ class _OtherWorld(Estimator):
 
     def _unit(self, pool: int, *args: Any, **named: Any) -> Unit | None:
         unit = super()._unit(pool, *args, **named)
-        if unit is None or self.cluster.nodes[pool].gpu != self._kind:
+        if unit is None or self.cluster.nodes[pool].gpu != self.kind:
             return unit
         return replace(unit, **{name: getattr(unit, name) / self._speed for name in _UNIT_SECONDS})
 
@@ -150,7 +150,7 @@ def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
     return node.model_copy(update=changed)
 
 
-def _worlds(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
+def _worlds(estimator: Estimator) -> Iterator[tuple[str, _OtherWorld]]:
     """Yields what may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
     yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _OtherWorld(estimator, network=1 - NETWORK_OFF)
     yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _OtherWorld(estimator, network=1 + NETWORK_OFF)
@@ -191,11 +191,12 @@ def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     outcome.shifts = shifts[id(first)]
 
 
-def _shifts(worlds: list[tuple[str, Estimator]], found: Found) -> tuple[Shift, ...]:
-    """By how much an iteration of a plan gets longer in each of some worlds."""
+def _shifts(worlds: list[tuple[str, _OtherWorld]], found: Found) -> tuple[Shift, ...]:
+    """By how much an iteration of a plan gets longer in each of some worlds that differ in what it uses."""
     out = []
     for words, world in worlds:
-        estimate = world.estimate(found.candidate)
+        used = {world.cluster.nodes[pool].gpu for pool in found.candidate.gpus()}
+        estimate = world.estimate(found.candidate) if world.kind in ("", *used) else None
         if estimate is not None:
             out.append(Shift(words, estimate.iteration_s / found.estimate.iteration_s - 1))
     return tuple(out)
