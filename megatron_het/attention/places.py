@@ -160,8 +160,8 @@ TokenGradient = tuple[int, int, Tensor, Tensor]
 """First token, end of tokens, gradients of their keys and values."""
 
 
-class LayerExchange(Protocol):
-    """Holds what one layer exchanges with other devices in the pass that runs; nothing in most passes.
+class LayerExchange:
+    """Holds what one layer exchanges with other devices in the pass that runs: here nothing, it keeps all attention.
 
     Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
     results, in this order and with the layer's own attention in between.
@@ -170,51 +170,32 @@ class LayerExchange(Protocol):
     @property
     def is_active(self) -> bool:
         """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
+        return False
 
     def begin_forward(self, query: Tensor) -> Given:
         """Hand the query out; returns the tokens that are given away."""
+        return NOTHING
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
         """Attend for other devices."""
 
     def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Output and log-sum-exp of the parts given away."""
+        return ()
 
     def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
         """Hand the gradient of the output out; returns the tokens given away."""
+        return NOTHING
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """Differentiate attention for other devices."""
 
     def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
         """Parts given away: gradient of the query, and what is complete of those of keys and values."""
-
-
-class NoExchange:
-    """A layer that keeps all attention to itself."""
-
-    is_active = False
-
-    def begin_forward(self, query: Tensor) -> Given:
-        return NOTHING
-
-    def help_forward(self, kernel: Kernel, scale: float) -> None:
-        """See :class:`LayerExchange`."""
-
-    def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
-        return ()
-
-    def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
-        return NOTHING
-
-    def help_backward(self, kernel: Kernel, scale: float) -> None:
-        """See :class:`LayerExchange`."""
-
-    def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
         return ()
 
 
-NO_EXCHANGE = NoExchange()
+NO_EXCHANGE = LayerExchange()
 
 
 UNLIMITED = Reach()
@@ -287,25 +268,23 @@ class SliceContext:
     rotation: Rotation | None = None  # what queries and keys are rotated by first; None if they are
 
 
-class Place(Protocol):
-    """Where a slice attends.
+@dataclass(frozen=True, slots=True)
+class WholePlace:
+    """A slice whose queries see everything before them."""
 
-    Attributes:
-        unread: How many own tokens at the start no later slice reads.
-        travels: The queries that see keys of other ranks; None where all do, or nobody shares the slice.
-    """
+    context: SliceContext
+    tokens: int
+    given_tokens: int = 0  # those at the start of the sequence that other devices attend to
+    unread: ClassVar[int] = 0  # how many own tokens at the start no later slice reads
+    travels: ClassVar[Travels | None] = None  # the queries that see keys of other ranks; None where all do, or no one
 
-    @property
-    def unread(self) -> int: ...
-
-    @property
-    def travels(self) -> Travels | None: ...
-
-    def travelling(self) -> "Place":
+    def travelling(self) -> "WholePlace":
         """The place where the others' rows are those that travel."""
+        return self
 
-    def without(self, given: Given) -> "Place":
+    def without(self, given: Given) -> "WholePlace":
         """The place without keys that other devices attend to."""
+        return self if given == NOTHING else replace(self, given_tokens=given[1])
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
         """The calls for some of the keys.
@@ -314,25 +293,6 @@ class Place(Protocol):
             own: The slice's own keys and values.
             others: Whether the rows are those of the other ranks.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class WholePlace:
-    """A slice whose queries see everything before them."""
-
-    context: SliceContext
-    tokens: int
-    given_tokens: int = 0  # those at the start of the sequence that other devices attend to
-    unread: ClassVar[int] = 0
-    travels: ClassVar[Travels | None] = None
-
-    def travelling(self) -> "WholePlace":
-        return self
-
-    def without(self, given: Given) -> "WholePlace":
-        return self if given == NOTHING else replace(self, given_tokens=given[1])
-
-    def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
         context = self.context
         cache, place = context.cache, (context.microbatch, context.index)
         line = cache.line(*place) if keys is Keys.ALL and self._is_joined() else None

@@ -28,7 +28,6 @@ from megatron_het.attention.places import (
     Keys,
     LayerExchange,
     Own,
-    Place,
     Sharing,
     SliceContext,
     Travels,
@@ -286,6 +285,9 @@ def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     share = torch.exp(score - lse).permute(2, 0, 1).to(wide)
     gradient = -(share * (grad.to(wide) * out.to(wide)).sum(dim=-1)).sum(dim=(0, 1))
     return gradient.to(sink.dtype).view_as(sink)
+
+
+Place = WholePlace | LimitedPlace  # where a slice attends
 
 
 class _SliceAttention(torch.autograd.Function):

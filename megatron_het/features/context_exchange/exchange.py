@@ -38,7 +38,7 @@ import torch
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
-from megatron_het.attention.places import NOTHING, Given, TokenGradient, pack, unpack
+from megatron_het.attention.places import NOTHING, Given, LayerExchange, TokenGradient, pack, unpack
 from megatron_het.families import family_of_model
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
@@ -413,8 +413,8 @@ class ContextExchange:
         self.channels.close()
 
 
-class _Layer:
-    """One layer's view of the exchange; see ``attention.slice_attention.LayerExchange``."""
+class _Layer(LayerExchange):
+    """One layer's view of the exchange."""
 
     def __init__(self, exchange: ContextExchange, layer: int) -> None:
         self._exchange = exchange
@@ -422,7 +422,6 @@ class _Layer:
 
     @property
     def is_active(self) -> bool:
-        """Whether the pass that runs takes part in a slot."""
         return self._exchange.slot is not None
 
     def _check(self) -> None:
@@ -435,34 +434,28 @@ class _Layer:
             self._exchange.slot.done += 1
 
     def begin_forward(self, query: torch.Tensor) -> Given:
-        """Hand the query out."""
         self._check()
         return self._exchange.give((query,), lambda op: self._exchange.shape(op).forward_result())
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
-        """Attend for others."""
         self._exchange.help(kernel, scale)
 
     def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts given away."""
         for parts in self._results(lambda op: self._exchange.shape(op).forward_result()):
             lse, out = joined_heads([tensors for _, tensors in parts])
             yield out, lse
         self._done()
 
     def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
-        """Hand the gradient out."""
         self._check()
         return self._exchange.give(
             (lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
         )
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
-        """Differentiate for others."""
         self._exchange.help(kernel, scale)
 
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
-        """Gradients of the parts given away."""
         at = self._exchange.first_token
         for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
             dq, dk, dv = joined_heads([tensors for _, tensors in parts])

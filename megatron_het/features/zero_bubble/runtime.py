@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,6 @@ from megatron_het.schedule.kinds import Kind
 Key = tuple[int, int, int]  # (microbatch, slice, chunk) of the passes that belong together
 
 
-class _Half(Protocol):
-    """The second half of a layer's backward."""
-
-    def add(self) -> tuple[torch.nn.Parameter, ...]:
-        """Compute it and add it to the gradients; what an overlapped reduction waits for of them."""
-
-
 @dataclass(slots=True)
 class _Product:
     """A weight gradient that has not been computed."""
@@ -56,6 +49,7 @@ class _Product:
     group: dist.ProcessGroup | None  # ranks to gather the input from, None where it is whole
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """Compute it and add it to the gradients; what an overlapped reduction waits for of them."""
         source = self.source
         if self.group is not None:
             source = gather_from_sequence_parallel_region(source, group=self.group)
@@ -132,6 +126,9 @@ class LayerStore:
             found, weight.grad = weight.grad, earlier
             if found is not None:
                 _add(weight, found)
+
+
+_Half = _Product | _PutOff  # the second half of a layer's backward
 
 
 @dataclass
