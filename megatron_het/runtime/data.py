@@ -366,12 +366,20 @@ def _iterator(
 
     if isinstance(dataset, list):
         raise NotImplementedError("several validation sets do not work with --het-plan")
-    shown, args.dataloader_type = args.dataloader_type, loader_type
+    own: dict[str, Any] = {"dataloader_type": loader_type}
+    if loader_type == "cyclic":
+        # Which samples Megatron shuffles depends on the size of what it reads.  Read one by one they come in one order
+        # under all plans, so that a training that changes its plan reads none of an epoch twice.
+        unit = args.micro_batch_size
+        own |= {"micro_batch_size": 1, "eval_micro_batch_size": 1}
+        batches_of = [unit * number for number in batches_of]
+    shown = {name: getattr(args, name) for name in own}
+    vars(args).update(own)
     try:
         with as_only_reader():
             loader = build_pretraining_data_loader(dataset, consumed)
     finally:
-        args.dataloader_type = shown
+        vars(args).update(shown)
     if loader is None:
         return None
     routed = routed_loader(loader, microbatches, batches_of)

@@ -19,6 +19,7 @@ from megatron_het.runtime.data import (
     draw_by_sample,
     of_whole_stage,
     routed_loader,
+    routed_provider,
 )
 from megatron_het.runtime.executor import add_all_gradients, copies_of, drop_copies
 
@@ -121,6 +122,46 @@ def test_microbatches_of_different_size_are_cut_from_the_same_samples() -> None:
     assert first == [[0, 1, 2], [4, 5], [6, 7, 8], [10, 11]] and second == [[3], [9]]
     sampler = RoutedBatchSampler([[k] for k in range(4)], [0], [3])
     assert [*sampler, *sampler] == [[0, 1, 2], [3, 0, 1]]
+
+
+@pytest.mark.parametrize(("loader", "ahead"), [("cyclic", 0), ("cyclic", 6), ("single", 6)])
+def test_the_order_of_samples_does_not_depend_on_the_microbatches(
+    loader: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training may go on under a plan of other microbatches; 17 samples are no multiple of most sizes."""
+    from megatron import training
+    from megatron.core import mpu
+    from megatron.training.datasets import data_samplers
+
+    data = torch.utils.data.TensorDataset(torch.arange(17))
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(mpu, "get_data_parallel_world_size", lambda: 1)
+
+    def read(size: int, batches_of: list[int]) -> list[int]:
+        args = SimpleNamespace(
+            dataloader_type="external",
+            micro_batch_size=size,
+            eval_micro_batch_size=size,
+            global_batch_size=6,
+            full_validation=False,
+            hybrid_context_parallel=False,
+            data_sharding=True,
+            num_workers=0,
+            consumed_train_samples=ahead,
+            consumed_valid_samples=0,
+            skip_train=False,
+            iterations_to_skip=[],
+        )
+        for module in (training, data_samplers):
+            monkeypatch.setattr(module, "get_args", lambda: args)
+        provide = routed_provider(lambda _: (data, None, None), range(len(batches_of)), batches_of, loader, bool)
+        train = provide((17, 0, 0))[0]
+        assert (args.micro_batch_size, args.dataloader_type) == (size, "external")
+        return [int(k) for _ in batches_of for k in next(train)[0]]
+
+    expected = read(1, [1] * 6)
+    assert len(set(expected)) == 6
+    assert read(2, [1] * 3) == read(3, [1] * 2) == read(6, [1]) == read(1, [3, 1, 2]) == expected
 
 
 # Loss entries of the ranks of a stage become one: sums and tokens, or means of what scripts report.
