@@ -329,7 +329,7 @@ class RunReport:
             "stage": where.stage,
             "replica": where.replica,
             "tp_rank": where.tp_rank,
-            "device": placement.replica(where.stage, where.replica).device or platform.device_name,
+            "device": placement.replica(where.stage, where.replica).device_of(rank) or platform.device_name,
             "plan_hash": plan_hash,
             "world_size": placement.world_size,
             "transport": transport.transport,

@@ -13,8 +13,7 @@ from tools.planner.__main__ import parser_of
 from tools.planner.cli.commands import load, priced
 from tools.planner.report.collect import Event, collect, pack
 from tools.planner.report.data import Figure, Lane, PageData
-from tools.planner.report.html import write_page
-from tools.planner.report.sections import size
+from tools.planner.report.html import size, write_page
 
 
 def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], file: Path) -> None:

@@ -131,7 +131,13 @@ def check_device_kind(plan: Plan, rank: int, name: str) -> None:
     Raises:
         PlanError: The process is on a node of another kind.
     """
-    kinds = {rank: replica.device for stage in plan.stages for replica in stage.replicas for rank in replica.ranks}
+    kinds = {
+        rank: kind
+        for stage in plan.stages
+        for replica in stage.replicas
+        for part, kind in enumerate(replica.devices)
+        for rank in replica.tp_group(part)
+    }
     own, words = _model_word(kinds[rank]), set(re.split(r"[^a-z0-9]+", name.lower()))
     others = sorted({kind for kind in kinds.values() if (word := _model_word(kind)) in words and word != own})
     if own and own not in words and others:

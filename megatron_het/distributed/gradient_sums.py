@@ -175,7 +175,7 @@ class GradientFinalizer:
 def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
     """Whether all replicas of a replica's class draw the same random weights: they are on one kind of device."""
     replicas = placement.plan.stages[stage].replicas
-    return len({found.device for found in replicas if found.cut == replicas[replica].cut}) == 1
+    return len({name for found in replicas if found.cut == replicas[replica].cut for name in found.devices}) == 1
 
 
 def _reduces_early(model: list[torch.nn.Module]) -> bool:

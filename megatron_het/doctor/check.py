@@ -130,7 +130,7 @@ def dtype_of(plan: Plan) -> Any:
 def kind_of(placement: Placement, rank: int) -> str:
     """The plan's name of a rank's device; empty when the plan names none."""
     where = placement.locate(rank)
-    return placement.replica(where.stage, where.replica).device
+    return placement.replica(where.stage, where.replica).device_of(rank)
 
 
 @dataclass

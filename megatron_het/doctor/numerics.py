@@ -202,7 +202,7 @@ class Numerics(Check):
                 "plan", plan, machine, seat=seat, port=_port(seat), rank=seat.rank, world_size=len(seat.hosts)
             )
         }
-        alike = [r for s in seat.plan.stages for q in s.replicas if q.device == seat.kind for r in q.ranks]
+        alike = [r for s in seat.plan.stages for q in s.replicas for r in q.ranks if q.device_of(r) == seat.kind]
         if seat.rank == min(alike):  # one rank per kind of device trains alone
             runs["alone"] = _start(
                 "alone", one_process(plan), machine, seat=seat, port=free_port(), rank=0, world_size=1

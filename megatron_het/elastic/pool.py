@@ -234,15 +234,15 @@ def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
         pool: Processes to choose from.  Kinds count where every process and every replica has one.
     """
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
-    by_kind = all(p.device for p in pool) and all(r.device for r in replicas)
+    by_kind = all(p.device for p in pool) and all(name for r in replicas for name in r.devices)
     free: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for process in sorted(pool, key=lambda p: p.number):
         free[process.device if by_kind else ""][process.node].append(process.number)
     found: dict[int, int] = {}
     # The largest groups first: they are the ones that a divided node cannot take.
     for replica in sorted(replicas, key=lambda r: (-r.tp, r.ranks)):
-        nodes = free[replica.device if by_kind else ""]
-        for part in range(replica.cp):
+        for part, device in enumerate(replica.devices):
+            nodes = free[device if by_kind else ""]
             group = replica.tp_group(part)
             fitting = [name for name, numbers in nodes.items() if len(numbers) >= len(group)]
             if not fitting:

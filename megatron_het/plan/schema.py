@@ -319,7 +319,8 @@ class Cut(NamedTuple):
 class Replica:
     """One copy of a stage: a tensor-parallel group on one kind of device inside one node.
 
-    With context parallelism it is ``cp`` such groups, each of which holds a part of every sequence.
+    With context parallelism it is ``cp`` such groups, each of which holds a part of every sequence; they may be on
+    different kinds of devices.
 
     Attributes:
         ranks: World ranks; TP size = ``len(ranks) / cp``.  The first TP size of them are the
@@ -348,6 +349,8 @@ class Replica:
     """Expert-tensor-parallel size: how many ranks cut one expert; 0 for TP size / EP size, at least 1."""
     cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
     """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
+    cp_devices: tuple[str, ...] = field(default=(), metadata={"omit_default": True})
+    """Name of the device kind of each context-parallel rank; none where all are ``device``."""
 
     @property
     def tp(self) -> int:
@@ -363,6 +366,15 @@ class Replica:
     def shares(self) -> tuple[int, ...]:
         """How the context-parallel ranks divide a sequence."""
         return self.cp_shares or (1,) * self.cp
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Name of the device kind of each context-parallel rank."""
+        return self.cp_devices or (self.device,) * self.cp
+
+    def device_of(self, rank: int) -> str:
+        """Name of the device kind of one of the ranks."""
+        return self.devices[self.ranks.index(rank) // self.tp]
 
     def tp_group(self, cp_rank: int = 0) -> tuple[int, ...]:
         """World ranks of the tensor-parallel group of a context-parallel rank."""

@@ -65,6 +65,8 @@ def check_limits(plan: Plan) -> None:
                 problem = f"must be positive: {SLOWEST:g} to {FASTEST:g} (1 = as fast as the fastest)"
                 raise PlanError(f"{where}.speed", replica.speed, problem)
             check_name(replica.device, f"{where}.device")
+            for part, name in enumerate(replica.cp_devices):
+                check_name(name, f"{where}.cp_devices[{part}]")
             check_name(replica.zone, f"{where}.zone")
     if len(plan.notes) > MAX_NOTES:
         raise PlanError("notes", plan.notes, f"longer than {MAX_NOTES} characters")
@@ -278,6 +280,9 @@ def _check_context_parallel(replica: Replica, where: str) -> None:
             "every sequence each holds, relative to the others",
             "Leave it out for equal parts",
         )
+    if replica.cp_devices and len(replica.cp_devices) != replica.cp:
+        problem = f"must be {replica.cp} names of devices, one per context-parallel rank"
+        raise PlanError(f"{where}.cp_devices", list(replica.cp_devices), problem, "Leave it out where all are one kind")
 
 
 def _check_expert_parallel(replica: Replica, where: str) -> None:

@@ -17,7 +17,7 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.inputs.model import load_model
-from tools.planner.report.sections import seconds, share, shown, size
+from tools.planner.report.html import seconds, share, shown, size
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (scripts/install_chromium.sh)")
 

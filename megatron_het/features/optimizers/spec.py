@@ -132,7 +132,7 @@ def _differences(stage: Stage) -> str:
     """By what the replicas of a stage may round differently; "" if they do the same."""
     for what, values in (
         ("TP or EP sizes", {replica.cut for replica in stage.replicas}),
-        ("devices", {replica.device for replica in stage.replicas}),
+        ("devices", {device for replica in stage.replicas for device in replica.devices}),
     ):
         if len(values) > 1:
             return what

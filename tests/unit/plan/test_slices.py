@@ -235,11 +235,14 @@ def test_context_parallel_sizes_must_fit() -> None:
 
     check_plan(changed(cp=1))
     check_plan(changed(cp_shares=(3, 1)))
+    check_plan(changed(cp_devices=("H100", "A100")))
     for fields, reason in (
         ({"cp": 3}, "must divide the 2 ranks"),
         ({"cp_shares": (1, 2, 3)}, "must be 2 whole numbers"),
         ({"cp_shares": (0, 1)}, "must be 2 whole numbers of 1 to 1000000"),
         ({"cp": 1, "cp_shares": (1, 2)}, "must be 1 whole numbers"),
+        ({"cp_devices": ("H100",)}, "must be 2 names of devices"),
+        ({"cp_devices": ("H100", "A\n100")}, r"cp_devices\[1\].*all printable"),
     ):
         with pytest.raises(PlanError, match=reason):
             check_plan(changed(**fields))

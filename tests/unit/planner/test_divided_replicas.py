@@ -1,16 +1,21 @@
 """Replicas with context and expert parallelism are priced as they are: by the search's figures, from plans as read."""
 
 from dataclasses import replace
+from math import gcd
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_het.plan import Plan
 from testing.planner_cases import cluster_of, estimator_of
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
-from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.candidate import Candidate, Group, SequencePart, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.simulation import simulate_candidate
+from tools.planner.costs.simulation import block_s, simulate_candidate
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 
@@ -92,3 +97,118 @@ def test_replicas_are_priced_with_their_own_expert_parallelism() -> None:
     other, slower = priced(prices, replace(plan, stages=(plan.stages[0], cut)))
     assert [g.ep for s in other.stages for g in s.groups] == [8, 1]
     assert slower > 1.01 * seconds
+
+
+# Replicas whose context-parallel ranks are on several kinds of GPU, or have parts of different sizes.
+
+
+def two_kinds(bytes_per_s: float = 200e9, **changes: object) -> Estimator:
+    fields = WIDE | {"hidden_size": 2048, "ffn_hidden_size": 8192, "seq_length": 16384, "global_batch_size": 8}
+    fields |= {"distributed_optimizer": True, "sequence_parallel": True}
+    kinds = ("H100-SXM", 2, 8, 2 * bytes_per_s), ("A100-40", 2, 8, bytes_per_s)
+    return estimator_of(cluster_of(*kinds), Model.model_validate(fields | changes))
+
+
+def shared(*parts: tuple[int, int], tp: int = 1, count: int = 1) -> Group:
+    divisor = gcd(*(share for _, share in parts))
+    return Group(parts[0][0], tp, count, 0, tuple(SequencePart(pool, share // divisor) for pool, share in parts))
+
+
+@st.composite
+def shared_candidates(draw: st.DrawFn) -> Candidate:
+    """Pipelines of replicas that have parts of their own, and of others."""
+    cp, tp = draw(st.sampled_from(((2, 1), (2, 2), (4, 1))))
+    made = []
+    for _ in range(draw(st.integers(1, 2))):
+        groups = {Group(draw(st.integers(0, 1)), tp, draw(st.integers(1, 2)))}
+        for _ in range(draw(st.integers(0, 1))):
+            size = draw(st.integers(1, cp))
+            parts = [SequencePart(draw(st.integers(0, 1)), draw(st.integers(1, 3))) for _ in range(size)]
+            if size < cp or len(set(parts)) > 1:
+                groups.add(shared(*parts, tp=tp, count=draw(st.integers(1, 2))))
+        made.append(tuple(sorted(groups)))
+    stages = tuple(Stage(8 // len(made), groups) for groups in made)
+    return draw(
+        st.sampled_from(
+            [
+                Candidate(stages, 1, zero_stage=1, cp=cp),
+                Candidate(stages, 1, zero_stage=1, cp=cp, recompute="full", host_activations=0.5),
+                Candidate(stages, 1, zero_stage=1, cp=cp, schedule="slimpipe", slices=4),
+            ]
+        )
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(shared_candidates())
+def test_what_is_promised_of_unequal_parts_is_written_and_simulated(candidate: Candidate) -> None:
+    """Parts of a replica in one pool and with equal shares are no parts of their own, when a plan is read."""
+    prices = two_kinds()
+    estimate = prices.estimate(candidate)
+    assert estimate is not None
+    plan, seconds = planned_again(prices, candidate)
+    assert 0.7 < estimate.iteration_s / seconds < 1.4
+    if len(candidate.stages) > 1:
+        assert block_s(prices, candidate, estimate) <= seconds * (1 + 1e-9)
+    assert sum(m.ranks for m in estimate.memory) == plan.world_size == candidate.world_size
+    assert {p.activation_bytes for p in plan.predicted.per_rank} == {int(m.activation_bytes) for m in estimate.memory}  # type: ignore[union-attr]
+
+
+def planned_again(prices: Estimator, candidate: Candidate) -> tuple[Plan, float]:
+    """As ``planned``, where a replica of the most ranks may not be one of those of the candidate's size."""
+    estimate = prices.estimate(candidate)
+    assert estimate is not None
+    plan = Plan.from_json(build_plan(prices, candidate, estimate).to_json())
+    promised = simulate_candidate(prices, candidate, estimate, plan).iteration_s
+    again, seconds = priced(prices, plan)
+    assert seconds == pytest.approx(promised, rel=1e-9)
+    assert again.gpus() == candidate.gpus()
+    return plan, seconds
+
+
+def test_parts_by_speed_are_faster_than_equal_parts() -> None:
+    """Without a network between them, parts that end together take as long as the sum of the speeds says."""
+    prices = two_kinds(1e15, seq_length=65536)
+    one = [prices.unit_of(Candidate(stages(Group(pool, 1, 1)), 1), Group(pool, 1, 1)) for pool in (0, 1)]
+    fast_s, slow_s = (u.layer_f + u.layer_b for u in one if u is not None)
+
+    def layer_s(*shares: int) -> float:
+        group = shared((0, shares[0]), (1, shares[1]))
+        unit = prices.unit_of(Candidate(stages(group), 1, cp=2), group)
+        assert unit is not None
+        return unit.layer_f + unit.layer_b
+
+    assert layer_s(1, 1) == pytest.approx(slow_s / 2, rel=0.05)
+    by_speed = layer_s(round(1000 * slow_s / fast_s), 1000)
+    assert by_speed == pytest.approx(1 / (1 / fast_s + 1 / slow_s), rel=0.05) and by_speed < 0.7 * layer_s(1, 1)
+
+
+def test_each_part_holds_its_share_of_the_activations() -> None:
+    prices = two_kinds()
+    found = prices.estimate(Candidate(stages(shared((0, 3), (1, 1)), shared((0, 3), (1, 1))), 1, cp=2, zero_stage=1))
+    assert found is not None
+    large, small, *_ = found.memory
+    assert large.activation_bytes == pytest.approx(3 * small.activation_bytes)
+    assert large.optimizer_bytes == small.optimizer_bytes
+    assert [m.capacity_bytes for m in (large, small)] == [
+        prices.cluster.gpu(n.gpu).memory_bytes for n in prices.cluster.nodes
+    ]
+
+
+def test_a_slow_link_between_parts_shows() -> None:
+    kinds = [("H100-SXM", 1, 8, rate) for rate in (400e9, 5e9)]
+    slow, fast = (
+        estimator_of(cluster_of(kind, ("A100-40", 1, 8, 400e9)), two_kinds().model) for kind in reversed(kinds)
+    )
+    candidate = Candidate(stages(shared((0, 2), (1, 1))), 1, cp=2)
+    assert slow.time_s(candidate) > 1.5 * fast.time_s(candidate)
+
+
+def test_parts_between_which_bytes_have_a_price_are_not_priced() -> None:
+    prices = two_kinds()
+    nodes = tuple(node.model_copy(update={"zone": f"{z}-a"}) for node, z in zip(prices.cluster.nodes, "xy"))
+    link = ZoneLink(between=("x-a", "y-a"), bytes_per_s=400e9, usd_per_gb=0.01)
+    candidate = Candidate(stages(shared((0, 1), (1, 1))), 1, cp=2)
+    plan, _ = planned_again(prices, candidate)
+    with pytest.raises(PlannerError, match=r"replicas\[0\]\.cp = 2: its ranks are in regions between which bytes"):
+        candidate_of(plan, Cluster(nodes=nodes, links=(link,)))

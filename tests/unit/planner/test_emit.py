@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.plan import Plan, ScheduleSpec, load_plan
+from megatron_het.arguments.megatron_args import check_device_kind
+from megatron_het.plan import Plan, PlanError, ScheduleSpec, load_plan
 from testing.feature_cases import with_expert_parallel
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, context_parallel_plan, even_plan, make_plan, uneven_plan
 from tools.planner.costs.build import seats
@@ -321,6 +322,28 @@ def test_all_ranks_of_context_parallel_replicas_get_a_device() -> None:
     ]
     with pytest.raises(PlannerError, match="4 of them, more than the cluster has"):
         place(context_parallel_plan(), {**KINDS, "small": NodeKind(devices=2, count=1)})
+
+
+def test_parts_of_a_sequence_are_on_the_kinds_that_the_plan_names() -> None:
+    """TP groups of two kinds in each replica: a file that is read again puts the same ranks on the same nodes."""
+    both = make_plan(((8,), [((0, 1, 2, 3), (0, 1), "big + small"), ((4, 5, 6, 7), (2, 3), "big + small")]))
+    replicas = (replace(r, cp=2, cp_shares=(3, 1), cp_devices=("big", "small")) for r in both.stages[0].replicas)
+    plan = Plan.from_json(replace(both, stages=(replace(both.stages[0], replicas=tuple(replicas)),)).to_json())
+    assert [(n.kind, n.ranks) for n in place(plan, KINDS)] == [
+        ("big", (0, 1, 4, 5)),
+        ("small", (2, 3)),
+        ("small", (6, 7)),
+    ]
+    check_device_kind(replace_kinds(plan, "A100-80", "L4"), 2, "NVIDIA L4")
+    with pytest.raises(PlanError, match="rank 2.*L4 there, not A100-80"):
+        check_device_kind(replace_kinds(plan, "A100-80", "L4"), 2, "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(PlannerError, match=r"replicas\[0\]\.cp_devices = 'huge': the cluster has no such GPU"):
+        place(replace_kinds(plan, "big", "huge"), KINDS)
+
+
+def replace_kinds(plan: Plan, *kinds: str) -> Plan:
+    replicas = tuple(replace(r, cp_devices=kinds) for r in plan.stages[0].replicas)
+    return replace(plan, stages=(replace(plan.stages[0], replicas=replicas),))
 
 
 def test_ranks_of_a_node_need_not_be_neighbours() -> None:

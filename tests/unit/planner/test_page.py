@@ -23,8 +23,7 @@ from tools.planner.inputs.cluster import cluster_from_document
 from tools.planner.inputs.model import model_from_document
 from tools.planner.report.collect import COLUMNS, collect, group_of, timeline_of
 from tools.planner.report.data import PageData
-from tools.planner.report.html import render
-from tools.planner.report.sections import seconds, significant, size, usd
+from tools.planner.report.html import render, seconds, significant, size, usd
 
 CLUSTER = {
     "name": "two zones",

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planner.emit_plans import WIDE
-from tools.planner.costs.candidate import Candidate, Group, Stage, Unit
+from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import MEGATRON_HET, Spread
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.unit import Unit
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup

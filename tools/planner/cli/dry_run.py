@@ -222,7 +222,7 @@ def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, 
     """A rank's figures beside what the plan predicts."""
     rank = kind.ranks[0]
     row: dict[str, Any] = {"rank": rank, "stands_for": len(kind.ranks), "ranks": list(kind.ranks)} | (found or {})
-    row["device"] = next(r.device for s in plan.stages for r in s.replicas if rank in r.ranks)
+    row["device"] = next(r.device_of(rank) for s in plan.stages for r in s.replicas if rank in r.ranks)
     if plan.predicted is not None:
         mine = next((r for r in plan.predicted.per_rank if r.rank == rank), None)
         row["predicted_bytes"] = mine.total_bytes if mine is not None else None

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import combinations, islice
 from math import gcd, inf
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
-from .candidate import Candidate, Group, Stage, chunk_layers, normalised
+from .candidate import Candidate, Group, SequencePart, Stage, chunk_layers, normalised
 from .estimate import Estimate, Estimator, allocate
 from .operating import mean_size
 from .schedules import is_ordered, schedule_of
@@ -56,11 +56,13 @@ def seats(cluster: Cluster, stages: tuple[Stage, ...], cp: int = 1) -> list[list
 @lru_cache(maxsize=4)
 def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: int) -> list[list[list[Seat]]] | None:
     """A search asks for the same stages several times in turn."""
-    found = pack(rooms, [((g.pool,), g.tp) for groups in stages for g in _single(groups) for _ in range(cp)])
+    pools = [[[p.pool for p in g.parts] or [g.pool] * cp for g in _single(groups)] for groups in stages]
+    wanted = [((p,), g.tp) for mine, groups in zip(pools, stages) for of, g in zip(mine, _single(groups)) for p in of]
+    found = pack(rooms, wanted)
     if found is None:
         return None
-    mine = iter(found)
-    return [[[seat for _ in range(cp) for seat in next(mine)] for _ in _single(groups)] for groups in stages]
+    left = iter(found)
+    return [[[seat for _ in of for seat in next(left)] for of in mine] for mine in pools]
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:
@@ -240,28 +242,35 @@ def _stage(
         rank: The stage's first rank.
     """
     layers, groups = candidate.stages[s]
-    memory = [m for m in estimate.memory if m.stage == s]
     replicas: list[Replica] = []
     per_rank: list[RankPrediction] = []
     assert len(routes) == sum(g.count for g in groups)
     waiting = iter(routes)
-    for g, m in zip(groups, memory, strict=True):
+    for g, memory in zip(groups, estimate.memory_of(candidate, s), strict=True):
         time_s = _unit_time(estimator, candidate, s, g)
-        share = 1.0 if m.state_share is None else round(m.state_share, 4)
+        share = 1.0 if memory[0].state_share is None else round(memory[0].state_share, 4)
         speed = max(1e-4, round(layers / _sequence_time(estimator, candidate, s, g) / fastest, 4))
-        node = estimator.cluster.nodes[g.pool]
-        zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
-        zone = node.zone if len(zones) > 1 else ""
+        parts = g.parts or (SequencePart(g.pool, 1),) * candidate.cp
+        nodes = [estimator.cluster.nodes[part.pool] for part in parts]
+        names, shares = tuple(node.gpu for node in nodes), tuple(part.share for part in parts)
+        zones = {(other.gpu, other.zone) for other in estimator.cluster.nodes if other.gpu in names}
+        zone = nodes[0].zone if len(zones) > len(set(names)) else ""
         ep, expert_tp = candidate.cut_of(g)
         etp = 0 if expert_tp == max(1, g.tp // ep) else expert_tp
-        figures = [int(n) for n in (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)]
+        by_part = dict(zip(dict.fromkeys(parts), memory, strict=True))
+        figures = [
+            [int(n) for n in (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)]
+            for m in map(by_part.__getitem__, parts)
+        ]
+        device = " + ".join(dict.fromkeys(names))
         for mine in islice(waiting, g.count):
-            ranks = tuple(range(rank, rank + g.tp * candidate.cp))
+            ranks = tuple(range(rank, rank + g.tp * len(parts)))
             rank += len(ranks)
-            replicas.append(
-                Replica(ranks, tuple(mine), node.gpu, speed, zone, cp=candidate.cp, state_share=share, ep=ep, etp=etp)
-            )
-            per_rank += [RankPrediction(r, len(mine) * time_s, *figures) for r in ranks]
+            made = Replica(ranks, tuple(mine), device, speed, zone, cp=len(parts), state_share=share, ep=ep, etp=etp)
+            if len(set(shares)) > 1:
+                made = replace(made, cp_shares=shares)
+            replicas.append(replace(made, cp_devices=names) if len(set(names)) > 1 else made)
+            per_rank += [RankPrediction(r, len(mine) * time_s, *figures[i // g.tp]) for i, r in enumerate(ranks)]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
 
 
@@ -315,18 +324,19 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         PlannerError: a plan that cannot be put on the cluster, or that is not priced.
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
-    _check_context_parallel(plan, file)
+    _check_parts(plan, cluster, seated, file)
     _check_expert_tensor_parallel(plan, file)
     most_ep = max(r.ep for stage in plan.stages for r in stage.replicas)
     alike = all(r.ep == gcd(most_ep, r.tp) for stage in plan.stages for r in stage.replicas)
-    stages: list[tuple[int, dict[tuple[int, ...], int]]] = []
+    stages: list[tuple[int, dict[tuple[Any, ...], int]]] = []
     shares: list[tuple[float, ...]] = []
     for s, stage in enumerate(plan.stages):
-        groups: dict[tuple[int, ...], int] = {}
-        most: dict[tuple[int, ...], float] = {}
+        groups: dict[tuple[Any, ...], int] = {}
+        most: dict[tuple[Any, ...], float] = {}
         parts = state_parts(stage)
         for q, replica in enumerate(stage.replicas):
-            key = seated[s][q][0].pool, replica.tp, *(() if alike else (replica.ep,))
+            g = replica_group(replica, seated[s][q], plan.most_cp)
+            key = g.pool, g.tp, 0 if alike else g.ep, g.parts
             groups[key] = groups.get(key, 0) + 1
             most[key] = max(most.get(key, 0.0), parts[q])
         stages.append((sum(stage.layers), groups))
@@ -356,7 +366,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
     if training.micro_batch_sizes and len(plan.stages) == 1:
-        kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
+        kinds = [replica_group(r, mine, found.cp) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
 
@@ -380,17 +390,29 @@ def _over_replicas(candidate: Candidate) -> Candidate:
     return found if same else candidate
 
 
-def _check_context_parallel(plan: Plan, file: str) -> None:
-    """Prices are of equal parts, of as many ranks everywhere."""
-    cuts = sorted({(r.cp, r.cp_shares) for stage in plan.stages for r in stage.replicas})
-    if len(cuts) > 1 or len(set(cuts[0][1])) > 1:
-        raise PlannerError(
-            file,
-            "stages[*].replicas[*].cp",
-            [list(shares) if shares else cp for cp, shares in cuts],
-            "there are figures for context parallelism of one size and equal parts only",
-            "Only emit and the training take such plans",
-        )
+def replica_group(replica: Replica, seats: Sequence[Seat], cp: int) -> Group:
+    """A replica as a group of one, with parts where these are not ``cp`` equal ones of one pool."""
+    divisor = gcd(*replica.shares)
+    parts = tuple(
+        SequencePart(seat.pool, n // divisor) for seat, n in zip(seats[:: replica.tp], replica.shares, strict=True)
+    )
+    plain = len(parts) == cp and len(set(parts)) == 1
+    return Group(seats[0].pool, replica.tp, 1, replica.ep, () if plain else parts)
+
+
+def _check_parts(plan: Plan, cluster: Cluster, seated: list[list[list[Seat]]], file: str) -> None:
+    """Refuse context-parallel ranks whose messages have a price per byte."""
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            nodes = [cluster.nodes[seat.pool] for seat in seated[s][q][:: replica.tp]]
+            if any(cluster.link(a, b)[2] for a, b in combinations(nodes, 2) if a is not b):
+                raise PlannerError(
+                    file,
+                    f"stages[{s}].replicas[{q}].cp",
+                    replica.cp,
+                    "its ranks are in regions between which bytes have a price, and there are no figures for that",
+                    "Only emit and the training take such plans",
+                )
 
 
 def _check_expert_tensor_parallel(plan: Plan, file: str) -> None:

@@ -5,28 +5,48 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import floor, gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_het.plan.schema import layers_of
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement_of
 
+from .unit import Unit
+
+T = TypeVar("T")
+
+
+class SequencePart(NamedTuple):
+    """A context-parallel rank of a replica: the pool of its TP group, and how much of every sequence it holds."""
+
+    pool: int
+    share: int  # relative to the other ranks of the replica
+
 
 class Group(NamedTuple):
     """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``).
 
     ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.  Where
-    it is larger than ``tp``, the replicas of the stage share experts.
+    it is larger than ``tp``, the replicas of the stage share experts.  ``parts`` are the context-parallel ranks of each
+    where these are not as many as the candidate's ``cp``, in one pool and with equal parts; ``pool`` is that of the
+    first, and the shares have no common divisor.
     """
 
     pool: int
     tp: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     ep: int = 0
+    parts: tuple[SequencePart, ...] = ()
+
+    def in_pools(self, pools: Sequence[int]) -> Group:
+        """The group with other numbers of pools: ``pools[p]`` in place of ``p``."""
+        parts = tuple(part._replace(pool=pools[part.pool]) for part in self.parts)
+        return self._replace(pool=pools[self.pool], parts=parts)
 
 
 class Stage(NamedTuple):
@@ -59,7 +79,8 @@ class Candidate(NamedTuple):
             equal parts, or in proportion to free memory where equal ones do not fit.
         depths: By boundary between stages, how many microbatches more the stage before it has in flight (1F1B);
             empty: one more each.
-        cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
+        cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence; those of groups
+            with parts of their own as many as they say.
         ep: Expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over
             the greatest common divisor of both (:meth:`cut_of`).
         across_replicas: The experts are divided over ``ep`` ranks of a stage, or over as many as divide a stage's
@@ -118,7 +139,7 @@ class Candidate(NamedTuple):
 
     def in_pools(self, pools: Sequence[int]) -> Candidate:
         """Returns the candidate with other numbers of pools: ``pools[p]`` in place of ``p``."""
-        stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
+        stages = [Stage(s.layers, tuple(sorted(g.in_pools(pools) for g in s.groups))) for s in self.stages]
         groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
         sizes = tuple(self.sizes[i] for i in sorted(range(len(groups)), key=lambda i: groups[i]))
         return self.with_(stages=tuple(stages), sizes=sizes)
@@ -128,13 +149,30 @@ class Candidate(NamedTuple):
         used: dict[int, int] = {}
         for stage in self.stages:
             for group in stage.groups:
-                used[group.pool] = used.get(group.pool, 0) + group.tp * self.cp * group.count
+                if not group.parts:
+                    used[group.pool] = used.get(group.pool, 0) + group.tp * self.cp * group.count
+                for part in group.parts:
+                    used[part.pool] = used.get(part.pool, 0) + group.tp * group.count
         return used
+
+    def cp_of(self, group: Group) -> int:
+        """Context-parallel size of a group's replicas."""
+        return len(group.parts) or self.cp
+
+    def parts_of(self, group: Group) -> list[tuple[Group, float]]:
+        """The context-parallel ranks of a group's replicas by kind: such ranks of all of them, each one's part of 1."""
+        if not group.parts:
+            return [(group if self.cp == 1 else group._replace(count=group.count * self.cp), 1 / self.cp)]
+        whole = sum(part.share for part in group.parts)
+        return [
+            (group._replace(pool=part.pool, count=group.count * alike, parts=()), part.share / whole)
+            for part, alike in Counter(group.parts).items()
+        ]
 
     def cut_of(self, group: Group) -> tuple[int, int]:
         """(parts over which a replica divides the experts of a layer, ranks that cut one expert)."""
         if self.across_replicas:
-            return group.ep or gcd(self.ep, group.count * group.tp * self.cp), 1
+            return group.ep or gcd(self.ep, group.count * group.tp * self.cp_of(group)), 1
         ep = group.ep or gcd(self.ep, group.tp)
         return ep, max(1, group.tp // ep)
 
@@ -158,13 +196,19 @@ class Candidate(NamedTuple):
     def copies_of(self, s: int, group: Group) -> int:
         """How many ranks of stage ``s`` hold the same part of the experts as a rank of the group."""
         ep, expert_tp = self.cut_of(group)
-        alike = sum(g.count for g in self.stages[s].groups if g.tp == group.tp)
-        return max(1, alike * self.cp * group.tp // (ep * expert_tp))
+        alike = sum(g.count * self.cp_of(g) for g in self.stages[s].groups if g.tp == group.tp)
+        return max(1, alike * group.tp // (ep * expert_tp))
 
     def reducing(self, s: int) -> tuple[Group, ...]:
-        """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each."""
+        """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each, by kind."""
         groups = self.stages[s].groups
-        return groups if self.cp == 1 else tuple(g._replace(count=g.count * self.cp) for g in groups)
+        if self.cp == 1 and not any(g.parts for g in groups):
+            return groups
+        return tuple(part for g in groups for part, _ in self.parts_of(g))
+
+    def by_part(self, s: int, values: Iterable[T]) -> list[T]:
+        """A value of every group of a stage for each of :meth:`reducing`."""
+        return [value for g, value in zip(self.stages[s].groups, values, strict=True) for _ in self.parts_of(g)]
 
     @property
     def experts_over(self) -> tuple[int, bool]:
@@ -241,10 +285,10 @@ def layers_at(candidate: Candidate, pattern: str) -> tuple[tuple[str, ...], ...]
     return _cut(pattern, tuple(candidate.path), counts)
 
 
-def normalised(stages: list[tuple[int, dict[tuple[int, ...], int]]]) -> tuple[Stage, ...]:
+def normalised(stages: list[tuple[int, dict[tuple[Any, ...], int]]]) -> tuple[Stage, ...]:
     """Stages from ``(layers, {(pool, tp): count})``, groups in a fixed order, empty groups dropped.
 
-    Keys may have a third number, the expert-parallel size of the group.
+    Keys may have a third number, the expert-parallel size of the group, and its parts.
     """
     return tuple(
         Stage(layers, tuple(Group(k[0], k[1], n, *k[2:]) for k, n in sorted(groups.items()) if n > 0))
@@ -260,123 +304,12 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
 # Figures of the closed form: of a candidate, its stages and its groups.
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Per-rank figures of one replica kind at one operating point (seconds per microbatch, bytes).
-
-    Figures of a layer are means where layers differ.  ``kinds`` says more of the layers of one stage of a hybrid model:
-    the figures of each kind, and its layers in every chunk.
-    """
-
-    layer_f: float
-    layer_b: float
-    embedding_f: float
-    embedding_b: float
-    head_f: float
-    head_b: float
-    layer_parameters: float
-    embedding_parameters: int
-    head_parameters: int
-    layer_bytes: float
-    embedding_bytes: float
-    head_bytes: float
-    workspace_bytes: float
-    head_workspace_bytes: float
-    capacity_bytes: float
-    reserved_bytes: float
-    sliced_share: float = 1.0
-    attention_f: float = 0.0
-    attention_b: float = 0.0
-    pass_f: float = 0.0
-    pass_b: float = 0.0
-    kinds: tuple[tuple[Unit, tuple[int, ...]], ...] = ()
-
-    def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
-        """A figure of a layer, summed over the layers of every chunk of a stage."""
-        if not self.kinds:
-            return [n * getattr(self, name) for n in layers]
-        rows = [[n * getattr(unit, name) for n in counts] for unit, counts in self.kinds]
-        return [sum(column) for column in zip(*rows, strict=True)]
-
-    def forward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
-        """Forward of one microbatch through a stage (or its layers, on average).
-
-        Args:
-            first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
-            chunks: Passes in which it goes through them.
-        """
-        seconds = layers * self.layer_f + chunks * self.pass_f
-        if first:
-            seconds += first * self.embedding_f
-        return seconds + last * self.head_f if last else seconds
-
-    def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
-        """Returns the seconds of the backward of so many layers."""
-        seconds = layers * self.layer_b + chunks * self.pass_b
-        if first:
-            seconds += first * self.embedding_b
-        return seconds + last * self.head_b if last else seconds
-
-    def ends_s(self, first: float, last: float) -> float:
-        """These parts of embedding and head, forward and backward."""
-        return first * (self.embedding_f + self.embedding_b) + last * (self.head_f + self.head_b)
-
-    def both_s(self, layers: float, first: float, last: float) -> float:
-        """Forward and backward of one microbatch through a stage."""
-        return layers * (self.layer_f + self.layer_b) + self.pass_f + self.pass_b + self.ends_s(first, last)
-
-    def chunks_s(
-        self, layers: Sequence[int], first: float, last: float, back: bool, fixed_s: float = 0.0
-    ) -> list[float]:
-        """One pass of one microbatch through each chunk of a stage.
-
-        Args:
-            first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
-            back: The backward.
-            fixed_s: Host time of every operation.
-        """
-        each = self.pass_b if back else self.pass_f
-        out = [s + each + fixed_s for s in self.of_chunks("layer_b" if back else "layer_f", layers)]
-        if first:
-            out[0] += first * (self.embedding_b if back else self.embedding_f)
-        if last:
-            out[-1] += last * (self.head_b if back else self.head_f)
-        return out
-
-
-def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -> Unit:
-    """The unit of a stage whose layers are of these kinds, each with its layers in every chunk."""
-    counted = [(of, sum(chunks)) for of, chunks in kinds]
-    total = sum(count for _, count in counted)
-    if not total:
-        return unit
-
-    def mean(name: str) -> float:
-        return sum(count * getattr(of, name) for of, count in counted) / total
-
-    kept = mean("layer_bytes")
-    sliced = sum(count * of.layer_bytes * of.sliced_share for of, count in counted) / total
-    return replace(
-        unit,
-        layer_f=mean("layer_f"),
-        layer_b=mean("layer_b"),
-        layer_bytes=kept,
-        layer_parameters=mean("layer_parameters"),
-        attention_f=mean("attention_f"),
-        attention_b=mean("attention_b"),
-        pass_f=mean("pass_f"),
-        pass_b=mean("pass_b"),
-        workspace_bytes=max(of.workspace_bytes for of, count in counted if count),
-        sliced_share=sliced / kept if kept else 1.0,
-        kinds=kinds,
-    )
-
-
 class GroupMemory(NamedTuple):
     """Predicted bytes of one rank of a group, by category.
 
     ``state_share`` is the part of its stage's state that a replica keeps, None for equal parts; ``host_bytes``
-    is what the rank offloads to the node's main memory (not part of the total).  A replica has ``cp`` TP groups.
+    is what the rank offloads to the node's main memory (not part of the total).  A replica has ``cp`` TP groups.  Of
+    replicas with parts of their own each kind of part has an entry: ``group`` is on its pool then, ``cp`` its number.
     """
 
     stage: int
@@ -396,6 +329,11 @@ class GroupMemory(NamedTuple):
     def ranks(self) -> int:
         """Such ranks."""
         return self.group.tp * self.cp * self.group.count
+
+    @property
+    def full(self) -> float:
+        """The share of the memory that is used."""
+        return self.total_bytes / self.capacity_bytes
 
     @property
     def total_bytes(self) -> float:
@@ -445,7 +383,12 @@ class Estimate(NamedTuple):
     @property
     def worst_memory(self) -> GroupMemory:
         """The rank nearest to (or furthest beyond) its capacity."""
-        return max(self.memory, key=lambda m: m.total_bytes / m.capacity_bytes)
+        return max(self.memory, key=lambda m: m.full)
+
+    def memory_of(self, candidate: Candidate, s: int) -> list[tuple[GroupMemory, ...]]:
+        """By group of a stage, the entries of its parts."""
+        mine = iter([m for m in self.memory if m.stage == s])
+        return [tuple(next(mine) for _ in candidate.parts_of(g)) for g in candidate.stages[s].groups]
 
 
 @dataclass(slots=True)

@@ -88,7 +88,14 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
 
 def _sharing_rate(gpu: Gpu, tp: int, spread: Spread) -> float:
     """Bytes per second between context-parallel ranks."""
+    if spread.between_bytes_per_s is not None:
+        return spread.between_bytes_per_s
     return gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+
+
+def _sent(spread: Spread) -> float:
+    """Sequences whose queries a rank sends to the others, each its part, or gets from them, whatever is more."""
+    return (max(spread.cp, spread.over) - 1) / spread.over
 
 
 def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
@@ -200,7 +207,7 @@ class CatalogCosts:
         if not gpu.peak(model.precision) or not gpu.peak(precision):
             known = ", ".join(gpu.flops)
             raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
-        tokens, passes = batch * model.seq_length / spread.cp, spread.slices
+        tokens, passes = batch * model.seq_length / spread.over, spread.slices
         reduce = passes * self._reduces_s(gpu, tokens / passes, tp, spread)
         if kind == "layer":
             times = self._mean_layer(name, batch, tp, recompute, spread)
@@ -214,17 +221,17 @@ class CatalogCosts:
             forward, backward = passes * product_s(*figures), passes * backward_product_s(*figures)
             times = (forward + loss / 2 + reduce, backward + loss / 2 + reduce, 0.0, 0.0)
         parts = spread.expert_parts(tp)
-        kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.cp, expert_tp=parts)
+        kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.over, expert_tp=parts)
         extra = 0.0
         if kind == "layer" and not fused:
-            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.cp)
+            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.over)
         if kind == "layer" and recompute == "full":
-            extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.cp, expert_tp=parts)
+            extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
         elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
             gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
             extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
         if kind == "layer":
-            extra += backward_bytes(model, batch, tp, spread.cp, parts)
+            extra += backward_bytes(model, batch, tp, spread.over, parts)
         forward, backward, attention_f, attention_b = times
         count = _parameters(model, kind, tp, spread)
         attention = {"attention_forward_s": attention_f, "attention_backward_s": attention_b}
@@ -245,7 +252,7 @@ class CatalogCosts:
         model, gpu, runtime = self.model, self.gpu(name), self.runtime
         kernels, precision = runtime.kernels, model.linear_precision
         passes = spread.slices
-        tokens = batch * model.seq_length / spread.cp / passes
+        tokens = batch * model.seq_length / spread.over / passes
         whole = layer_work(model, passes * tokens, tp, spread.ep, experts, spread.expert_parts(tp))
         work = whole if passes == 1 else layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
         rate = kernels.gemm * kernels.expert_gemm
@@ -278,12 +285,12 @@ class CatalogCosts:
                 kernels = replace(kernels, newest_attention=False)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
             # Every slice adds to the gradients, in fp32, of all keys and values before.
-            added = (spread.slices - 1) * model.mean_keys() * batch / spread.cp * pool_size(model, tp)
+            added = (spread.slices - 1) * model.mean_keys() * batch / spread.over * pool_size(model, tp)
             backward, repeated = backward + memory_s(gpu, SUM_BYTES * added), 0.0
         else:  # matrices of all keys, masked or not
-            tokens = batch * model.seq_length / spread.cp
+            tokens = batch * model.seq_length / spread.over
             flops = 2.0 * tokens * model.seq_length * model.score_size / tp
-            matrix = memory_s(gpu, attention_matrix_bytes(model, batch, tp, spread.cp))
+            matrix = memory_s(gpu, attention_matrix_bytes(model, batch, tp, spread.over))
             compute = flops / (gpu.peak(model.precision) * gpu.efficiency * kernels.gemm)
             forward, backward, repeated = compute + 6 * matrix, 2 * compute + 18 * matrix, compute + 3 * matrix
         if spread.cp > 1:
@@ -296,7 +303,7 @@ class CatalogCosts:
         """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
         model = self.model
         rate = _sharing_rate(gpu, tp, spread)
-        elements = (spread.cp - 1) * batch * model.seq_length / spread.cp / tp
+        elements = _sent(spread) * batch * model.seq_length / tp
         if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
             ring = elements * 2 * model.kv_size * model.element_bytes / rate
             return max(forward, ring), max(backward, 2 * ring)
@@ -306,14 +313,14 @@ class CatalogCosts:
         forward, backward, elements = shared.most * forward, shared.most * backward, shared.sent * elements
         once = elements * model.attention_size / rate
         there, back = 2 * once * model.element_bytes, once * (3 * model.element_bytes + 4)
-        return forward + max(0.0, there - forward / spread.cp), backward + max(0.0, back - backward / spread.cp)
+        return forward + max(0.0, there - forward / spread.over), backward + max(0.0, back - backward / spread.over)
 
     def _heads_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
         """Tokens of a rank to the context-parallel ranks of the heads of a recurrent layer, and the results back."""
         if self.model.recurrent is None or spread.cp == 1:
             return 0.0
         moved = tokens * self.model.recurrent.travels * self.model.element_bytes / tp
-        return moved * (spread.cp - 1) / spread.cp / _sharing_rate(gpu, tp, spread)
+        return moved * (max(spread.cp, spread.over) - 1) / spread.cp / _sharing_rate(gpu, tp, spread)
 
     def _reduces_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
         """Exposed time of an all-reduce (or all-gather and reduce-scatter) of activations over a TP group."""

@@ -21,7 +21,6 @@ from .candidate import (
     GroupMemory,
     Pipeline,
     StageTimes,
-    Unit,
     allocate,
     divided_alike,
     rank_parameters,
@@ -49,14 +48,14 @@ def egress(estimator: OperatingPoints, candidate: Candidate, stages: list[StageT
         groups = candidate.stages[s].groups
         if s + 1 < len(stages):
             nxt = candidate.stages[s + 1].groups
-            shares = _pool_shares(stages[s], groups)
+            shares = _pool_shares(candidate, stages[s], groups)
             for pool, share in shares.items():
-                for other, weight in _pool_shares(stages[s + 1], nxt).items():
+                for other, weight in _pool_shares(candidate, stages[s + 1], nxt).items():
                     rate = estimator.network.usd_per_byte(pool, other) if pool != other else 0.0
                     if rate:
                         moved += 2 * size * share * weight * candidate.chunks
                         usd += 2 * size * share * weight * candidate.chunks * rate
-        pools = sorted({g.pool for g in groups})
+        pools = sorted({g.pool for g in candidate.reducing(s)})
         for first, second in zip(pools, pools[1:]):
             rate = estimator.network.usd_per_byte(first, second)
             if rate:
@@ -66,13 +65,14 @@ def egress(estimator: OperatingPoints, candidate: Candidate, stages: list[StageT
     return moved, usd
 
 
-def _pool_shares(stage: StageTimes, groups: tuple[Group, ...]) -> dict[int, float]:
+def _pool_shares(candidate: Candidate, stage: StageTimes, groups: tuple[Group, ...]) -> dict[int, float]:
     if "pools" in stage.memo:
         return stage.memo["pools"]
     whole = sum(g.count * k for g, k in zip(groups, stage.microbatches))
     out: dict[int, float] = {}
     for g, k in zip(groups, stage.microbatches):
-        out[g.pool] = out.get(g.pool, 0.0) + g.count * k / whole
+        for part, portion in candidate.parts_of(g):
+            out[part.pool] = out.get(part.pool, 0.0) + part.count * portion * k / whole
     stage.memo["pools"] = out
     return out
 
@@ -160,7 +160,7 @@ def _of_kind(stage: StageTimes, i: int) -> StageTimes:
     )
 
 
-__all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "Unit", "allocate"]
+__all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]
 
 
 class Estimator(OperatingPoints):
@@ -257,4 +257,4 @@ class Estimator(OperatingPoints):
 
     def uncertainty(self, candidate: Candidate) -> Uncertainty:
         """Expected relative error of a candidate's time, as published runs of such plans show."""
-        return self.costs.uncertainty_of({self.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups})
+        return self.costs.uncertainty_of({self.cluster.nodes[pool].gpu for pool in candidate.gpus()})

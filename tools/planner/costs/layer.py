@@ -318,6 +318,8 @@ class Spread(NamedTuple):
         slices: Passes that a sequence is cut into; costs are of all of them.
         kinds: Of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model.
         cut: Whether documents are cut by places, whatever that costs.
+        portion: The part of every sequence that the rank holds; 0 for equal parts.
+        between_bytes_per_s: Of one rank to the other context-parallel ranks, where these are of several kinds.
     """
 
     cp: int = 1
@@ -329,6 +331,13 @@ class Spread(NamedTuple):
     slices: int = 1
     kinds: tuple[tuple[str, int], ...] = ()
     cut: bool = False
+    portion: float = 0.0
+    between_bytes_per_s: float | None = None
+
+    @property
+    def over(self) -> float:
+        """The tokens of a sequence over those that the rank holds: the CP size where parts are equal."""
+        return 1 / self.portion if self.portion else self.cp
 
     def expert_parts(self, tp: int) -> int:
         """Ranks that cut one expert, where a replica has ``tp`` of them."""
@@ -415,7 +424,7 @@ def activation_bytes(
     tp: int,
     recompute: str,
     fused: bool,
-    cp: int = 1,
+    cp: float = 1,
     sliced: bool = False,
     expert_tp: int = 0,
 ) -> float:
@@ -426,6 +435,7 @@ def activation_bytes(
     it is materialised (softmax output; no attention dropout), and the MLP's intermediate results.
 
     Args:
+        cp: The tokens of a sequence over those that the rank holds.
         expert_tp: Ranks that cut one expert, 0 for all of the TP group.
     """
     e, s, h = model.element_bytes, model.seq_length, model.hidden_size
@@ -477,7 +487,7 @@ def pool_size(model: Model, tp: int) -> float:
     return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 
 
-def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: int = 0) -> float:
+def backward_bytes(model: Model, batch: int, tp: int, cp: float = 1, expert_tp: int = 0) -> float:
     """Returns what the backward of a layer holds at once beside what the forward has kept.
 
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
@@ -501,6 +511,6 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: in
     return batch * model.seq_length / cp * model.element_bytes * most
 
 
-def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
+def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: float = 1) -> float:
     """One attention matrix of all heads of a rank."""
     return model.num_attention_heads / tp * float(model.seq_length) ** 2 / cp * batch * model.element_bytes

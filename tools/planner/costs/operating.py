@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, combinations
 from math import ceil, inf
 from typing import Any
 
@@ -15,8 +16,9 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
-from .candidate import Candidate, Group, Passes, StageTimes, Unit, layers_at, unit_of_kinds
+from .candidate import Candidate, Group, Passes, SequencePart, StageTimes, layers_at
 from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
+from .unit import Unit, unit_of_kinds, unit_of_parts
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.
 
@@ -42,6 +44,13 @@ class Network:
 
     def _pair(self, first: int, second: int) -> tuple[float, float, float]:
         return self.cluster.link(self.cluster.nodes[first], self.cluster.nodes[second])
+
+    def between(self, first: int, second: int) -> float:
+        """Bytes per second of a GPU of one pool to those of another, while all GPUs of their nodes send."""
+        nodes = self.cluster.nodes[first], self.cluster.nodes[second]
+        if self.cluster.in_one_node(*nodes):
+            return min(self.collective[first], self.collective[second])
+        return self.pair(first, second)[0] / max(node.gpus_per_node for node in nodes)
 
     def _link(self, operation: str, pools: Sequence[int], participants: int, local: bool) -> LinkProfile | None:
         """The measured link between these kinds with the nearest number of participants, None without one."""
@@ -236,17 +245,29 @@ class OperatingPoints:
         slices: int = 1,
         kind: str = "",
         cut: bool = False,
+        portion: float = 0.0,
+        between_bytes_per_s: float | None = None,
     ) -> Unit | None:
         """Figures of a replica kind, None where there are none; times are of all slices together.
 
         Args:
             kind: Of the layers of a hybrid model; empty: the mean of all.
             cut: Whether context-parallel ranks cut documents by places.
+            portion, between_bytes_per_s: As in ``Spread``.
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
         spread = Spread(
-            cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices=slices, cut=cut
+            cp,
+            ep,
+            expert_tp,
+            node.gpus_per_node,
+            network,
+            node.intra_node_bytes_per_s,
+            slices=slices,
+            cut=cut,
+            portion=portion,
+            between_bytes_per_s=between_bytes_per_s,
         )
         kinds = ((kind, 1),) if kind else ()
         if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
@@ -300,28 +321,52 @@ class OperatingPoints:
             stage: Of a hybrid model: whose layers they run; None for the mean of all layers.
         """
         c = candidate
-        if stage is not None and self.model.kinds and not c.sizes:
-            return self._unit_of_layers(c, group, layers_at(c, self.model.pattern)[stage])
         if c.sizes:
             return unit_of_group(self, c, group)
+        if group.parts:
+            units = self.units_of_parts(c, group, stage)
+            return None if units is None else unit_of_parts(units)
+        if stage is not None and self.model.kinds:
+            return self._unit_of_layers(c, group, stage, group.pool)
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
         at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep
         return self.unit(*at, expert_tp=expert_tp, slices=c.slices, cut=c.cuts_documents)
 
-    def _unit_of_layers(self, candidate: Candidate, group: Group, chunks: tuple[str, ...]) -> Unit | None:
-        """The mean of the layers of some chunks, by their kinds."""
+    def units_of_parts(self, candidate: Candidate, group: Group, stage: int | None = None) -> list[Unit] | None:
+        """Figures of each kind of context-parallel rank (``Candidate.parts_of``) of a group with parts of its own."""
+        c = candidate
+        if c.sizes:
+            c = c.with_(micro_batch_size=max(map(max, c.sizes[_place(c, group)])), sizes=())
+        pools = tuple({part.pool: None for part in group.parts})
+        rate = min((self.network.between(a, b) for a, b in combinations(pools, 2)), default=None)
+        found = [self._unit_of_layers(c, group, stage, mine.pool, portion, rate) for mine, portion in c.parts_of(group)]
+        units = [unit for unit in found if unit is not None]
+        return units if len(units) == len(found) else None
+
+    def _unit_of_layers(
+        self,
+        candidate: Candidate,
+        group: Group,
+        stage: int | None,
+        pool: int,
+        portion: float = 0.0,
+        *rate: float | None,
+    ) -> Unit | None:
+        """Figures of a part of a replica; of a hybrid model the mean of a stage's layers, by their kinds."""
         c, (ep, expert_tp) = candidate, candidate.cut_of(group)
-        at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices
-        kinds = []
+        at = pool, group.tp, c.micro_batch_size, c.recompute, c.cp_of(group), ep, expert_tp, c.slices
+        mean_unit = self.unit(*at, "", c.cuts_documents, portion, *rate)
+        if stage is None or not self.model.kinds or mean_unit is None:
+            return mean_unit
+        kinds, chunks = [], layers_at(c, self.model.pattern)[stage]
         for kind in sorted(set("".join(chunks))):
-            unit = self.unit(*at, kind, c.cuts_documents)
+            unit = self.unit(*at, kind, c.cuts_documents, portion, *rate)
             if unit is None:
                 return None
             kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))
-        mean_unit = self.unit_of(candidate, group)
-        return None if mean_unit is None else unit_of_kinds(mean_unit, tuple(kinds))
+        return unit_of_kinds(mean_unit, tuple(kinds))
 
     def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
         """Returns the unit of a group without CP and EP."""
@@ -355,9 +400,11 @@ class OperatingPoints:
     def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
         """Seconds of one transfer over the boundary after stage ``i``."""
         a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])
+        if any(g.parts for g in (*a, *b)):
+            return max([self.hand_over_s(g, h, size, cp, False) for g in a for h in b])
         local: bool | None = None
         if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
-            (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+            (pool, tp, count, *_), (_, other_tp, more, *_) = a[0], b[0]
             both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
             if both <= per_node:  # nodes are filled in order
                 before = cp * sum([g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
@@ -368,9 +415,34 @@ class OperatingPoints:
             known[key] = max(pairs)
         return known[key]
 
+    def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool) -> float:
+        """Seconds of one boundary tensor from a replica to one of the next stage: the slowest of its parts.
+
+        A part sends, and gets, what it holds of the sequence, over the slowest link to a part that has tokens of it.
+
+        Args:
+            size: Bytes of an equal part of ``cp``.
+            local: Whether they share a node.
+        """
+        if not (a.parts or b.parts):
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local)
+        return max(
+            self.network.transfer_s(pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local)
+            for first, end, pool in _places(a, cp)
+            for start, last, other in _places(b, cp)
+            if min(end, last) - max(first, start) > 1e-9
+        )
+
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
         """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""
         return min(mine, 1 + ceil((1 + slack) * mine / total * later_replicas - 1e-9))
+
+
+def _places(group: Group, cp: int) -> list[tuple[float, float, int]]:
+    """Where the part of each context-parallel rank begins and ends in a sequence, 0 to 1, and its pool."""
+    parts = group.parts or (SequencePart(group.pool, 1),) * cp
+    edges = list(accumulate((part.share for part in parts), initial=0))
+    return [(a / edges[-1], b / edges[-1], part.pool) for a, b, part in zip(edges, edges[1:], parts)]
 
 
 # Microbatches of different sizes without a pipeline (Poplar, section 3): what the passes of each replica take.
@@ -394,8 +466,8 @@ def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
 
 def _place(candidate: Candidate, group: Group) -> int:
     """Which of the stage's groups it is, however many replicas are asked for."""
-    kinds = [(g.pool, g.tp, candidate.cut_of(g)) for g in candidate.stages[0].groups]
-    return kinds.index((group.pool, group.tp, candidate.cut_of(group)))
+    kinds = [(g.pool, g.tp, candidate.cut_of(g), g.parts) for g in candidate.stages[0].groups]
+    return kinds.index((group.pool, group.tp, candidate.cut_of(group), group.parts))
 
 
 def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:

@@ -21,13 +21,14 @@ from megatron_het.schedule.transfers import post_receives_early
 
 from ..errors import PlannerError
 from ..inputs.packing import Seat
-from .build import build_plan, in_order_of, part_of, seats
+from .build import build_plan, in_order_of, part_of, replica_group, seats
 from .candidate import Candidate, Group, rank_parameters
-from .estimate import Estimate, Estimator, Unit
+from .estimate import Estimate, Estimator
 from .operating import unit_of_device
 from .plain import Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .schedules import PLAIN, schedule_of
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
+from .unit import Unit
 
 # The simulator's costs of a plan, from the same per-layer figures as the closed form.
 
@@ -51,7 +52,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     reduces: list[float] = []
     for s, stage in enumerate(whole.stages):
         units = [estimator.unit_of(whole, g, s) for g in stage.groups]
-        counts = [rank_parameters(whole, u, s) for u in units if u is not None]
+        counts = whole.by_part(s, [rank_parameters(whole, u, s) for u in units if u is not None])
         ranks = whole.reducing(s)
         for out, bytes_each in ((gathers, element), (reduces, 4.0)):
             size = {g: n * bytes_each for g, n in zip(ranks, counts, strict=True)}
@@ -61,7 +62,11 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
         for ranks in (whole.reducing(s) for s in range(len(whole.stages)))
     ]
-    host = [estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s for _, g, _ in devices]
+    kinds = [
+        [estimator.cluster.gpu(estimator.cluster.nodes[p.pool].gpu) for p, _ in whole.parts_of(g)]
+        for _, g, _ in devices
+    ]
+    host = [min(gpu.host_bytes_per_s for gpu in of) for of in kinds]
     # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
     length = model.seq_length
     share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
@@ -69,7 +74,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     if model.kinds:  # of a layer with attention, and not of the mean of all
         share *= model.num_layers / max(1, sum(attending))
     means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
-    tokens = float(batch * length) / whole.cp
+    tokens = [float(batch * length) * max(portion for _, portion in whole.parts_of(g)) for _, g, _ in devices]
     return Figures(
         gather_s=tuple(gathers[s] for s, _, _ in devices),
         reduce_s=tuple(reduces[s] for s, _, _ in devices),
@@ -85,8 +90,10 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         head_bytes=tuple(u.head_bytes for _, _, u in devices),
         attention_forward_s=tuple(share * u.layer_f for u in means if u is not None),
         attention_backward_s=tuple(share * u.layer_b for u in means if u is not None),
-        kv_bytes=tuple(2 * tokens * model.kv_size / g.tp * element for _, g, _ in devices),
-        query_bytes=tuple(2 * tokens * model.hidden_size / g.tp * element for _, g, _ in devices),
+        kv_bytes=tuple(2 * n * model.kv_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)),
+        query_bytes=tuple(
+            2 * n * model.hidden_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)
+        ),
     )
 
 
@@ -95,10 +102,9 @@ Seats = list[list[list[Seat]]]  # of every rank, by stage and replica
 
 def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
     """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
-    known: dict[tuple[int, int, int, int, tuple[int, ...]], Device] = {}
+    known: dict[tuple[int, Group, tuple[int, ...]], Device] = {}
 
-    def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
-        g = Group(pool, tp, 1, ep)
+    def device(s: int, g: Group, own: tuple[int, ...]) -> Device:
         unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g, s)
         assert unit is not None
         return s, g, unit
@@ -107,7 +113,7 @@ def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: S
     out = []
     for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
         for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
-            kind = s, mine[0].pool, replica.tp, replica.ep, passes[q] if passes else ()
+            kind = s, replica_group(replica, mine, candidate.cp), passes[q] if passes else ()
             out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
     return out
 
@@ -171,14 +177,21 @@ def costs_of(
     last = candidate.head_stage
 
     def price(a: Group, b: Group, local: bool) -> Link:
-        seconds = estimator.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local)
+        seconds = estimator.hand_over_s(a, b, size, candidate.cp, local)
         fixed = min(seconds, estimator.runtime.transfer_latency_s)
         return Link(fixed, size / max(seconds - fixed, 1e-12))
 
-    link = Wiring([g for _, g, _ in devices], [replica[0].host for replica in flat], price)
+    # Parts of their own are in one node only where all are.
+    places = [tuple(seat.host for seat in mine) if g.parts else mine[0].host for (_, g, _), mine in zip(devices, flat)]
+    link = Wiring([g for _, g, _ in devices], places, price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
-    by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
-    memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]
+    by_group = {
+        # The part whose activations fill its GPU most, as in the figures of a replica.
+        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): max(of, key=lambda m: m.activation_bytes / m.capacity_bytes)
+        for s, stage in enumerate(whole.stages)
+        for g, of in zip(stage.groups, estimate.memory_of(whole, s), strict=True)
+    }
+    memories = [by_group[s, g] for s, g, _ in devices]
     attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
         attention = [
@@ -407,7 +420,7 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
     if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
         # Replicas of a stage gather together, whichever part they belong to.
         return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
-    pools = [seats[0].pool for stage in seated for seats in stage]
+    pools = [tuple(seat.pool for seat in seats) for stage in seated for seats in stage]
     if any(len({pools[d] for d in together}) > 1 for together in schedule_shape(plan).companions):
         # Replicas that share experts go as fast as the slowest of them.
         return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
@@ -422,7 +435,7 @@ def _different_parts(
 ) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
     """Arguments of ``_quick_s`` for one part of each kind."""
     flat = [seat for stage in seated for seat in stage]
-    cut_of = [replica.cut for stage in plan.stages for replica in stage.replicas]
+    cut_of = [(replica.cut, replica.shares) for stage in plan.stages for replica in stage.replicas]
     done: set[object] = set()
     most: dict[object, int] = {}
     parts = sorted(parts_of(schedule_shape(plan)), key=lambda part: -len(part.microbatches))
@@ -430,7 +443,9 @@ def _different_parts(
         here = [flat[d] for d in part.devices]
         nodes: dict[tuple[int, int], int] = {}
         cuts = [cut_of[d] for d in part.devices]
-        places = tuple((s[0].pool, cut, nodes.setdefault(s[0].host, len(nodes))) for s, cut in zip(here, cuts))
+        places = tuple(
+            (tuple(seat.pool for seat in s), cut, nodes.setdefault(s[0].host, len(nodes))) for s, cut in zip(here, cuts)
+        )
         if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
             key: object = places
             if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):
@@ -515,7 +530,7 @@ def _alone(estimator: Estimator, plan: Plan, seated: Seats) -> list[float]:
     """By replica, how long a pass takes while the others wait, over its time while all are busy."""
     batch, nodes = plan.training.micro_batch_size, estimator.cluster.nodes
     return [
-        estimator.costs.alone_share(nodes[seats_of[0].pool].gpu, batch, replica.tp)
+        max(estimator.costs.alone_share(nodes[pool].gpu, batch, replica.tp) for pool in {s.pool for s in seats_of})
         for stage, row in zip(plan.stages, seated, strict=True)
         for replica, seats_of in zip(stage.replicas, row, strict=True)
     ]

@@ -22,7 +22,6 @@ from .candidate import (
     GroupMemory,
     Passes,
     StageTimes,
-    Unit,
     allocate,
     chunk_layers,
     divided_alike,
@@ -32,6 +31,7 @@ from .candidate import (
 from .layer import pool_size
 from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .operating import OperatingPoints
@@ -65,9 +65,9 @@ def passes_of_plan(plan: Plan) -> list[Passes]:
     return [tuple(sizes[m] for m in replica.microbatches) for replica in plan.stages[0].replicas]
 
 
-def sizes_of_plan(plan: Plan, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[Passes, ...], ...]:
-    """``Candidate.sizes`` of a plan, by pool, TP and EP of every replica of its stage."""
-    groups: dict[tuple[int, ...], list[Passes]] = {}
+def sizes_of_plan(plan: Plan, kinds: Sequence[Group]) -> tuple[tuple[Passes, ...], ...]:
+    """``Candidate.sizes`` of a plan, by the kind of every replica of its stage."""
+    groups: dict[Group, list[Passes]] = {}
     for kind, own in zip(kinds, passes_of_plan(plan)):
         groups.setdefault(kind, []).append(own)
     return tuple(tuple(groups[kind]) for kind in sorted(groups))
@@ -163,11 +163,11 @@ def carried_bytes(estimator: OperatingPoints, candidate: Candidate, group: Group
     mine = "".join(layers_at(candidate, model.pattern)[s])
     sizes = ((MAMBA, model.mamba), (GATED_DELTA_NET, model.delta_net))
     numbers = sum(mine.count(symbol) * x.state_numbers for symbol, x in sizes if x is not None)
-    return 4.0 * candidate.slices * candidate.micro_batch_size * numbers / group.tp / candidate.cp
+    return 4.0 * candidate.slices * candidate.micro_batch_size * numbers / group.tp / candidate.cp_of(group)
 
 
 def moved_bytes(
-    estimator: OperatingPoints, candidate: Candidate, group: Group, unit: Unit, s: int, held: float
+    estimator: OperatingPoints, candidate: Candidate, group: Group, unit: Unit, s: int, held: float, portion: float
 ) -> tuple[float, float]:
     """Returns what a rank holds more (or, negative, less) on the device, and in main memory.
 
@@ -177,16 +177,17 @@ def moved_bytes(
     Args:
         s: Its stage.
         held: Microbatches whose activations it holds.
+        portion: The part of every sequence that it has.
     """
     model, layers = estimator.model, candidate.stages[s].layers
     attending = attention_layers(model, candidate, s)
-    tokens = candidate.micro_batch_size * model.seq_length / candidate.cp
+    tokens = candidate.micro_batch_size * model.seq_length * portion
     pool = tokens * attending * pool_size(model, group.tp) * model.element_bytes
     more = waiting = 0.0
     if candidate.exchange:
         more += pool / candidate.chunks_of(s) / 2
     if candidate.host_activations and not candidate.offload:
-        stays = pool if candidate.slices > 1 or candidate.cp > 1 else 0.0
+        stays = pool if candidate.slices > 1 or candidate.cp_of(group) > 1 else 0.0
         if candidate.recompute == "full":  # with their gradients in fp32
             stays *= 1 + 4 / model.element_bytes
         gone = max(0.0, layers * unit.layer_bytes * (unit.sliced_share if candidate.slices > 1 else 1.0) - stays)
@@ -204,22 +205,40 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
     groups = candidate.stages[s].groups
     same_tp: dict[int, int] = {}
     for g in groups:
-        same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp
-    found = [_of_group(estimator, candidate, stage, s, i, same_tp[g.tp]) for i, g in enumerate(groups)]
-    return schedule_of(candidate).divide(estimator, candidate.as_of(s), found, list(stage.parameters))
+        same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp_of(g)
+    found = []
+    for i, g in enumerate(groups):
+        # There are figures for all parts of a stage that has times.
+        units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
+        for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
+            mine = _of_group(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, portion=portion)
+            found.append(mine._replace(group=part._replace(count=g.count), cp=part.count // g.count))
+    return schedule_of(candidate).divide(estimator, candidate.as_of(s), found, candidate.by_part(s, stage.parameters))
 
 
 def _of_group(
-    estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int, i: int, shards: int
+    estimator: OperatingPoints,
+    candidate: Candidate,
+    stage: StageTimes,
+    s: int,
+    i: int,
+    shards: int,
+    u: Unit,
+    portion: float,
 ) -> GroupMemory:
-    """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally."""
+    """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally.
+
+    Args:
+        u: Its figures.
+        portion: The part of every sequence that it has.
+    """
     runtime, schedule = estimator.runtime, schedule_of(candidate)
     has_head = s == candidate.head_stage
     layers, groups = candidate.stages[s]
-    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices / candidate.cp
+    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices * portion
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
-    u, mine = stage.units[i], stage.microbatches[i]
+    mine = stage.microbatches[i]
     count = stage.parameters[i]
     divided = state_shards(estimator, candidate, s, groups[i], count, shards)
     parameters, gradients, optimizer, host = schedule.state(estimator, candidate.as_of(s), u, count, divided)
@@ -227,7 +246,7 @@ def _of_group(
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
     if candidate.host_activations or candidate.exchange:
-        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, held)
+        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, held=held, portion=portion)
         activations, waiting = activations + more, waiting + offloaded
     if candidate.slices > 1 and estimator.model.kinds:
         activations += held * carried_bytes(estimator, candidate, groups[i], s)
@@ -255,7 +274,6 @@ def _of_group(
         reserved_bytes=u.reserved_bytes,
         capacity_bytes=u.capacity_bytes,
         host_bytes=host + waiting,
-        cp=candidate.cp,
     )
 
 
@@ -339,7 +357,7 @@ def remember_memory(estimator: OperatingPoints, candidate: Candidate, stages: li
     for s, stage in enumerate(stages):
         if not stage.memory:
             stage.memory = tuple(stage_memory(estimator, candidate, stage, s))
-            stage.fullest = max([m.total_bytes / m.capacity_bytes for m in stage.memory])
+            stage.fullest = max([m.full for m in stage.memory])
 
 
 def _stage(
@@ -417,7 +435,7 @@ def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:
     cuts = {(g.tp, candidate.cut_of(g)) for g in groups}
     replicas = sum(g.count for g in groups)
     (tp, (ep, expert_tp)), *others = cuts
-    whole = replicas * candidate.cp * tp % (ep * expert_tp) == 0
+    whole = sum(g.count * candidate.cp_of(g) for g in groups) * tp % (ep * expert_tp) == 0
     is_sharded = schedule_of(candidate).shards_parameters
     return not others and whole and ep % tp == 0 and total % replicas == 0 and not candidate.sizes and not is_sharded
 
@@ -461,10 +479,10 @@ def _sync_s(
 ) -> float:
     """Summing (or scattering, gathering) so many bytes per parameter over the ranks of a stage that have copies."""
     groups, network = candidate.reducing(s), estimator.network
-    own = candidate.stages[s].groups
+    own, counts = candidate.stages[s].groups, candidate.by_part(s, counts)
     if not candidate.spans(own[0]):
         return network.sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)}, share)
-    experts = [_experts_of(estimator, candidate, s, g) for g in own]
+    experts = candidate.by_part(s, [_experts_of(estimator, candidate, s, g) for g in own])
     rest = {g: (n - e) * bytes_each for g, n, e in zip(groups, counts, experts)}
     # Copies of a rank's experts are an expert group apart.
     size = math.prod(candidate.cut_of(own[0]))
@@ -488,7 +506,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
     """
     groups = candidate.reducing(s)
     element = float(estimator.model.element_bytes)
-    size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
+    size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, candidate.by_part(s, units))}
     half = estimator.network.sync_s(groups, size, 0.5)
     return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
 
@@ -500,7 +518,7 @@ def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], 
 
 def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
-    groups, schedule = candidate.reducing(s), schedule_of(candidate)
+    schedule = schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
     sync = _sync_s(estimator, candidate, s, counts, 4.0)
@@ -510,8 +528,10 @@ def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s
         if candidate.zero_stage >= 2 and not schedule.shards_parameters:  # gradients have gone with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
-    for own, g, n in zip(candidate.stages[s].groups, groups, counts):
-        mine = n / state_shards(estimator, candidate, s, own, n, g.count) if candidate.zero_stage >= 1 else n
-        update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
+    for own, n in zip(candidate.stages[s].groups, counts):
+        shards = own.count * candidate.cp_of(own)
+        mine = n / state_shards(estimator, candidate, s, own, n, shards) if candidate.zero_stage >= 1 else n
+        for g, _ in candidate.parts_of(own):
+            update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
     sync *= 1 - estimator.runtime.sync_overlap
     return schedule.exposed(candidate, sync, update)

@@ -325,7 +325,7 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     Raises:
         PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks.
     """
-    used = {r.device for stage in plan.stages for r in stage.replicas}
+    used = {device for stage in plan.stages for r in stage.replicas for device in r.devices}
     names = dict.fromkeys(node.gpu for node in cluster.nodes if node.gpu in used)
     gpus = {name: cluster.gpu(name) for name in names if not cluster.gpu(name).is_processor}
     without = [name for name, gpu in gpus.items() if not gpu.has_transformer_engine]

@@ -212,13 +212,13 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
         for s, stage in enumerate(other.stages):
             for q, replica in enumerate(stage.replicas):
                 where, hint = f"stages[{s}].replicas[{q}]", "Plan with the same GPUs, or number ranks as the first plan"
-                for first in range(0, len(replica.ranks), replica.tp):
-                    group = replica.ranks[first : first + replica.tp]
+                for part, device in enumerate(replica.devices):
+                    group = replica.tp_group(part)
                     seen = [node_of[rank] for rank in group]
                     names = [node.kind_of(rank) for node, rank in zip(seen, group, strict=True)]
                     gpus = sorted({kinds[name].gpu or name for name in names})
-                    if gpus != [replica.device]:
-                        problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {replica.device}"
+                    if gpus != [device]:
+                        problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {device}"
                         raise PlannerError(file, where, list(group), problem, hint)
                     if any(node is not seen[0] for node in seen):
                         problem = "under the first plan this TP group is on several nodes"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, Replica
 
 from ..errors import PlannerError
 
@@ -134,20 +134,10 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             where = f"stages[{s}].replicas[{q}]"
-            choices = [r for r, room in enumerate(rooms) if room.gpu == replica.device]
-            if not choices:
-                hint = f"It has {', '.join(sorted({room.gpu for room in rooms}))}"
-                raise PlannerError(file, f"{where}.device", replica.device, "the cluster has no such GPU", hint)
-            choices = [r for r in choices if not replica.zone or rooms[r].zone in ("", replica.zone)]
-            if not choices:
-                zones = sorted({room.zone for room in rooms if room.gpu == replica.device})
-                problem = f"the cluster has no {replica.device} there"
-                raise PlannerError(file, f"{where}.zone", replica.zone, problem, f"It has them in {', '.join(zones)}")
-            largest = max(rooms[r].devices for r in choices)
-            if replica.tp > largest:
-                problem = f"a TP group of {replica.tp} does not fit a node with {largest} devices"
-                raise PlannerError(file, f"{where}.ranks", list(replica.ranks), problem)
-            wanted += [(choices, replica.tp)] * replica.cp
+            fitting = {
+                device: _choices(replica, device, rooms, where, file) for device in dict.fromkeys(replica.devices)
+            }
+            wanted += [(fitting[device], replica.tp) for device in replica.devices]
     found = pack(rooms, wanted)
     if found is None:
         raise _too_many(plan, rooms, file)
@@ -155,11 +145,31 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
     return [[[seat for _ in range(r.cp) for seat in next(groups)] for r in stage.replicas] for stage in plan.stages]
 
 
+def _choices(replica: Replica, device: str, rooms: Sequence[Room], where: str, file: str) -> list[int]:
+    """The rooms that a TP group of a replica may sit in, on its kind of device."""
+    choices = [r for r, room in enumerate(rooms) if room.gpu == device]
+    if not choices:
+        key = f"{where}.{'cp_devices' if replica.cp_devices else 'device'}"
+        hint = f"It has {', '.join(sorted({room.gpu for room in rooms}))}"
+        raise PlannerError(file, key, device, "the cluster has no such GPU", hint)
+    choices = [r for r in choices if not replica.zone or rooms[r].zone in ("", replica.zone)]
+    if not choices:
+        zones = sorted({room.zone for room in rooms if room.gpu == device})
+        problem = f"the cluster has no {device} there"
+        raise PlannerError(file, f"{where}.zone", replica.zone, problem, f"It has them in {', '.join(zones)}")
+    largest = max(rooms[r].devices for r in choices)
+    if replica.tp > largest:
+        problem = f"a TP group of {replica.tp} does not fit a node with {largest} devices"
+        raise PlannerError(file, f"{where}.ranks", list(replica.ranks), problem)
+    return choices
+
+
 def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
     used: dict[str, int] = {}
     for stage in plan.stages:
         for replica in stage.replicas:
-            used[replica.device] = used.get(replica.device, 0) + len(replica.ranks)
+            for device in replica.devices:
+                used[device] = used.get(device, 0) + replica.tp
     for gpu, count in used.items():
         there = [room.total for room in rooms if room.gpu == gpu]
         if None not in there and count > sum(n for n in there if n is not None):

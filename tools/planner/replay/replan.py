@@ -505,7 +505,8 @@ def _kinds(found: Replanned) -> dict[str, list[int]]:
     out: dict[str, list[int]] = {}
     for stage in found.corrected.plan.stages:
         for replica in stage.replicas:
-            out.setdefault(replica.device, []).extend(replica.ranks)
+            for part, device in enumerate(replica.devices):
+                out.setdefault(device, []).extend(replica.tp_group(part))
     return out
 
 

@@ -12,14 +12,15 @@ from megatron_het.schedule.ir import RECEIVES, SENDS, TRANSFERS, Kind, Op
 from megatron_het.schedule.kinds import COLLECTIVES, Role, Stream, Work
 from megatron_het.schedule.simulate import Result
 
-from ..costs.candidate import Candidate, Group, rank_parameters
+from ..costs.build import replica_group
+from ..costs.candidate import Candidate, rank_parameters
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import schedule_of
 from ..costs.simulation import Simulation, simulate_candidate
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.packing import Seat
 from .data import ClusterMap, Figure, Lane, LinkOnMap, NodeOnMap, PageData, PoolOnMap, TimelineData, ZoneOnMap
-from .tables import summary
+from .tables import part_in_words, state_in_words, summary
 
 # The cluster as the page draws it: who sits where, and what every link carries in an iteration.
 
@@ -79,18 +80,17 @@ def collective_flow(estimator: Estimator, candidate: Candidate, seated: Seats, r
     element = float(estimator.model.element_bytes)
     flow: Flow = {}
     for s, stage in enumerate(seated):
-        d = len(stage) * candidate.cp
+        d = sum(part.count for part in candidate.reducing(s))
         nodes = list({seat.host: seat[:2] for replica in stage for seat in replica}.values())
         if d < 2 or len(nodes) < 2:
             continue
         gathered, reduced = moved[s]
         ring = 0.0
-        for replica in stage:
-            tp = len(replica) // candidate.cp
-            unit = estimator.unit_of(candidate, Group(replica[0].pool, tp, 1))
+        for g in candidate.stages[s].groups:
+            unit = estimator.unit_of(candidate, g)
             assert unit is not None  # the plan has been priced
             count = rank_parameters(candidate, unit, s)
-            bytes_ = (d - 1) / d * tp * count * (gathered * element + reduced * 4.0)
+            bytes_ = (d - 1) / d * g.tp * count * (gathered * element + reduced * 4.0)
             ring = max(ring, bytes_)
         for a, b in zip(nodes, [*nodes[1:], nodes[0]]):
             flow[a, b] = flow.get((a, b), 0.0) + ring
@@ -461,9 +461,10 @@ def _computes(estimator: Estimator, plan: Plan, seated: Seats, result: Result) -
     found: dict[tuple[object, ...], float] = {}
     replicas = [(s, q, replica) for s, stage in enumerate(plan.stages) for q, replica in enumerate(stage.replicas)]
     for (s, q, replica), compute_s in zip(replicas, result.compute_s, strict=True):
-        node = estimator.cluster.nodes[seated[s][q][0].pool]
-        key = s, node.gpu, node.zone, replica.tp
-        found[key] = max(found.get(key, 0.0), compute_s)
+        for pool in {seat.pool for seat in seated[s][q]}:
+            node = estimator.cluster.nodes[pool]
+            key = s, node.gpu, node.zone, replica.tp
+            found[key] = max(found.get(key, 0.0), compute_s)
     return found
 
 
@@ -476,7 +477,7 @@ def _stages(
         | {
             "busy_s": computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
             "limit_bytes": estimator.memory_margin * r["capacity_bytes"],
-            "note": "" if (s := r["state_share"]) is None else f"each keeps {100 * s:.0f} % of the stage's state",
+            "note": (part_in_words(r) + state_in_words(r)).removeprefix("; "),
         }
         for r in rows
     ]
@@ -489,8 +490,7 @@ def _timeline(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Se
         for q, replica in enumerate(stage.replicas):
             tp = f" TP {replica.tp}" if replica.tp > 1 else ""
             names.append(f"{s}.{q} {replica.device}{tp}")
-            pool = seated[s][q][0].pool
-            unit = estimator.unit_of(candidate, Group(pool, replica.tp, 1, replica.ep))
+            unit = estimator.unit_of(candidate, replica_group(replica, seated[s][q], candidate.cp))
             assert unit is not None  # the plan has been priced
             held.append(rank_parameters(candidate, unit, s) * estimator.model.element_bytes)
     return timeline_of(found.result, "Predicted", names, held)

@@ -30,7 +30,8 @@ NOTATION = (
     "microbatch, cp and ep ranks that share a sequence and experts; then the stages,\n"
     "divided by /. 8L 3xA100.tp2+2xT4 is 8 layers on 3 replicas of 2 A100 (TP 2) and\n"
     "2 replicas of one T4; @ names the zone of a kind that is in several; (4 times)\n"
-    "is 4 such stages one after the other."
+    "is 4 such stages one after the other. 1x[1xA100:70%|1xT4:30%] is a replica of both,\n"
+    "with so much of every sequence on each GPU."
 )
 WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
 HARDLY = 0.005  # change of an iteration that is printed as none
@@ -111,12 +112,13 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
     """One row per stage and kind of replica."""
     rows = []
     groups = [
-        (s, g, share)
+        (m, s, g, share, portion if g.parts else None)
         for s, stage in enumerate(candidate.stages)
-        for g, share in zip(stage.groups, estimate.microbatches[s])
+        for g, share, of in zip(stage.groups, estimate.microbatches[s], estimate.memory_of(candidate, s), strict=True)
+        for m, (_, portion) in zip(of, candidate.parts_of(g), strict=True)
     ]
-    for m, (s, g, share) in zip(estimate.memory, groups):
-        node = estimator.cluster.nodes[g.pool]
+    for m, s, g, share, portion in groups:
+        node = estimator.cluster.nodes[m.group.pool]
         rows.append(
             {
                 "stage": s,
@@ -126,6 +128,7 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
                 "tp": g.tp,
                 "layers": candidate.stages[s].layers,
                 "microbatches_per_replica": share,
+                **({} if portion is None else {"part_of_sequences": portion}),
                 "busy_s": estimate.stage_busy_s[s],
                 "state_share": m.state_share,
                 "memory_bytes": {
@@ -144,7 +147,14 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
     return rows
 
 
-def _share(row: dict[str, Any]) -> str:
+def part_in_words(row: dict[str, Any]) -> str:
+    """Returns what a GPU holds of every sequence, where context-parallel ranks have parts of their own."""
+    part = row.get("part_of_sequences")
+    return "" if part is None else f"; each has {100 * part:.0f} % of every sequence"
+
+
+def state_in_words(row: dict[str, Any]) -> str:
+    """Returns how much of the state of its stage a GPU keeps, where its pool says so."""
     share = row["state_share"]
     return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
 
@@ -299,7 +309,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
-        name = f"{row['gpu']} ({row['zone']})"
+        name = f"{row['gpu']} ({row['zone']})" + part_in_words(row)
         counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
         busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
         where.add_row(str(row["stage"]), name, *map(str, counts), busy)
@@ -308,7 +318,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             row["gpu"],
             f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"),
             f"{row['capacity_bytes'] / GIB:.1f}",
-            f"{_MEMORY.get(parts[0][0], parts[0][0])} {parts[0][1] / GIB:.1f}" + _share(row),
+            f"{_MEMORY.get(parts[0][0], parts[0][0])} {parts[0][1] / GIB:.1f}" + state_in_words(row),
         )
     utilisation = body["model_flops_utilisation"]
     seen = body["uncertainty_of"]
@@ -375,6 +385,10 @@ def describe(estimator: Estimator, c: Candidate) -> str:
         zones.setdefault(node.gpu, set()).add(node.zone)
 
     def named(g: Group) -> str:
+        if g.parts:
+            alike = [(part, part.count // g.count, round(100 * portion)) for part, portion in c.parts_of(g)]
+            parts = "|".join(f"{named(part._replace(count=n))}:{portion}%" for part, n, portion in alike)
+            return f"{g.count}x[{parts}]"
         node = estimator.cluster.nodes[g.pool]
         tp = f".tp{g.tp}" if g.tp > 1 else ""
         return f"{g.count}x{node.gpu}{tp}" + (f"@{node.zone}" if len(zones[node.gpu]) > 1 else "")

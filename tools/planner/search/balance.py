@@ -9,10 +9,11 @@ from typing import NamedTuple
 from megatron_het.plan.schema import layers_of
 
 from ..costs.candidate import Candidate, Group, Stage
-from ..costs.estimate import Estimator, Unit
+from ..costs.estimate import Estimator
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
 from ..costs.stages import rows_of, state_shards
+from ..costs.unit import Unit
 
 
 class Load:

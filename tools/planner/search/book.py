@@ -12,10 +12,11 @@ from megatron_het.plan.validate import most_chunks
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
 from ..costs.candidate import Candidate, Group, Stage
-from ..costs.estimate import Estimate, Estimator, Unit, allocate
+from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s
+from ..costs.unit import Unit
 from .balance import Rooms, balance, ends_at, layer_rooms, stage_load
 from .outcome import PENALTY, Goal, Progress
 from .pools import Limits, all_gpus

@@ -26,7 +26,8 @@ from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
-from ..costs.estimate import Estimator, Unit
+from ..costs.estimate import Estimator
+from ..costs.unit import Unit
 from ..inputs.model import Model
 from ..inputs.model_parts import shares_left
 from .outcome import Goal

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from ..costs.candidate import Candidate, Unit
+from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
+from ..costs.unit import Unit
 from ..inputs.cluster import NodeGroup
 from .finish import confirm
 from .outcome import Found, Goal, Outcome, PassedOver, Shift

@@ -15,9 +15,10 @@ from megatron_het.plan.placement import DOCUMENTS, WHOLE
 from megatron_het.schedule.cutting import Parts
 
 from ...inputs.model import Model
-from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, Unit
+from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
+from ..unit import Unit
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)
 State = tuple[float, float, float, float]

@@ -9,18 +9,9 @@ from typing import NamedTuple
 from megatron_het.features import host_parameters, switches
 from megatron_het.plan.placement import route
 
-from ..candidate import (
-    Candidate,
-    Estimate,
-    GroupMemory,
-    Pipeline,
-    StageTimes,
-    Unit,
-    chunk_layers,
-    rank_bytes,
-    rank_parameters,
-)
+from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, chunk_layers, rank_bytes
 from ..operating import OperatingPoints
+from ..unit import Unit
 from .base import Place, Schedule, State
 from .pipelines import CHUNKS
 
@@ -164,20 +155,25 @@ class Ministage(Schedule):
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
     ) -> list[GroupMemory]:
         """The shares of the candidate, or by free memory if equal ones do not fit; each rank as it is at its peak."""
-        equal = [
-            at_peak(estimator, candidate, m, count, 1 / _shards(candidate, found, m)) for m, count in zip(found, counts)
-        ]
+        equal = [at_peak(estimator, candidate, m, count, 1 / _shards(found, m)) for m, count in zip(found, counts)]
         shares: list[float] | None = None
+        groups = candidate.stages[found[0].stage].groups
         if candidate.shares is not None:
-            shares = list(candidate.shares[found[0].stage])
-            if len(set(shares)) == 1 and shares[0] * sum(m.group.count for m in found) < 1 + 1e-9:
+            shares = candidate.by_part(found[0].stage, candidate.shares[found[0].stage])
+            if len(set(shares)) == 1 and shares[0] * sum(g.count for g in groups) < 1 + 1e-9:
                 return equal  # else kinds of replicas whose largest shares are equal
-        elif len(found) > 1 and any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in equal):
+        elif (
+            len(found) > 1
+            and not any(g.parts for g in groups)
+            and any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in equal)
+        ):
             shares = shares_by_memory(estimator, candidate, found, counts)
         if shares is None:
             return equal
+        sizes = candidate.by_part(found[0].stage, map(candidate.cp_of, groups))
         return [
-            _with_share(estimator, candidate, found, m, count, share) for m, count, share in zip(found, counts, shares)
+            _with_share(estimator, candidate, found, m, count, share=share, cp=cp)
+            for m, count, share, cp in zip(found, counts, shares, sizes, strict=True)
         ]
 
     # -- plan --------------------------------------------------------------------------------------
@@ -219,12 +215,13 @@ def _exposed_s(estimator: OperatingPoints, candidate: Candidate, stage: StageTim
     element = float(estimator.model.element_bytes)
     ranks = candidate.reducing(s)
     size = rank_bytes(candidate, stage.units, s, element)
-    gather = estimator.network.sync_s(ranks, {r: size[g] for r, g in zip(ranks, groups)}, 0.5)
+    of_rank = candidate.by_part(s, [size[g] for g in groups])
+    gather = estimator.network.sync_s(ranks, dict(zip(ranks, of_rank, strict=True)), 0.5)
     host = 0.0
     if candidate.offload:
         host = max(
-            rank_parameters(candidate, unit, s) * element / estimator.network.host[g.pool] / max(1, g.count)
-            for unit, g in zip(stage.units, ranks, strict=True)
+            mine / estimator.network.host[r.pool] / max(1, g.count * candidate.cp_of(g))
+            for mine, r, g in zip(of_rank, ranks, candidate.by_part(s, groups), strict=True)
         )
     each = max(gather, host) / chunks
     forward = stage.forward_s * (stage.busy_s / (stage.forward_s + stage.backward_s)) / chunks
@@ -240,20 +237,19 @@ def _with_share(
     mine: GroupMemory,
     count: float,
     share: float,
+    cp: int,
 ) -> GroupMemory:
-    """A rank of a replica with its share of the state, which context-parallel ranks divide evenly."""
-    host, of_rank = mine.host_bytes, share / candidate.cp
+    """A rank of a replica with its share of the state, which its ``cp`` context-parallel ranks divide evenly."""
+    host, of_rank = mine.host_bytes, share / cp
     if candidate.offload:
-        host += host_state(estimator, count, of_rank) - host_state(
-            estimator, count, 1 / _shards(candidate, found, mine)
-        )
+        host += host_state(estimator, count, of_rank) - host_state(estimator, count, 1 / _shards(found, mine))
     peak = at_peak(estimator, candidate, mine, count, of_rank)
     return peak._replace(state_share=share, host_bytes=host)
 
 
-def _shards(candidate: Candidate, found: Sequence[GroupMemory], mine: GroupMemory) -> int:
+def _shards(found: Sequence[GroupMemory], mine: GroupMemory) -> int:
     """Ranks of a stage that divide one copy of the state."""
-    return candidate.cp * sum(x.group.count for x in found if x.group.tp == mine.group.tp)
+    return sum(x.cp * x.group.count for x in found if x.group.tp == mine.group.tp)
 
 
 def at_peak(

@@ -18,9 +18,10 @@ from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.model import Model
 from ...inputs.model_parts import Lengths, drawn
-from ..candidate import Candidate, Estimate, Pipeline, StageTimes, Unit, divided_alike
+from ..candidate import Candidate, Estimate, Pipeline, StageTimes, divided_alike
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
+from ..unit import Unit
 from .base import Place, Schedule
 
 # Interleaved 1F1B: several chunks per stage, in groups of as many microbatches as there are stages.
