@@ -232,9 +232,9 @@ def test_a_kind_of_operation_that_is_not_known():
 )
 def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
     from megatron_het.arguments.megatron_args import check_device_kind
-    from megatron_het.plan import PlanError
+    from megatron_het.plan import PlanError, Replica
 
-    replicas = [SimpleNamespace(ranks=(i,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]
+    replicas = [Replica((i,), (0,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]
     plan = SimpleNamespace(stages=[SimpleNamespace(replicas=replicas)])
     try:
         check_device_kind(plan, rank, name)
