@@ -195,6 +195,17 @@ def test_each_part_holds_its_share_of_the_activations() -> None:
     ]
 
 
+def test_parts_in_different_zones_are_found_again() -> None:
+    """A kind of GPU in two zones, beside one in a third."""
+    prices = two_kinds()
+    fast, slow = prices.cluster.nodes
+    placed = zip((fast, slow, slow), ("a", "b", "c"))
+    cluster = Cluster(nodes=tuple(node.model_copy(update={"zone": zone}) for node, zone in placed))
+    candidate = Candidate(stages(shared((0, 1), (1, 1))), 1, cp=2)
+    plan, _ = planned_again(estimator_of(cluster, prices.model), candidate)
+    assert [replica.zone for replica in plan.stages[0].replicas] == [""]
+
+
 def test_a_slow_link_between_parts_shows() -> None:
     kinds = [("H100-SXM", 1, 8, rate) for rate in (400e9, 5e9)]
     slow, fast = (

@@ -254,7 +254,9 @@ def _stage(
         nodes = [estimator.cluster.nodes[part.pool] for part in parts]
         names, shares = tuple(node.gpu for node in nodes), tuple(part.share for part in parts)
         zones = {(other.gpu, other.zone) for other in estimator.cluster.nodes if other.gpu in names}
-        zone = nodes[0].zone if len(zones) > len(set(names)) else ""
+        # A replica names one zone, which its ranks on other kinds of GPU may not be in.
+        is_said = len(zones) > len(set(names)) and len({node.zone for node in nodes}) == 1
+        zone = nodes[0].zone if is_said else ""
         ep, expert_tp = candidate.cut_of(g)
         etp = 0 if expert_tp == max(1, g.tp // ep) else expert_tp
         by_part = dict(zip(dict.fromkeys(parts), memory, strict=True))

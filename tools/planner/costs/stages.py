@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
@@ -32,10 +32,6 @@ from .layer import pool_size
 from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from .operating import OperatingPoints
-
 
 # Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
 #
