@@ -208,7 +208,8 @@ class Candidate(NamedTuple):
 
     def by_part(self, s: int, values: Iterable[T]) -> list[T]:
         """A value of every group of a stage for each of :meth:`reducing`."""
-        return [value for g, value in zip(self.stages[s].groups, values, strict=True) for _ in self.parts_of(g)]
+        kinds = [len(set(g.parts)) or 1 for g in self.stages[s].groups]
+        return [value for count, value in zip(kinds, values, strict=True) for _ in range(count)]
 
     @property
     def experts_over(self) -> tuple[int, bool]:

@@ -207,8 +207,7 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
         # There are figures for all parts of a stage that has times.
         units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
         for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
-            mine = _of_group(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, portion=portion)
-            found.append(mine._replace(group=part._replace(count=g.count), cp=part.count // g.count))
+            found.append(_of_group(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
     return schedule_of(candidate).divide(estimator, candidate.as_of(s), found, candidate.by_part(s, stage.parameters))
 
 
@@ -220,12 +219,14 @@ def _of_group(
     i: int,
     shards: int,
     u: Unit,
+    part: Group,
     portion: float,
 ) -> GroupMemory:
     """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally.
 
     Args:
         u: Its figures.
+        part: All context-parallel ranks of its kind, as :meth:`Candidate.parts_of` says.
         portion: The part of every sequence that it has.
     """
     runtime, schedule = estimator.runtime, schedule_of(candidate)
@@ -259,9 +260,10 @@ def _of_group(
     if has_head:
         workspace = schedule.head_workspace(candidate, u)
     workspace /= candidate.slices
+    replicas = groups[i].count
     return GroupMemory(
         s,
-        groups[i],
+        part if part.count == replicas else part._replace(count=replicas),
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
@@ -270,6 +272,7 @@ def _of_group(
         reserved_bytes=u.reserved_bytes,
         capacity_bytes=u.capacity_bytes,
         host_bytes=host + waiting,
+        cp=part.count // replicas,
     )
 
 
