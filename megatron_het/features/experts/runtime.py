@@ -39,7 +39,6 @@ _LOGGED = {
     _MEAN_OF_BATCH: "global_load_balancing_loss",
 }
 """The losses of this kind, by the names that Megatron has for their flags and in its log."""
-_Z_LOSS = "z_loss"
 
 
 @dataclass(slots=True)
@@ -121,6 +120,19 @@ class _WithLoss(torch.autograd.Function):
         return grad, gradient.to(dtype).expand(shape), None, None
 
 
+@contextlib.contextmanager
+def _counted(times: float) -> Iterator[None]:
+    """Count what is recorded for Megatron's log meanwhile so many times."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    metrics = get_moe_metrics_tracker().metrics if times != 1 else {}
+    before = {name: entry.values.clone() for name, entry in metrics.items()}
+    yield
+    for name, entry in metrics.items():
+        old = before.get(name, 0)
+        entry.values.sub_(old).mul_(times).add_(old)  # in place: a captured layer adds to this tensor
+
+
 class BalancedRouter(TopKRouter):
     """Megatron's router with balancing losses of whole microbatches; see the text of the module.
 
@@ -149,23 +161,13 @@ class BalancedRouter(TopKRouter):
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """See Megatron, whose log has the mean over passes: each counts as long as it is."""
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-        metrics, weight = get_moe_metrics_tracker().metrics, self.passes.weight
-        place = max(self._layer_in_log() or 0, 1) - 1
-        before = metrics[_Z_LOSS].values[place].clone() if weight != 1 and _Z_LOSS in metrics else 0
-        logits = super().apply_z_loss(logits, padding_mask)
-        if weight != 1 and _Z_LOSS in metrics:
-            values = metrics[_Z_LOSS].values
-            values[place] = before + (values[place] - before) * weight
-        return logits
+        with _counted(self.passes.weight):
+            return super().apply_z_loss(logits, padding_mask)
 
     def _layer_in_log(self) -> int | None:
         """The number of the layer in Megatron's log, in which layers for later tokens come after all others."""
-        if self.layer_number is None or not self.is_mtp_layer:
-            return self.layer_number
-        number: int = self.layer_number + self.config.num_layers
-        return number
+        number: int | None = self.layer_number
+        return number if number is None or not self.is_mtp_layer else number + int(self.config.num_layers)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -274,10 +276,6 @@ def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes
     return found
 
 
-_SYNC = "_sync_metrics"
-_FINALIZE = "megatron.core.distributed.finalize_model_grads"
-
-
 class Experts(RuntimeFeature):
     """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
 
@@ -289,15 +287,17 @@ class Experts(RuntimeFeature):
         passes: Which pass runs, and into how many a microbatch is divided.
         layers: That the log has a place for.
         whole: Whether balancing losses have to be put together from several passes or ranks.
+        batches_of: How many of the microbatches that Megatron counts each one is.
     """
 
-    def __init__(self, cut: Cut, passes: Passes, layers: int, *, whole: bool) -> None:
+    def __init__(self, cut: Cut, passes: Passes, layers: int, *, whole: bool, batches_of: Sequence[int]) -> None:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
         self._cut, self._passes, self._layers, self._whole = cut, passes, layers, whole
+        self._batches_of = batches_of
         self._routers: list[BalancedRouter] = []
         self._tracker: Any = get_moe_metrics_tracker()
-        setattr(self._tracker, _SYNC, self._sync)
+        self._tracker._sync_metrics = self._sync
 
     def prepare_config(self, model_config: Any) -> None:
         """Layers of experts read the sizes here."""
@@ -331,7 +331,8 @@ class Experts(RuntimeFeature):
     def _running(self, op: RankOp, call: Call) -> Iterator[None]:
         self._passes.current, self._passes.part = (op.microbatch, op.slice), call.batches.part(op)
         try:
-            yield
+            with _counted(self._batches_of[op.microbatch]):
+                yield
         finally:
             self._passes.current = None
 
@@ -357,14 +358,15 @@ class Experts(RuntimeFeature):
             return
         from megatron.core import parallel_state
 
-        upstream = importlib.import_module(_FINALIZE)  # its package shows a function of the same name
+        # its package shows a function of the same name
+        upstream = importlib.import_module("megatron.core.distributed.finalize_model_grads")
         if call.config.moe_router_enable_expert_bias:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
             upstream._update_router_expert_bias(call.models, call.config, tp_dp_cp_group=group)
         upstream.reset_model_temporary_tensors(call.config, call.models)
 
     def close(self) -> None:
-        vars(self._tracker).pop(_SYNC, None)
+        vars(self._tracker).pop("_sync_metrics", None)
         self._tracker.metrics.clear()  # a later session may have other layers
 
 
@@ -376,4 +378,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     sizes = {"tp": replica.tp, "cp": replica.cp}
     groups = [context.groups[role] for role, size in sizes.items() if size > 1]
     whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing_of(context.args)
-    return Experts(replica.cut, Passes(slices, groups), layers_in_log(context.args), whole=whole)
+    batches_of = context.plan.training.batches_of_microbatches
+    return Experts(replica.cut, Passes(slices, groups), layers_in_log(context.args), whole=whole, batches_of=batches_of)
