@@ -79,8 +79,12 @@ LAST_IN_FIRST_OUT = ("ministage", *SLICED_SCHEDULES)
 _REFUSED_WHERE_MIXED = (
     Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),
     Refusal("experimental_attention_variant", "its parameters are cut into parts that the exchange does not know"),
+    *(
+        Refusal(f"save_{what}_interval", "replicas of other sizes write their parts into files of the same names")
+        for what in ("wgrads", "dgrads", "params", "activations", "tokens_per_expert")
+    ),
 )
-"""Where a stage has replicas that cut weights in different ways: their weights would drift apart."""
+"""Where a stage has replicas that cut weights in different ways: weights would drift apart, files be damaged."""
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:

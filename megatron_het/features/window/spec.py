@@ -148,6 +148,7 @@ class Window(Feature):
     refused_by_plans = tuple(Refusal(name, _FSDP) for name in ("use_torch_fsdp2", "use_megatron_fsdp"))
     refused = (
         Refusal("log_params_norm", "it reads parameters that are not materialised"),
+        Refusal("qk_clip", "it changes parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
         Refusal("use_precision_aware_optimizer", "its main parameters are not the window's"),
         Refusal("optimizer_cpu_offload", "use the window's own offload"),

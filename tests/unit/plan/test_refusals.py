@@ -310,7 +310,9 @@ def of_mixed_tp() -> Plan:
     return replace(more_stages(2), stages=(first, mixed))
 
 
-@pytest.mark.parametrize("flag", ["qk_clip", "experimental_attention_variant"])
+@pytest.mark.parametrize(
+    "flag", ["qk_clip", "experimental_attention_variant", "save_wgrads_interval", "save_tokens_per_expert_interval"]
+)
 def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) -> None:
     check_arguments(made(), arguments(**{flag: "given"}), 2)
     with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')} = 'given'.*different TP or EP, as stage 1 has"):

@@ -58,6 +58,7 @@ def test_a_window_takes_the_place_of_megatrons_overlap() -> None:
     ("options", "more", "what"),
     [
         ({}, {"log_params_norm": True}, "--log-params-norm"),
+        ({}, {"qk_clip": True}, "--qk-clip"),
         ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),
         ({"update": "at-once"}, {"log_num_zeros_in_grad": True}, "log-num-zeros-in-grad"),
         ({"update": "at-once"}, {"rerun_mode": "validate_results"}, "Add --rerun-mode disabled"),
