@@ -19,9 +19,9 @@ from megatron_het.plan import load_plan
 from tests.unit.planner.emit_plans import SMALL, WIDE
 from tools.planner.__main__ import COMMANDS, main, parser_of
 from tools.planner.cli import inventory as probes
-from tools.planner.cli.inventory import _BY_MEMORY, _RULES, catalog_name, host_names
+from tools.planner.cli.inventory import _BY_MEMORY, catalog_name, host_names
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.catalog import catalog, gpu_names
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.report import analysis as module
 
@@ -86,7 +86,7 @@ def test_names_of_gpus(text, memory, name):
 
 
 def test_the_rules_name_gpus_of_the_catalog():
-    named = {name for _, name in _RULES} | {name for sizes in _BY_MEMORY.values() for name, _ in sizes}
+    named = set(gpu_names().values()) | {name for sizes in _BY_MEMORY.values() for name, _ in sizes}
     assert named <= set(catalog())
     assert "does not say" in catalog_name("a100").doubt
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple
 from megatron_het.safe_io import parse_yaml
 
 from ..errors import PlannerError, command
-from ..inputs import __name__ as inputs_package
-from ..inputs.catalog import catalog, find_gpu
+from ..inputs.catalog import catalog, data_text, find_gpu, gpu_names
 from ..inputs.cluster import cluster_from_document
 from ..inputs.files import SLURM_RULES, check_target, comment, expanded_hosts, host_problem, write_text
 from ..report.tables import say
@@ -72,9 +70,7 @@ def _known(model: str) -> dict[str, object] | None:
     """
     if Path(model).exists():
         return None
-    known: dict[str, dict[str, Any]] = json.loads(
-        resources.files(inputs_package).joinpath("data/known_models.json").read_text("utf-8")
-    )
+    known: dict[str, dict[str, Any]] = json.loads(data_text("known_models.json"))
     if model.lower() not in known:
         hint = f"Known names: {', '.join(known)}"
         raise PlannerError("command line", "--model", model, "is no file, no folder and no known name", hint)
@@ -123,43 +119,7 @@ class Named(NamedTuple):
     doubt: str = ""
 
 
-_RULES: tuple[tuple[str, str], ...] = (
-    (r"gh200", "GH-96"),
-    (r"gb300", "GB300"),
-    (r"gb200", "GB200"),
-    (r"b300", "B300"),
-    (r"b200", "B200"),
-    (r"h200", "H200"),
-    (r"h100.*nvl", "H100-NVL"),
-    (r"h100.*pcie", "H100-PCIe"),
-    (r"h100", "H100-SXM"),
-    (r"h800", "H800"),
-    (r"h20\b", "H20"),
-    (r"a800", "A800"),
-    (r"mi250", "MI250X"),
-    (r"mi300x", "MI300X"),
-    (r"mi325x", "MI325X"),
-    (r"mi350x", "MI350X"),
-    (r"mi355x", "MI355X"),
-    (r"l40s", "L40S"),
-    (r"l40\b", "L40"),
-    (r"l4\b", "L4"),
-    (r"\ba40\b", "A40"),
-    (r"p100", "P100-16"),
-    (r"rtx pro 6000", "RTX-PRO-6000"),
-    (r"(rtx 6000 ada|6000 ada)", "RTX-6000-Ada"),
-    (r"rtx 8000", "RTX-8000"),
-    (r"(rtx )?a5000", "A5000"),
-    (r"a10g", "A10G"),
-    (r"(\b|tesla)t4\b", "T4"),
-    (r"(rtx )?a6000", "A6000"),
-    (r"5090", "RTX-5090"),
-    (r"4090", "RTX-4090"),
-    (r"3090", "RTX-3090"),
-    (r"2080", "RTX-2080"),
-    (r"titan rtx", "Titan-RTX"),
-)
-"""First match wins; kinds with several sizes of memory are below."""
+# Kinds with several sizes of memory; the others are in data/gpu_names.yaml.
 _BY_MEMORY = {"a100": (("A100-40", 40), ("A100-80", 80)), "v100": (("V100-16", 16), ("V100-32", 32))}
 
 
@@ -180,7 +140,7 @@ def catalog_name(text: str, memory_bytes: float | None = None) -> Named | None:
             names = " or ".join(name for name, _ in sizes)
             return Named(sizes[0][0], f"{names}: the name does not say how much memory it has")
         return Named(min(sizes, key=lambda entry: abs(entry[1] - gib))[0])
-    return next((Named(name) for pattern, name in _RULES if re.search(pattern, plain)), None)
+    return next((Named(name) for pattern, name in gpu_names().items() if re.search(pattern, plain)), None)
 
 
 LIMIT_S = 30.0

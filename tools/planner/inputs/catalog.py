@@ -8,6 +8,7 @@ from importlib import resources
 from math import inf
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import PlannerError, validated
@@ -91,10 +92,22 @@ def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[s
     return sorted(common, reverse=True), known
 
 
+def data_text(file: str) -> str:
+    """The text of a file of the planner's own data."""
+    return resources.files(__package__).joinpath("data", file).read_text("utf-8")
+
+
+@cache
+def gpu_names() -> dict[str, str]:
+    """Names of the catalog by regular expressions of what drivers and Slurm call a GPU; the first match wins."""
+    names: dict[str, str] = yaml.safe_load(data_text("gpu_names.yaml"))
+    return names
+
+
 @cache
 def catalog() -> dict[str, Gpu]:
     """All known GPUs by name."""
-    document = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
+    document = json.loads(data_text("gpus.json"))
     return {name: parse_gpu(body, "gpus.json", name) for name, body in document["gpus"].items()}
 
 

@@ -20,6 +20,7 @@ from .model_families import (
     INSIDE,
     NOT_OF_THE_MODEL,
     ONLY_WHEN,
+    READ_TOGETHER,
     SHAPES_ONLY,
     Config,
     Reading,
@@ -484,92 +485,28 @@ def _only_when(r: Reading) -> None:
             )
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        (
-            *("num_hidden_layers", "hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "vocab_size"),
-        ),
-        "`num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `num_query_groups`, `head_size`, "
-        "`vocab_size`",
+_READERS = {
+    reader.__name__.lstrip("_"): reader
+    for reader in (
         _sizes,
-    ),
-    Rule(
-        (
-            *("hybrid_override_pattern", "layers_block_type", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
-            *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "full_attention_interval"),
-            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-        ),
-        "`pattern`, `mamba`, `delta_net` (Nemotron, Qwen3-Next)",
         read_kinds_of_layers,
-    ),
-    Rule(("torch_dtype", "dtype", "tie_word_embeddings"), "`precision`, `tied_embeddings`", _kind_of_weights),
-    Rule(
-        ("hidden_act", "swiglu_limit", "swiglu_alpha"),
-        "`gated`, `--squared-relu`, `--no-bias-gelu-fusion` (exact gelu), `--quick-geglu`, `--glu-linear-offset`, "
-        "`--activation-func-clamp-value`",
+        _kind_of_weights,
         _activation,
-    ),
-    Rule(
-        ("rms_norm_eps", "layer_norm_eps", "use_qk_norm"),
-        "`--normalization`, `--norm-epsilon`, `--qk-layernorm`, `--qk-l2-norm`",
         _norms,
-    ),
-    Rule(("attention_bias", "mlp_bias", "qkv_bias"), "`biases`, `--add-qkv-bias`", _biases),
-    Rule(
-        (
-            *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave"),
-            *("rope_local_base_freq", "max_position_embeddings"),
-        ),
-        "`--rotary-base`, `--rotary-percent`, `--rotary-seq-len-interpolation-factor` (linear), `--use-rope-scaling` "
-        "and `--rope-scaling-factor` (llama3), `--position-embedding-type yarn` with `--rotary-scaling-factor`, "
-        "`--yarn-*` and `--mscale*`, `--rope-type` (latent attention), `learned_positions` (GPT-2)",
+        _biases,
         _positions,
-    ),
-    Rule(
-        (
-            *("no_rope_layers", "no_rope_layer_interval", "attention_chunk_size", "attn_temperature_tuning"),
-            *("floor_scale", "attn_scale"),
-        ),
-        "`--no-rope-freq`; chunks and temperature change nothing below their lengths",
         _layers_without_positions,
-    ),
-    Rule(
-        (
-            *("sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"),
-            "_sliding_window_pattern",
-        ),
-        "`attention_window`, `windowed_layers`, `--window-attn-skip-freq`",
         _window,
-    ),
-    Rule(
-        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        "`latent`, `--qk-layernorm`",
         _latent,
-    ),
-    Rule(
-        (
-            *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq"),
-            *("mlp_only_layers", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layers"),
-        ),
-        "`experts`, `--moe-layer-freq`, `--moe-shared-expert-gate`",
         _experts,
-    ),
-    Rule(
-        (
-            *("norm_topk_prob", "scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor"),
-            *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"),
-        ),
-        "`--moe-router-score-function`, `--moe-router-pre-softmax`, `--moe-router-enable-expert-bias`, "
-        "`--moe-router-num-groups`, `--moe-router-group-topk`, `--moe-router-topk-scaling-factor`, "
-        "`--moe-router-dtype`, `--moe-router-load-balancing-type`, `--moe-aux-loss-coeff`, `--moe-input-jitter-eps`, "
-        "`--moe-apply-probs-on-input`",
         _routing,
-    ),
-    Rule(("num_nextn_predict_layers",), "`mtp_num_layers`", _later_tokens),
-    Rule(("initializer_range",), "`--init-method-std`", _start),
-    Rule(("attention_dropout", "hidden_dropout", "embd_pdrop"), "`--attention-dropout`, `--hidden-dropout`", _dropout),
+        _later_tokens,
+        _start,
+        _dropout,
+    )
+}
+RULES = (
+    *(Rule(tuple(row["keys"]), row["becomes"], _READERS[name]) for name, row in READ_TOGETHER.items()),
     Rule(
         (*ONLY_WHEN, "query_pre_attn_scalar", "time_step_limit"),
         "refused where they change anything: no flag says them",

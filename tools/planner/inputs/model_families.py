@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Literal
 
 import yaml
@@ -22,6 +21,7 @@ from megatron_het.plan.schema import (
 from megatron_het.plan.schema import EXPERTS as SPARSE
 
 from ..errors import PlannerError
+from .catalog import data_text
 from .model_parts import FlagValue
 
 Config = Mapping[str, Any]
@@ -42,7 +42,7 @@ class Family:
 
 
 # Package data, and not a file of a user: the plain reader is enough.
-_DATA = yaml.safe_load(resources.files(__package__).joinpath("data/families.yaml").read_text("utf-8"))
+_DATA = yaml.safe_load(data_text("families.yaml"))
 FAMILIES = {kind: Family(**body) for kind, body in _DATA["families"].items()}
 FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
 INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -54,6 +54,8 @@ SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "n
 
 ONLY_WHEN: dict[str, tuple[Any, str]] = {name: tuple(row) for name, row in _DATA["only_when"].items()}
 """Fields that Megatron has no flag for, and the value under which they change nothing."""
+READ_TOGETHER: Mapping[str, Mapping[str, Any]] = _DATA["rules"]
+"""Fields by the function of ``model_configs`` that reads them, and what they become."""
 
 
 @dataclass(slots=True, eq=False)

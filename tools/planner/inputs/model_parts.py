@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_het.features import FEATURES
@@ -29,6 +30,7 @@ from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 
 from ..errors import PlannerError, from_file_error
+from .catalog import data_text
 
 # How long the documents of a packed sequence are, and what that leaves of attention.
 #
@@ -174,57 +176,16 @@ MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens of a chunk in the kernels of recurr
 
 FlagValue = bool | int | float | str  # what a flag of Megatron is given: true for a flag without a value
 
-MODEL_FLAGS: dict[str, tuple[str, Any]] = {
-    "activation-func-clamp-value": ("activation_func_clamp_value", None),
-    "add-qkv-bias": ("add_qkv_bias", False),
-    "apply-layernorm-1p": ("layernorm_zero_centered_gamma", False),
-    "attention-dropout": ("attention_dropout", 0.1),
-    "attention-output-gate": ("attention_output_gate", False),
-    "glu-linear-offset": ("glu_linear_offset", 0.0),
-    "hidden-dropout": ("hidden_dropout", 0.1),
-    "init-method-std": ("init_method_std", 0.02),
-    "moe-apply-probs-on-input": ("moe_apply_probs_on_input", False),
-    "moe-aux-loss-coeff": ("moe_aux_loss_coeff", 0.0),
-    "moe-input-jitter-eps": ("moe_input_jitter_eps", None),
-    "moe-layer-freq": ("moe_layer_freq", 1),
-    "moe-router-bias-update-rate": ("moe_router_bias_update_rate", 1e-3),
-    "moe-router-dtype": ("moe_router_dtype", None),
-    "moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", False),
-    "moe-router-group-topk": ("moe_router_group_topk", None),
-    "moe-router-load-balancing-type": ("moe_router_load_balancing_type", "aux_loss"),
-    "moe-router-num-groups": ("moe_router_num_groups", None),
-    "moe-router-pre-softmax": ("moe_router_pre_softmax", False),
-    "moe-router-score-function": ("moe_router_score_function", "softmax"),
-    "moe-router-topk-scaling-factor": ("moe_router_topk_scaling_factor", None),
-    "moe-shared-expert-gate": ("moe_shared_expert_gate", False),
-    "moe-z-loss-coeff": ("moe_z_loss_coeff", None),
-    "mscale": ("mscale", 1.0),
-    "mscale-all-dim": ("mscale_all_dim", 0.0),
-    **{flag: known for feature in FEATURES for flag, known in feature.training_flags.items()},
-    "no-bias-gelu-fusion": ("bias_gelu_fusion", True),
-    "no-rope-freq": ("no_rope_freq", None),
-    "no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", None),
-    "norm-epsilon": ("layernorm_epsilon", 1e-5),
-    "normalization": ("normalization", "LayerNorm"),
-    "position-embedding-type": ("position_embedding_type", "learned_absolute"),
-    "qk-l2-norm": ("qk_l2_norm", False),
-    "qk-layernorm": ("qk_layernorm", False),
-    "quick-geglu": ("quick_geglu", False),
-    "rope-scaling-factor": ("rope_scaling_factor", 8.0),
-    "rope-type": ("rope_type", None),
-    "rotary-base": ("rotary_base", 10000),
-    "rotary-interleaved": ("rotary_interleaved", False),
-    "rotary-percent": ("rotary_percent", 1.0),
-    "rotary-scaling-factor": ("rotary_scaling_factor", 1.0),
-    "rotary-seq-len-interpolation-factor": ("rotary_seq_len_interpolation_factor", None),
-    "softmax-type": ("softmax_type", "vanilla"),
-    "squared-relu": ("squared_relu", False),
-    "use-rope-scaling": ("use_rope_scaling", False),
-    "window-attn-skip-freq": ("window_attn_skip_freq", None),
-    "yarn-beta-fast": ("yarn_beta_fast", None),
-    "yarn-beta-slow": ("yarn_beta_slow", None),
-    "yarn-original-max-position-embeddings": ("yarn_original_max_position_embeddings", None),
-}
+# Package data, and not a file of a user: the plain reader is enough.
+_FLAGS = yaml.safe_load(data_text("model_flags.yaml"))
+MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
+    sorted(
+        {
+            **{f: (_FLAGS["arguments"].get(f, f.replace("-", "_")), value) for f, value in _FLAGS["defaults"].items()},
+            **{flag: known for feature in FEATURES for flag, known in feature.training_flags.items()},
+        }.items()
+    )
+)
 """Megatron's flags of a model that no other field of a model file stands for: argument, and its default."""
 
 TRAINING_FLAGS = frozenset(
