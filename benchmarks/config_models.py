@@ -24,46 +24,7 @@ from tools.planner.inputs.model import Model, load_model
 
 
 _LAYER = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.(\d+)\.(.+)")
-_OUTSIDE = {
-    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
-    "transformer.wte.weight": "embedding.word_embeddings.weight",
-    "transformer.wpe.weight": "embedding.position_embeddings.weight",
-    "gpt_neox.embed_in.weight": "embedding.word_embeddings.weight",
-    "model.norm.": "decoder.final_layernorm.",
-    "transformer.ln_f.": "decoder.final_layernorm.",
-    "gpt_neox.final_layer_norm.": "decoder.final_layernorm.",
-    "lm_head.weight": "output_layer.weight",
-}
-_INSIDE = {
-    "input_layernorm.": "input_layernorm.",
-    "ln_1.": "input_layernorm.",
-    "post_attention_layernorm.": "pre_mlp_layernorm.",
-    "ln_2.": "pre_mlp_layernorm.",
-    "self_attn.o_proj.": "self_attention.linear_proj.",
-    "attention.dense.": "self_attention.linear_proj.",
-    "attn.c_proj.": "self_attention.linear_proj.",
-    "attention.query_key_value.": "self_attention.linear_qkv.",
-    "self_attn.q_norm.": "self_attention.q_layernorm.",
-    "self_attn.k_norm.": "self_attention.k_layernorm.",
-    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
-    "self_attn.q_a_proj.": "self_attention.linear_q_down_proj.",
-    "self_attn.q_a_layernorm.": "self_attention.q_layernorm.",
-    "self_attn.q_b_proj.": "self_attention.linear_q_up_proj.",
-    "self_attn.kv_a_proj_with_mqa.": "self_attention.linear_kv_down_proj.",
-    "self_attn.kv_a_layernorm.": "self_attention.kv_layernorm.",
-    "self_attn.kv_b_proj.": "self_attention.linear_kv_up_proj.",
-    "mlp.gate_up_proj.": "mlp.linear_fc1.",
-    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
-    "mlp.c_fc.": "mlp.linear_fc1.",
-    "mlp.down_proj.": "mlp.linear_fc2.",
-    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
-    "mlp.c_proj.": "mlp.linear_fc2.",
-    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
-    "mlp.gate.": "mlp.router.",
-    "mlp.router.": "mlp.router.",
-    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.down_proj.": "mlp.shared_experts.linear_fc2.",
-}
+_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
 
 
 def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
@@ -74,7 +35,7 @@ def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) 
         if match := _LAYER.fullmatch(name):
             layers.setdefault(int(match[1]), {})[_usual(match[2])] = value
         else:
-            found[_renamed(name, _OUTSIDE)] = value
+            found[_renamed(name, _DATA["outside"])] = value
     for layer, parts in layers.items():
         for name, value in _layer(parts, kind, config).items():
             found[f"decoder.layers.{layer}.{name}"] = value
@@ -113,7 +74,7 @@ def _layer(parts: dict[str, torch.Tensor], kind: str, config: Any) -> dict[str, 
         elif name.startswith("mlp.experts."):
             found |= _experts(name, value, kind)
         else:
-            found[_renamed(name, _INSIDE)] = value
+            found[_renamed(name, _DATA["inside"])] = value
     return found
 
 
@@ -141,31 +102,14 @@ def _experts(name: str, value: torch.Tensor, kind: str) -> dict[str, torch.Tenso
 
 
 SEQ_LENGTH = 32
-_SHAPE = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-    # Other values than Megatron's defaults, so that none can be left out unseen.
-    "rms_norm_eps": 1e-3,
-    "layer_norm_eps": 1e-3,
-    "rope_theta": 5000.0,
-}
-SMALL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())["small"]
+SMALL: dict[str, dict[str, Any]] = _DATA["small"]
 """Fields of the small models that their families and the common shape do not say."""
 
 
 def small_config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a small model."""
     own = SMALL[name]
-    shape = {} if own["model_type"] == "gpt2" else _SHAPE
+    shape = {} if own["model_type"] == "gpt2" else _DATA["shape"]
     has_base = "rope_parameters" in own or "rotary_emb_base" in own
     return {key: value for key, value in shape.items() if key != "rope_theta" or not has_base} | own
 

@@ -21,37 +21,14 @@ from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MOD
 from tools.planner.inputs.model_parts import FlagValue
 
 Config = dict[str, Any]
-FILES: dict[str, Config] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())["published"]
+_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
+FILES: dict[str, Config] = _DATA["published"]
 """Files by what people call the model."""
 SEQ_LENGTH = 4096
 MOST = 1e-5
 """Largest relative difference of logits that is rounding."""
 START, END = "<!-- made by benchmarks.configs -->", "<!-- end of what benchmarks.configs makes -->"
-# A field that counts only with another value of another field of the same file.
-_WITHOUT_MEANING = {
-    "max_position_embeddings": "bounds the length; not of the model with rotary positions",
-    "original_max_position_embeddings": "of a scaling that is not there",
-    "max_window_layers": "of a window that is off",
-    "sliding_window": "of a window that is off",
-    "use_sliding_window": "without a window",
-    "norm_topk_prob": "one expert per token",
-    "attention_chunk_size": "longer than the sequences",
-    "n_group": "experts are chosen without groups",
-    "topk_group": "with one group of experts",
-    "seq_aux": "without a loss",
-    "router_aux_loss_coef": "Llama 4 has none",
-    "attn_scale": "of a temperature that is off below a length",
-    "floor_scale": "of a temperature that is off below a length",
-    "attn_temperature_tuning": "off below a length",
-    "norm_eps": "another name of layer_norm_epsilon",
-    "rope_theta": "no rotary positions",
-    "partial_rotary_factor": "no rotary positions",
-    "full_attention_interval": "the layers are listed",
-    "n_shared_experts": "Nemotron's are one MLP",
-    "rope_local_base_freq": "refused as it is",
-    "num_key_value_heads": "latent attention has none",
-    "intermediate_size": "no layer has an ordinary MLP",
-}
+_WITHOUT_MEANING: dict[str, str] = _DATA["without_meaning"]
 
 
 def read(config: Config) -> dict[str, Any] | str:

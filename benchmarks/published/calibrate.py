@@ -9,6 +9,8 @@ from importlib import resources
 from math import exp, log
 from typing import Any
 
+import yaml
+
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
@@ -16,7 +18,7 @@ from tools.planner.costs.layer import MEGATRON, MEGATRON_HET, Kernels, Runtime
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.inputs.model_parts import Experts, Latent
+from tools.planner.inputs.model_parts import Experts
 
 # Published training runs without profiles (``data/*_runs.csv``), and what the catalog predicts for them.
 #
@@ -34,18 +36,12 @@ TABLES = {
     "own": "own_h200_runs.csv",
 }
 OWN_GPUS = {"dgxc": "H100-SXM", "own": "H200"}
-ALIASES = {
-    "LLAMA3_8B": "Llama 8B",
-    "Llama8B": "Llama 8B",
-    "LLAMA3_70B": "Llama 70B",
-    "Llama70B": "Llama 70B",
-    "LLAMA3.1_405B": "Llama 405B",
-    "Llama405B": "Llama 405B",
-}
-"""Families of models, which tables spell differently."""
-
-MPT_GPUS = {"A100-80": ("A100-80", 200e9), "H100-80": ("H100-SXM", 400e9), "A100-40": ("A100-40", 200e9)}
-"""GPU of the catalog, and bytes per second of a node's network (1,600 and 3,200 Gbit/s)."""
+_DATA: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("data/runs.yaml").read_text("utf-8"))
+# Names, nodes and shapes that the tables leave out; the file says what each is.
+ALIASES: dict[str, str] = _DATA["aliases"]
+MPT_GPUS: dict[str, tuple[str, float]] = {name: tuple(row) for name, row in _DATA["mpt_gpus"].items()}
+BRIDGE_NODES: dict[str, tuple[str, int, float]] = {name: tuple(row) for name, row in _DATA["bridge_nodes"].items()}
+SHAPES: dict[str, dict[str, Any]] = _DATA["shapes"]
 
 LLM_FOUNDRY = Runtime(
     name="LLM Foundry (PyTorch FSDP)",
@@ -62,15 +58,6 @@ LLM_FOUNDRY = Runtime(
 )
 """Gathers and reductions of a pass show in full: FSDP starts them after the pass before it (no forward prefetch)."""
 
-BRIDGE_NODES = {
-    "DGX-H100": ("H100-SXM", 8, 50e9),
-    "DGX-B200": ("B200", 8, 50e9),
-    "DGX-B300": ("B300", 8, 100e9),
-    "DGX-GB200": ("GB200", 64, 50e9),
-    "DGX-GB300": ("GB300", 64, 100e9),
-}
-"""GPU of the catalog, GPUs that NVLink joins, bytes per second of one GPU's network card."""
-
 CAPTURED = ("GB200", "GB300")
 """Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
 
@@ -84,35 +71,6 @@ EXPERTS_2026: dict[str, Any] = {
 
 Chosen, not fitted: the tables end in 2025.
 """
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "LLAMA3_8B": {"shape": (32, 4096, 14336, 32, 8, 128256)},
-    "LLAMA3_70B": {"shape": (80, 8192, 28672, 64, 8, 128256)},
-    "LLAMA3.1_405B": {"shape": (126, 16384, 53248, 128, 8, 128256)},
-    "DeepSeekV3": {
-        "shape": (61, 7168, 18432, 128, 128, 129280),
-        "experts": Experts(count=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=3),
-        "latent": Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128),
-    },
-    "GPT OSS 120B": {
-        "shape": (36, 2880, 2880, 64, 8, 201088),
-        "head_size": 64,
-        "attention_window": 128,
-        "windowed_layers": 0.5,
-        "experts": Experts(count=128, top_k=4, ffn_hidden_size=2880),
-    },
-    "Qwen3_30B_a3B": {
-        "shape": (48, 2048, 6144, 32, 4, 151936),
-        "head_size": 128,
-        "experts": Experts(count=128, top_k=8, ffn_hidden_size=768),
-    },
-    "Qwen3_235B_a22B": {
-        "shape": (94, 4096, 12288, 64, 4, 151936),
-        "head_size": 128,
-        "experts": Experts(count=128, top_k=8, ffn_hidden_size=1536),
-    },
-}
-"""Layers, hidden size, ffn, heads, groups, vocabulary; and what is not a plain decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +230,7 @@ def bridge_model(row: Row) -> Model:
     layers, hidden, ffn, heads, groups, vocabulary = fields.pop("shape")
     experts = fields.pop("experts", None)
     if experts is not None:
-        experts = experts.model_copy(update={"dropless": "tokendrop" not in row["note"]})
+        experts = Experts(**experts, dropless="tokendrop" not in row["note"])
     return Model(
         name=row["model"],
         num_layers=layers + ("w/ MTP" in row["note"]),

@@ -240,7 +240,7 @@ def test_known_models_are_those_of_the_examples_and_the_published_runs() -> None
     flags += ("rotary-base", "norm-epsilon")
     known = json.loads((root / "tools/planner/inputs/data/known_models.json").read_text())
     large = known.pop("llama-3.1-70b")["config"]
-    assert tuple(large[field] for field in fields[:6]) == SHAPES["LLAMA3_70B"]["shape"]
+    assert [large[field] for field in fields[:6]] == SHAPES["LLAMA3_70B"]["shape"]
     assert large | dict.fromkeys(fields[:6], 0) == known["llama-3.1-8b"]["config"] | dict.fromkeys(fields[:6], 0)
     for entry in known.values():
         text = subprocess.run([root / entry["source"], "full"], capture_output=True, text=True, check=True).stdout
