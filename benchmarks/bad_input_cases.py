@@ -55,24 +55,17 @@ _PLANNER = ("check", "simulate", "emit", "plan")
 
 @dataclass(frozen=True)
 class Case:
-    """One start of one command.
+    """One start of one command."""
 
-    Attributes:
-        kind: What was done to the input.
-        tool: ``planner``, ``schedule``, ``job``, ``doctor``, ``start`` (the beginning of training) or ``checkpoint``
-            (the choice of one to load).
-        words: Its command line.
-        files: Text or bytes of files, by name; a callable makes a special file at the path.
-        wrong: Whether the input must be refused; else it may be accepted, but must do no harm.
-        scripts: Whether scripts that were written are to be run.
-    """
-
-    kind: str
+    kind: str  # what was done to the input
+    # ``planner``, ``schedule``, ``job``, ``doctor``, ``start`` (the beginning of training) or ``checkpoint`` (the
+    # choice of one to load)
     tool: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # its command line
+    # text or bytes of files, by name; a callable makes a special file at the path
     files: dict[str, Any] = field(default_factory=dict)
-    wrong: bool = True
-    scripts: bool = False
+    wrong: bool = True  # whether the input must be refused; else it may be accepted, but must do no harm
+    scripts: bool = False  # whether scripts that were written are to be run
 
 
 def good_files() -> dict[str, Any]:

@@ -55,19 +55,12 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Iteration:
-    """One rank's dry run.
+    """One rank's dry run."""
 
-    Attributes:
-        case: With the plan.
-        rank: Of the plan.
-        transport: ``--het-transport``.
-        ignored_wait: A line whose waits are left out.
-    """
-
-    case: Case
-    rank: int
-    transport: str = "auto"
-    ignored_wait: str = ""
+    case: Case  # with the plan
+    rank: int  # of the plan
+    transport: str = "auto"  # ``--het-transport``
+    ignored_wait: str = ""  # a line whose waits are left out
 
     @property
     def name(self) -> str:

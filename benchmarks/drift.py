@@ -87,21 +87,13 @@ def _profile() -> Profile:
 
 @dataclass
 class Scenario:
-    """A run in which something drifts.
+    """A run in which something drifts."""
 
-    Attributes:
-        name: Of the result.
-        layers: Of every stage of the run's plan, one device each.
-        slowed: Ranks that become slow.
-        links: Pairs of ranks between which messages are delayed, both ways.
-        named: What the watch has to name.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    named: tuple[str, ...]
-    slowed: tuple[int, ...] = ()
-    links: tuple[tuple[int, int], ...] = ()
+    name: str  # of the result
+    layers: tuple[int, ...]  # of every stage of the run's plan, one device each
+    named: tuple[str, ...]  # what the watch has to name
+    slowed: tuple[int, ...] = ()  # ranks that become slow
+    links: tuple[tuple[int, int], ...] = ()  # pairs of ranks between which messages are delayed, both ways
 
     def stand_in(self, iteration: int) -> dict[str, Any]:
         """The arguments of ``drift_stand_ins.paced``."""

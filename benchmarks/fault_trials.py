@@ -44,23 +44,14 @@ SCHEDULES: tuple[str, ...] = tuple(PARAMETERS["schedule"])
 
 @dataclass(frozen=True)
 class Pool:
-    """A job's nodes and plans.
+    """A job's nodes and plans."""
 
-    Attributes:
-        plans: The best one first; the last one has one rank.
-        nodes: Workers of every node.
-        weights: What the model is.
-        clip: Bound on the gradient norm.
-        own: More flags under all plans.
-        rows: What the first two plans consist of, for the record.
-    """
-
-    plans: tuple[Plan, ...]
-    nodes: tuple[int, ...]
-    weights: Weights
-    clip: float
-    own: tuple[str, ...]
-    rows: tuple[Row, ...]
+    plans: tuple[Plan, ...]  # the best one first; the last one has one rank
+    nodes: tuple[int, ...]  # workers of every node
+    weights: Weights  # what the model is
+    clip: float  # bound on the gradient norm
+    own: tuple[str, ...]  # more flags under all plans
+    rows: tuple[Row, ...]  # what the first two plans consist of, for the record
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,60 +167,38 @@ BAR = 1e-5
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds what is to happen.
+    """Holds what is to happen."""
 
-    Attributes:
-        kind: Key of ``faults.KINDS``.
-        pool: Nodes and plans.
-        faults: See :mod:`benchmarks.fault_points`.
-        options: More words for every node's ``het-run``.
-        saves_every: Iterations between checkpoints, 0 for none.
-        unchanged: Whether the first generation must do all iterations.
-        hopeless: Whether there is no plan for what is left.
-        disk_bytes: Size of the disk for checkpoints, 0 for any.
-        node_returns: Whether a node whose agent has died is started again, and one that has vanished is there again.
-        controller_moves: Whether a controller that has died is started again at another port.
-        folder_bytes: Size of the disk of the job's folder, 0 for any.
-        state: What a controller that has died finds of its file: ``stale`` or ``broken``; empty for the file itself.
-    """
-
-    kind: str
-    pool: Pool
-    faults: tuple[Fault, ...]
-    options: tuple[str, ...] = ()
-    saves_every: int = 0
-    unchanged: bool = False
-    hopeless: bool = False
-    disk_bytes: int = 0
+    kind: str  # key of ``faults.KINDS``
+    pool: Pool  # nodes and plans
+    faults: tuple[Fault, ...]  # see :mod:`benchmarks.fault_points`
+    options: tuple[str, ...] = ()  # more words for every node's ``het-run``
+    saves_every: int = 0  # iterations between checkpoints, 0 for none
+    unchanged: bool = False  # whether the first generation must do all iterations
+    hopeless: bool = False  # whether there is no plan for what is left
+    disk_bytes: int = 0  # size of the disk for checkpoints, 0 for any
+    # whether a node whose agent has died is started again, and one that has vanished is there again
     node_returns: bool = False
-    controller_moves: bool = False
-    folder_bytes: int = 0
+    controller_moves: bool = False  # whether a controller that has died is started again at another port
+    folder_bytes: int = 0  # size of the disk of the job's folder, 0 for any
+    # What a controller that has died finds of its file: ``stale`` or ``broken``; empty for the file itself.
     state: str = ""
 
 
 @dataclass
 class Outcome:
-    """Holds what became of a trial.
+    """Holds what became of a trial."""
 
-    Attributes:
-        ended: Whether the job ended within its bound.
-        code: Exit code of the controller.
-        left: Processes that the job left behind.
-        history: Why each generation came.
-        losses: By iteration and by generation that did it, as its ranks know them.
-        samples: By iteration and stage, as read in the last generation that did it.
-        error: The controller's and the nodes' errors.
-        happened: Faults that did happen.
-    """
-
-    ended: bool = False
-    code: int | None = None
-    left: int = 0
-    history: list[str] = field(default_factory=list)
+    ended: bool = False  # whether the job ended within its bound
+    code: int | None = None  # exit code of the controller
+    left: int = 0  # processes that the job left behind
+    history: list[str] = field(default_factory=list)  # why each generation came
+    # by iteration and by generation that did it, as its ranks know them
     losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    # by iteration and stage, as read in the last generation that did it
     samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    error: list[str] = field(default_factory=list)
-    happened: list[str] = field(default_factory=list)
+    error: list[str] = field(default_factory=list)  # the controller's and the nodes' errors
+    happened: list[str] = field(default_factory=list)  # faults that did happen
 
 
 class Processes:

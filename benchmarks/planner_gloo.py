@@ -63,14 +63,11 @@ _MOE = _DENSE | {"name": "tiny-moe", "experts": Experts(count=4, top_k=2, ffn_hi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, what of it is profiled, and the plans that train it.
-
-    Attributes:
-        tp, ep: Sizes to profile; TP groups need processes of one node.
-    """
+    """A model, what of it is profiled, and the plans that train it."""
 
     model: Model
     plans: tuple[Candidate, ...]
+    # tp, ep: sizes to profile; TP groups need processes of one node
     tp: tuple[int, ...] = (1,)
     ep: tuple[int, ...] = (1,)
 

@@ -90,21 +90,13 @@ def _dealt(ids: Sequence[int], sizes: Sequence[int], stage: int) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Counted:
-    """Holds what one rank has.
+    """Holds what one rank has."""
 
-    Attributes:
-        groups: Process groups, the world included.
-        peers: Ranks with which it exchanges transfers.
-        rounds: In which its groups of two are created.
-        memberships: Groups of all ranks together, counted once per member.
-        chain_by_rank: Groups that are waited for one after the other where edges are created in the order of ranks.
-    """
-
-    groups: int
-    peers: int
-    rounds: int
-    memberships: int
-    chain_by_rank: int
+    groups: int  # process groups, the world included
+    peers: int  # ranks with which it exchanges transfers
+    rounds: int  # in which its groups of two are created
+    memberships: int  # groups of all ranks together, counted once per member
+    chain_by_rank: int  # groups that are waited for one after the other where edges are created in the order of ranks
 
 
 def edges_of(plan: Plan, programs: Sequence[Program]) -> list[Edge]:

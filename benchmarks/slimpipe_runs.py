@@ -49,26 +49,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what a run does.
+    """Holds what a run does."""
 
-    Attributes:
-        schedule: ``stock`` for unmodified Megatron (1F1B, interleaved with several chunks), else the
-            value of ``--het-schedule``.
-        stages: Pipeline stages, one rank each.
-        seq_length: Tokens per sequence.
-        microbatches: Per iteration, of one sequence each.
-        slices: Slices per sequence.
-        chunks: Chunks per stage.
-        flags: More ``--het-*`` flags.
-    """
-
+    # ``stock`` for unmodified Megatron (1F1B, interleaved with several chunks), else the value of ``--het-schedule``
     schedule: str
-    stages: int
-    seq_length: int
-    microbatches: int
-    slices: int = 1
-    chunks: int = 1
-    flags: tuple[str, ...] = ()
+    stages: int  # pipeline stages, one rank each
+    seq_length: int  # tokens per sequence
+    microbatches: int  # per iteration, of one sequence each
+    slices: int = 1  # slices per sequence
+    chunks: int = 1  # chunks per stage
+    flags: tuple[str, ...] = ()  # more ``--het-*`` flags
 
     @property
     def name(self) -> str:

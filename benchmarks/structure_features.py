@@ -131,24 +131,18 @@ MAX_FILES, MAX_OUTSIDE = 12, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Where a feature lives and what only it is called.
+    """Where a feature lives and what only it is called."""
 
-    Attributes:
-        room: Its package, as a dotted name.
-        words: A pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``.
-        parameters: A pattern of plan parameters that are a common noun, which variables have for something else: the
-            ``window`` of a model's attention or of a measurement, the number of words in a ``vocabulary``.  They
-            count where parameters are written, in strings.
-        executor: Who executes its kinds in the table of kinds; the entries of the table's columns that only these
-            kinds have are identifiers too.
-        elsewhere: Modules and packages of its own that lie in other rooms.
-    """
-
-    room: str
-    words: str
+    room: str  # its package, as a dotted name
+    words: str  # a pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``
+    # A pattern of plan parameters that are a common noun, which variables have for something else: the ``window`` of a
+    # model's attention or of a measurement, the number of words in a ``vocabulary``.  They count where parameters are
+    # written, in strings.
     parameters: str = ""
+    # who executes its kinds in the table of kinds; the entries of the table's columns that only these kinds have are
+    # identifiers too
     executor: str = ""
-    elsewhere: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()  # modules and packages of its own that lie in other rooms
 
 
 FEATURES = {

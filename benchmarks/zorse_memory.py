@@ -255,25 +255,15 @@ def arguments(plan: Plan, folder: Path, iterations: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A plan to measure.
+    """A plan to measure."""
 
-    Attributes:
-        name: Unique.
-        ministages: Per stage.
-        options: Of the window.
-        recompute: Of the activations.
-        replicas: Ranks of each of the two stages.
-        microbatches: Per iteration.
-        shares: Of the state, ``[stage][replica]``; None for equal ones.
-    """
-
-    name: str
-    ministages: int
-    options: dict[str, Any]
-    recompute: str = "full"
-    replicas: int = REPLICAS
-    microbatches: int = MICROBATCHES
-    shares: tuple[tuple[float, ...], ...] | None = None
+    name: str  # unique
+    ministages: int  # per stage
+    options: dict[str, Any]  # of the window
+    recompute: str = "full"  # of the activations
+    replicas: int = REPLICAS  # ranks of each of the two stages
+    microbatches: int = MICROBATCHES  # per iteration
+    shares: tuple[tuple[float, ...], ...] | None = None  # of the state, ``[stage][replica]``; None for equal ones
 
 
 def configurations() -> list[Configuration]:

@@ -41,23 +41,14 @@ Ids = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what one side of a comparison runs.
+    """Holds what one side of a comparison runs."""
 
-    Attributes:
-        name: For output.
-        layers: Per stage and ministage.
-        ids: Microbatches per stage and replica.
-        tokens: Sequence length; a microbatch is one sequence.
-        hidden: Width of the model.
-        options: Of the window.
-    """
-
-    name: str
-    layers: tuple[tuple[int, ...], ...]
-    ids: Ids
-    tokens: int
-    hidden: int
-    options: Mapping[str, Any]
+    name: str  # for output
+    layers: tuple[tuple[int, ...], ...]  # per stage and ministage
+    ids: Ids  # microbatches per stage and replica
+    tokens: int  # sequence length; a microbatch is one sequence
+    hidden: int  # width of the model
+    options: Mapping[str, Any]  # of the window
 
     def plan(self) -> Plan:
         """The plan; ranks are numbered in order."""

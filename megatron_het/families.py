@@ -42,19 +42,12 @@ class RestPerAttention(NamedTuple):
 
 
 class ModelFamily(abc.ABC):
-    """Says what depends on the class of the model.
+    """Says what depends on the class of the model."""
 
-    Attributes:
-        model: Name of Megatron's class, for messages.
-        builder: Dotted name of the builder of several chunks per rank.
-        window_builder: Dotted name of the builder of chunks for a parameter window.
-        upstream_names: Dotted names of upstream code that the family leans on beside what features do, with the
-            hashes of their sources.
-    """
-
-    model: ClassVar[str]
-    builder: ClassVar[str]
-    window_builder: ClassVar[str]
+    model: ClassVar[str]  # name of Megatron's class, for messages
+    builder: ClassVar[str]  # dotted name of the builder of several chunks per rank
+    window_builder: ClassVar[str]  # dotted name of the builder of chunks for a parameter window
+    # dotted names of upstream code that the family leans on beside what features do, with the hashes of their sources
     upstream_names: ClassVar[Mapping[str, str]] = {}
 
     # -- Megatron's arguments -----------------------------------------------------------------------

@@ -121,16 +121,11 @@ class _Timed:
 
 @dataclass
 class Past:
-    """Holds what is left of an iteration that has ended.
+    """Holds what is left of an iteration that has ended."""
 
-    Attributes:
-        records: Its operations.
-        origin_s: The host's clock at its start.
-        departures, arrivals: Its transfers, if they were logged.
-    """
-
-    records: list[Record]
-    origin_s: float
+    records: list[Record]  # its operations
+    origin_s: float  # the host's clock at its start
+    # departures, arrivals: its transfers, if they were logged
     departures: list[Departure] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     timed: list[_Timed] = field(default_factory=list)

@@ -76,17 +76,11 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a page: prose, commands (``bash``) or the output of the commands before (``text``).
+    """A part of a page: prose, commands (``bash``) or the output of the commands before (``text``)."""
 
-    Attributes:
-        text: As it is in the page, fences included.
-        kind: ``bash``, ``text`` or nothing.
-        body: Without the fences.
-    """
-
-    text: str
-    kind: str = ""
-    body: str = ""
+    text: str  # as it is in the page, fences included
+    kind: str = ""  # ``bash``, ``text`` or nothing
+    body: str = ""  # without the fences
 
 
 def pieces_of(page: str) -> list[Piece]:

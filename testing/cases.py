@@ -147,31 +147,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan and how to train under it.
+    """A plan and how to train under it."""
 
-    Attributes:
-        name: Unique within a run.
-        plan: What the ranks do.
-        transport: ``--het-transport``.
-        by_samples: Whether training is given in samples instead of iterations.
-        clip: Bound on the gradient norm, 0 for none.
-        overlap: ``--overlap-grad-reduce``.
-        chosen: The values that led to this plan, for the record.
-        family: Key of ``ALL_FAMILIES``, or one of ``MODELS``.
-        extra: More flags, of the case and its reference alike.
-        own: More flags of the run under the plan only.
-    """
-
-    name: str
-    plan: Plan
-    transport: str = "gloo"
-    by_samples: bool = False
-    clip: float = 1.0
-    overlap: bool = False
-    chosen: Row = field(default_factory=dict)
-    family: str = "llama"
-    extra: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    name: str  # unique within a run
+    plan: Plan  # what the ranks do
+    transport: str = "gloo"  # ``--het-transport``
+    by_samples: bool = False  # whether training is given in samples instead of iterations
+    clip: float = 1.0  # bound on the gradient norm, 0 for none
+    overlap: bool = False  # ``--overlap-grad-reduce``
+    chosen: Row = field(default_factory=dict)  # the values that led to this plan, for the record
+    family: str = "llama"  # key of ``ALL_FAMILIES``, or one of ``MODELS``
+    extra: tuple[str, ...] = ()  # more flags, of the case and its reference alike
+    own: tuple[str, ...] = ()  # more flags of the run under the plan only
 
     @property
     def weights(self) -> Weights:

@@ -46,24 +46,14 @@ class ComparisonError(AssertionError):
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest relative differences of a case.
+    """Largest relative differences of a case."""
 
-    Attributes:
-        loss: Over the training steps.
-        validation: Over the evaluations.
-        gradient: L2 norm of the difference over the L2 norm, largest over all parameters of all
-            replicas.
-        worst: The parameter, stage and replica with that gradient.
-        norm: Of the gradient norms of the first step, over all ranks.
-        later_norm: Of those of the later steps, to which rounding adds up.
-    """
-
-    loss: float
-    validation: float
-    gradient: float
-    worst: str
-    norm: float
-    later_norm: float
+    loss: float  # over the training steps
+    validation: float  # over the evaluations
+    gradient: float  # L2 norm of the difference over the L2 norm, largest over all parameters of all replicas
+    worst: str  # the parameter, stage and replica with that gradient
+    norm: float  # of the gradient norms of the first step, over all ranks
+    later_norm: float  # of those of the later steps, to which rounding adds up
 
 
 def failures(entries: Sequence[Mapping[str, Any]], device: Device = "cpu") -> list[str]:

@@ -32,50 +32,30 @@ class JobError(AssertionError):
 
 @dataclass(frozen=True)
 class Job:
-    """One distributed run.
+    """One distributed run."""
 
-    Attributes:
-        name: For messages.
-        world_size: Number of ranks.
-        argv: Command line of every rank, without the program's name.
-        log_dir: Folder for ``rank-<rank>.log``; created.
-        entry: ``module:function`` that every rank calls without arguments.
-        setup: ``module:function`` and keyword arguments, called before the entry with ``rank=``.
-        environment: More environment variables.
-        timeout_s: Bound on the whole job.
-        grace_s: Bound on what follows the first failure.
-    """
-
-    name: str
-    world_size: int
-    argv: tuple[str, ...]
-    log_dir: Path
-    entry: str = ENTRY
+    name: str  # for messages
+    world_size: int  # number of ranks
+    argv: tuple[str, ...]  # command line of every rank, without the program's name
+    log_dir: Path  # folder for ``rank-<rank>.log``; created
+    entry: str = ENTRY  # ``module:function`` that every rank calls without arguments
+    # ``module:function`` and keyword arguments, called before the entry with ``rank=``
     setup: tuple[str, dict[str, Any]] | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = 300.0
-    grace_s: float = 10.0
+    environment: dict[str, str] = field(default_factory=dict)  # more environment variables
+    timeout_s: float = 300.0  # bound on the whole job
+    grace_s: float = 10.0  # bound on what follows the first failure
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Holds what a job left behind.
+    """Holds what a job left behind."""
 
-    Attributes:
-        job: The job.
-        returncodes: Exit code per rank; negative for a signal.
-        finish_order: Ranks in the order in which they ended.
-        timed_out: Whether it was killed without any rank having failed before.
-        elapsed_s: From the forks to the last end.
-        cpu_s: Processor time of all ranks.
-    """
-
-    job: Job
-    returncodes: tuple[int, ...]
-    finish_order: tuple[int, ...]
-    timed_out: bool
-    elapsed_s: float
-    cpu_s: float
+    job: Job  # the job
+    returncodes: tuple[int, ...]  # exit code per rank; negative for a signal
+    finish_order: tuple[int, ...]  # ranks in the order in which they ended
+    timed_out: bool  # whether it was killed without any rank having failed before
+    elapsed_s: float  # from the forks to the last end
+    cpu_s: float  # processor time of all ranks
 
     @property
     def succeeded(self) -> bool:

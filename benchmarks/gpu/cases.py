@@ -27,19 +27,12 @@ class CaseError(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds where the cases of a part run.
+    """Holds where the cases of a part run."""
 
-    Attributes:
-        out: File with the figures.
-        device: What is tried; sizes are small on a CPU.
-        folder: Of everything that the cases write.
-        deadline_s: Of ``time.monotonic()``.
-    """
-
-    out: Path
-    device: Device
-    folder: Path
-    deadline_s: float
+    out: Path  # file with the figures
+    device: Device  # what is tried; sizes are small on a CPU
+    folder: Path  # of everything that the cases write
+    deadline_s: float  # of ``time.monotonic()``
 
     def left_s(self, most_s: float) -> float:
         """Returns a bound on a wait: so long, or until the deadline; on a CPU, which may be busy, until the deadline.

@@ -42,21 +42,13 @@ _MARK = "HET_GPU_CHECK_PART"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the check.
+    """One part of the check."""
 
-    Attributes:
-        name: Key of the result.
-        command: Arguments of the Python interpreter; ``{json}`` and ``{limit_s}`` are replaced.
-        limit_s: The part is ended after this time; sooner where parts before it have taken too long.
-        judge: From the figures that the part wrote to (passed, what counts).
-        is_timed: Times count, so that no other part runs meanwhile.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    limit_s: float
-    judge: Callable[[Any], tuple[bool, str]]
-    is_timed: bool = False
+    name: str  # key of the result
+    command: tuple[str, ...]  # arguments of the Python interpreter; ``{json}`` and ``{limit_s}`` are replaced
+    limit_s: float  # the part is ended after this time; sooner where parts before it have taken too long
+    judge: Callable[[Any], tuple[bool, str]]  # from the figures that the part wrote to (passed, what counts)
+    is_timed: bool = False  # times count, so that no other part runs meanwhile
 
 
 def judged_by(key: str, least: float | None = None, most: float | None = None) -> Callable[[Any], tuple[bool, str]]:

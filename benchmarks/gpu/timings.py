@@ -43,27 +43,16 @@ IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One training of the model.
+    """One training of the model."""
 
-    Attributes:
-        name: Key of the result.
-        tokens: Of a sequence.
-        microbatches: Of an iteration, one sequence each.
-        iterations: Trained; the first two are not timed.
-        schedule: None for stock Megatron.
-        slices: Of a sequence, where the schedule has slices.
-        layers: Of the model.
-        recompute: Whether layers are recomputed.
-    """
-
-    name: str
-    tokens: int
-    microbatches: int
-    iterations: int
-    schedule: str | None = None
-    slices: int = 1
-    layers: int = 6
-    recompute: bool = False
+    name: str  # key of the result
+    tokens: int  # of a sequence
+    microbatches: int  # of an iteration, one sequence each
+    iterations: int  # trained; the first two are not timed
+    schedule: str | None = None  # None for stock Megatron
+    slices: int = 1  # of a sequence, where the schedule has slices
+    layers: int = 6  # of the model
+    recompute: bool = False  # whether layers are recomputed
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,23 +101,17 @@ def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One real run.
-
-    Attributes:
-        layers: Transformer layers per stage (the source counts embedding and head as layers).
-        stages: Per stage, the GPU kind of each replica.
-        memory_bytes: Largest rank, None where the reading is not usable.
-    """
+    """One real run."""
 
     name: str
     model: str
     tp: int
     micro_batch_size: int
     global_batch_size: int
-    layers: tuple[int, ...]
-    stages: tuple[tuple[str, ...], ...]
+    layers: tuple[int, ...]  # Transformer layers per stage (the source counts embedding and head as layers)
+    stages: tuple[tuple[str, ...], ...]  # per stage, the GPU kind of each replica
     iteration_s: float
-    memory_bytes: int | None
+    memory_bytes: int | None  # largest rank, None where the reading is not usable
 
     @property
     def site(self) -> str:

@@ -75,17 +75,11 @@ Chosen, not fitted: the tables end in 2025.
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        source: ``mpt``, ``bridge``, ``dgxc`` or ``own``.
-        row: Its columns.
-        measured_s: Measured time of an iteration.
-    """
-
-    source: str
-    row: Row
-    measured_s: float
+    source: str  # ``mpt``, ``bridge``, ``dgxc`` or ``own``
+    row: Row  # its columns
+    measured_s: float  # measured time of an iteration
 
     @property
     def model(self) -> str:

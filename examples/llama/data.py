@@ -32,21 +32,13 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Where a prepared data set lies, and its size.
+    """Where a prepared data set lies, and its size."""
 
-    Attributes:
-        train_prefix: Path of the training IndexedDataset without ``.bin``/``.idx``.
-        validation_prefix: The same for validation.
-        train_tokens: Number of training tokens.
-        validation_tokens: Number of validation tokens.
-        documents: Number of source files in both splits.
-    """
-
-    train_prefix: str
-    validation_prefix: str
-    train_tokens: int
-    validation_tokens: int
-    documents: int
+    train_prefix: str  # path of the training IndexedDataset without ``.bin``/``.idx``
+    validation_prefix: str  # the same for validation
+    train_tokens: int  # number of training tokens
+    validation_tokens: int  # number of validation tokens
+    documents: int  # number of source files in both splits
 
     @property
     def arguments(self) -> list[str]:

@@ -47,23 +47,14 @@ _SHARED_GPU_BYTES = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Model and effort of a run of the demo.
+    """Model and effort of a run of the demo."""
 
-    Attributes:
-        model: Shape of the Llama; 6 layers divide evenly over 1, 2 and 3 stages.
-        training: Batch; 12 microbatches divide evenly over 1, 2, 3 and 4 replicas.
-        iterations: Iterations of the training.
-        short_iterations: Iterations of each run of the comparison.
-        rounds: Runs of each plan in the comparison.
-        window_s: Seconds per measured figure.
-    """
-
-    model: ModelShape
-    training: TrainingShape
-    iterations: int
-    short_iterations: int
-    rounds: int
-    window_s: float
+    model: ModelShape  # shape of the Llama; 6 layers divide evenly over 1, 2 and 3 stages
+    training: TrainingShape  # batch; 12 microbatches divide evenly over 1, 2, 3 and 4 replicas
+    iterations: int  # iterations of the training
+    short_iterations: int  # iterations of each run of the comparison
+    rounds: int  # runs of each plan in the comparison
+    window_s: float  # seconds per measured figure
 
 
 FULL = Size(

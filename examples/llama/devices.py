@@ -22,19 +22,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
-    """One process of the demo's cluster.
+    """One process of the demo's cluster."""
 
-    Attributes:
-        name: ``fast-0``, ``slow-1``, ...
-        kind: ``fast`` or ``slow``.
-        core: The core that it is pinned to.
-        running: Share of the time that it is allowed to run; below 1 it is stopped again and again.
-    """
-
-    name: str
-    kind: str
-    core: int
-    running: float = 1.0
+    name: str  # ``fast-0``, ``slow-1``, ...
+    kind: str  # ``fast`` or ``slow``
+    core: int  # the core that it is pinned to
+    running: float = 1.0  # share of the time that it is allowed to run; below 1 it is stopped again and again
 
 
 def available_cores() -> list[int]:

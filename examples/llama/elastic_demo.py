@@ -42,17 +42,11 @@ NODES = (("one", "alone"), ("two", "shared"), ("three", "shared"))
 
 @dataclass(frozen=True)
 class Size:
-    """Model and effort.
+    """Model and effort."""
 
-    Attributes:
-        model: Shape of the Llama.
-        iterations: Of the training.
-        kill_at: Iteration after which the worker is killed.
-    """
-
-    model: ModelShape
-    iterations: int
-    kill_at: int
+    model: ModelShape  # shape of the Llama
+    iterations: int  # of the training
+    kill_at: int  # iteration after which the worker is killed
 
 
 FULL = Size(ModelShape(6, 192, 6, 3, 192, ffn_hidden_size=512), 100, 25)
@@ -79,17 +73,11 @@ def plans_of(model: ModelShape) -> tuple[Plan, Plan]:
 
 @dataclass(frozen=True)
 class Step:
-    """An iteration as it was logged.
+    """An iteration as it was logged."""
 
-    Attributes:
-        time_s: When it ended, since the first one.
-        iteration: Its number.
-        loss: In nats per byte.
-    """
-
-    time_s: float
-    iteration: int
-    loss: float
+    time_s: float  # when it ended, since the first one
+    iteration: int  # its number
+    loss: float  # in nats per byte
 
 
 class Cluster:

@@ -93,21 +93,13 @@ class Screen:
 
 @dataclass(slots=True)
 class Trial:
-    """One plan, what the planner predicts of it, and the reports of all runs of it.
+    """One plan, what the planner predicts of it, and the reports of all runs of it."""
 
-    Attributes:
-        plan: The plan.
-        file: Where it is stored.
-        predicted_s: Simulated time of an iteration.
-        predicted_bubble: Idle time over compute in the simulation.
-        runs: The rank reports of each run.
-    """
-
-    plan: Plan
-    file: Path
-    predicted_s: float
-    predicted_bubble: float
-    runs: list[list[dict[str, Any]]] = field(default_factory=list)
+    plan: Plan  # the plan
+    file: Path  # where it is stored
+    predicted_s: float  # simulated time of an iteration
+    predicted_bubble: float  # idle time over compute in the simulation
+    runs: list[list[dict[str, Any]]] = field(default_factory=list)  # the rank reports of each run
 
     def iteration_times_s(self, run: int) -> list[float]:
         """Times of the counted iterations of one run."""

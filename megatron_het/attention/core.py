@@ -42,29 +42,20 @@ _ANY_TOKENS = 128
 
 @dataclass
 class SliceParams(PackedSeqParams):
-    """The slice that a forward pass runs.
-
-    Attributes:
-        blocks: The tokens of the sequence that it is, for this context-parallel rank.
-        span: Tokens of the sequence that all context-parallel ranks together have of it.
-        starts: Where the documents of each sequence begin; None if documents do not matter.
-        state_starts: The same where layers that pass a state along a sequence begin anew with every document.
-        parts: Tokens of the slice on each context-parallel rank.
-        placed: Who has which tokens of each slice of the microbatch, where documents say it.
-        rotation: Of queries and keys by attention; None where there is none, or the layers do it.
-        run: Which run of the layer in the pass it is; above 0 only in a layer that runs several times.
-    """
+    """The slice that a forward pass runs."""
 
     microbatch: int = 0
     index: int = 0
-    blocks: Blocks = ()
-    span: Span = (0, 0)
-    parts: tuple[int, ...] = ()
-    placed: Placed | None = None
+    blocks: Blocks = ()  # the tokens of the sequence that it is, for this context-parallel rank
+    span: Span = (0, 0)  # tokens of the sequence that all context-parallel ranks together have of it
+    parts: tuple[int, ...] = ()  # tokens of the slice on each context-parallel rank
+    placed: Placed | None = None  # who has which tokens of each slice of the microbatch, where documents say it
+    # where the documents of each sequence begin; None if documents do not matter
     starts: tuple[Starts, ...] | None = None
+    # the same where layers that pass a state along a sequence begin anew with every document
     state_starts: tuple[Starts, ...] | None = None
-    rotation: Rotation | None = None
-    run: int = 0
+    rotation: Rotation | None = None  # of queries and keys by attention; None where there is none, or the layers do it
+    run: int = 0  # which run of the layer in the pass it is; above 0 only in a layer that runs several times
 
     @classmethod
     def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, **others: Any) -> "SliceParams":

@@ -56,24 +56,16 @@ _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int]
 
 @dataclass(frozen=True, slots=True)
 class LimitedPlace:
-    """A slice, the keys that are there for it, and what its queries reach.
-
-    Attributes:
-        spans: Tokens of the sequence, this rank's first, then the others' in the order of their rows.
-        held: Tokens whose keys this rank has, each with the first token as the cache counts.
-        first: First own token of the slice, as the cache counts.
-        unread: How many own tokens at the start no later slice reads.
-        travels: The queries that see keys of other ranks; None where nobody shares the slice.
-        received: Tokens of those of the others, in the order of their rows.
-    """
+    """A slice, the keys that are there for it, and what its queries reach."""
 
     context: SliceContext
+    # tokens of the sequence, this rank's first, then the others' in the order of their rows
     spans: tuple[tuple[Span, ...], tuple[Span, ...]]
-    held: tuple[tuple[Span, int], ...]
-    first: int
-    unread: int
-    travels: Travels | None = None
-    received: tuple[Span, ...] = ()
+    held: tuple[tuple[Span, int], ...]  # tokens whose keys this rank has, each with the first token as the cache counts
+    first: int  # first own token of the slice, as the cache counts
+    unread: int  # how many own tokens at the start no later slice reads
+    travels: Travels | None = None  # the queries that see keys of other ranks; None where nobody shares the slice
+    received: tuple[Span, ...] = ()  # tokens of those of the others, in the order of their rows
 
     @classmethod
     def of(cls, context: SliceContext, tokens: int) -> "LimitedPlace":

@@ -30,15 +30,11 @@ _ACTIVE: "list[Platform]" = []
 
 @dataclass(frozen=True)
 class Platform:
-    """The kind of device this process computes on.
+    """The kind of device this process computes on."""
 
-    Attributes:
-        kind: ``"cuda"`` or ``"cpu"``.
-        plays_cuda: Whether a dry run stands for a CUDA device, with NCCL and fused kernels: on the CPU, or on a
-            device of fake tensors.
-    """
-
-    kind: Literal["cuda", "cpu"]
+    kind: Literal["cuda", "cpu"]  # ``"cuda"`` or ``"cpu"``
+    # whether a dry run stands for a CUDA device, with NCCL and fused kernels: on the CPU, or on a device of fake
+    # tensors
     plays_cuda: bool = False
 
     @property

@@ -43,26 +43,19 @@ _HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finali
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """Holds what the exchange needs to know about a parameter on this rank.
-
-    Attributes:
-        tensor: The local tensor (a gradient or a weight), modified in place; without rows along ``dim`` where it
-            belongs to an expert of other ranks.
-        dim: Partition dimension, or -1 when every TP rank holds the whole parameter.
-        stride: See ``shards.segments``.
-        full: Size of the whole parameter along ``dim``; 0 without a partition dimension.
-        partial: Every TP rank holds one summand of the gradient (norms under sequence
-            parallelism, norms of queries and keys); only the sum over the TP group means something.
-        expert: The number in its layer of the expert that it belongs to; None for all other parameters.
-    """
+    """Holds what the exchange needs to know about a parameter on this rank."""
 
     name: str
+    # the local tensor (a gradient or a weight), modified in place; without rows along ``dim`` where it belongs to an
+    # expert of other ranks
     tensor: torch.Tensor
-    dim: int
-    stride: Stride
-    full: int = 0
+    dim: int  # partition dimension, or -1 when every TP rank holds the whole parameter
+    stride: Stride  # see ``shards.segments``
+    full: int = 0  # size of the whole parameter along ``dim``; 0 without a partition dimension
+    # every TP rank holds one summand of the gradient (norms under sequence parallelism, norms of queries and keys);
+    # only the sum over the TP group means something
     partial: bool = False
-    expert: int | None = None
+    expert: int | None = None  # the number in its layer of the expert that it belongs to; None for all other parameters
     experts: int = 0
 
     @property

@@ -32,16 +32,12 @@ class Axis:
     The pipeline axis of a heterogeneous plan is an Axis: stages have different numbers of ranks,
     so there is no group with one rank per stage, and a stray collective on the axis fails at once
     instead of hanging.
-
-    Attributes:
-        position: Of this rank, that of its first chunk.
-        length: Number of positions.
-        by_chunk: Of every chunk of this rank, where they differ or other ranks have more chunks; empty where all
-            chunks have one position.
     """
 
-    position: int
-    length: int
+    position: int  # of this rank, that of its first chunk
+    length: int  # number of positions
+    # of every chunk of this rank, where they differ or other ranks have more chunks; empty where all chunks have one
+    # position
     by_chunk: tuple[int, ...] = ()
 
     def of_chunk(self, chunk: int) -> "Axis":

@@ -67,27 +67,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Holds what a check knows on a rank.
+    """Holds what a check knows on a rank."""
 
-    Attributes:
-        rank, local_rank: This rank, in the job and on its host.
-        hosts: Host name of every rank.
-        flags: The training's flags, with ``--het-*``; None when they were not given.
-        expectations: What cluster file and profile promise.
-        store: Part of the job's, for this check alone.
-        folder: A folder of this rank, for logs.
-        transport: ``--het-transport``.
-    """
-
+    # rank, local_rank: this rank, in the job and on its host
     rank: int
     local_rank: int
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # host name of every rank
     plan: Plan
-    flags: tuple[str, ...] | None
-    expectations: "Expectations"
-    store: Documents
-    folder: Path
-    transport: str = "auto"
+    flags: tuple[str, ...] | None  # the training's flags, with ``--het-*``; None when they were not given
+    expectations: "Expectations"  # what cluster file and profile promise
+    store: Documents  # part of the job's, for this check alone
+    folder: Path  # a folder of this rank, for logs
+    transport: str = "auto"  # ``--het-transport``
 
     @property
     def kind(self) -> str:
@@ -135,16 +126,11 @@ def kind_of(placement: Placement, rank: int) -> str:
 
 @dataclass
 class Check:
-    """One check; the same object is made on every rank.
+    """One check; the same object is made on every rank."""
 
-    Attributes:
-        name: One word.
-        limit_s: Bound of the measurement on a rank.
-        needs_all: Whether ranks wait for each other, so that it cannot run without some of them.
-    """
-
-    name: str = field(default="", init=False)
-    limit_s: float = field(default=20.0, init=False)
+    name: str = field(default="", init=False)  # one word
+    limit_s: float = field(default=20.0, init=False)  # bound of the measurement on a rank
+    # whether ranks wait for each other, so that it cannot run without some of them
     needs_all: bool = field(default=False, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:

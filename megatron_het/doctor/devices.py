@@ -187,12 +187,9 @@ _LONGEST = 300
 
 @dataclass
 class Devices(Check):
-    """Times of one transformer layer and of a matrix product on every device.
+    """Times of one transformer layer and of a matrix product on every device."""
 
-    Attributes:
-        slow_ratio: A device that takes this many times as long as its kind, or as the profile says, is a fault.
-    """
-
+    # a device that takes this many times as long as its kind, or as the profile says, is a fault
     slow_ratio: float = 1.25
     name: str = field(default="devices", init=False)
     limit_s: float = field(default=45.0, init=False)

@@ -272,18 +272,12 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One tensor that an operator returns.
+    """One tensor that an operator returns."""
 
-    Attributes:
-        given: It is this tensor of the arguments.
-        views: It is another view of this tensor's storage.
-        shape, stride, offset, dtype: Of a new tensor, or of a view.
-        end_bytes: What a storage must have for a view.
-    """
-
-    given: int = -1
-    views: int = -1
-    end_bytes: int = 0
+    given: int = -1  # it is this tensor of the arguments
+    views: int = -1  # it is another view of this tensor's storage
+    end_bytes: int = 0  # what a storage must have for a view
+    # shape, stride, offset, dtype: of a new tensor, or of a view
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0

@@ -96,22 +96,15 @@ class Log:
 
 @dataclass
 class _Worker:
-    """A worker that was started.
+    """A worker that was started."""
 
-    Attributes:
-        number: Its process number.
-        slot: Its device.
-        identity: Random number of the process.
-        is_refused: Whether the controller does not take it; another one would not be taken either.
-        comes_again: Whether its number was another one's, so that a worker with a new number takes its place.
-    """
-
-    number: int
-    slot: int
+    number: int  # its process number
+    slot: int  # its device
     process: subprocess.Popen[bytes]
     log: Log
-    identity: str = ""
-    is_refused: bool = False
+    identity: str = ""  # random number of the process
+    is_refused: bool = False  # whether the controller does not take it; another one would not be taken either
+    # whether its number was another one's, so that a worker with a new number takes its place
     comes_again: bool = False
 
 

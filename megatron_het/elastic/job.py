@@ -29,28 +29,18 @@ _LONGEST_ADDRESS = 300
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds what every process is told about a generation.  Processes are known by numbers that never change.
+    """Holds what every process is told about a generation.  Processes are known by numbers that never change."""
 
-    Attributes:
-        number: Ascending from 0.
-        ranks: Process of each rank of the plan.
-        holders: Processes that may hold state of an earlier generation.
-        nodes: Name of the node of each rank.
-        loads: Whether the state comes from them; the first generation starts as the flags say.
-        unsaved: Iterations whose checkpoint could not be written, and is not tried again.
-        elsewhere: Iterations whose checkpoint could not be written into ``--save``, and is tried in ``fallback``.
-        fallback: Folder for them; empty for none.
-    """
-
-    number: int
+    number: int  # ascending from 0
     plan: Plan
-    ranks: tuple[int, ...]
-    holders: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    loads: bool = False
-    unsaved: tuple[int, ...] = ()
+    ranks: tuple[int, ...]  # process of each rank of the plan
+    holders: tuple[int, ...] = ()  # processes that may hold state of an earlier generation
+    nodes: tuple[str, ...] = ()  # name of the node of each rank
+    loads: bool = False  # whether the state comes from them; the first generation starts as the flags say
+    unsaved: tuple[int, ...] = ()  # iterations whose checkpoint could not be written, and is not tried again
+    # iterations whose checkpoint could not be written into ``--save``, and is tried in ``fallback``
     elsewhere: tuple[int, ...] = ()
-    fallback: str = ""
+    fallback: str = ""  # folder for them; empty for none
 
     @property
     def movers(self) -> tuple[int, ...]:

@@ -443,21 +443,14 @@ class Bounds:
 
 @dataclass
 class Member:
-    """A worker as the controller knows it.
-
-    Attributes:
-        iteration: Iterations that are done, as it says.
-        beats: Newest sign of life.
-        seen_s: When that came (monotonic).
-        identity: Random number of the process; empty where it has not been heard yet.
-        rates: At which its state was copied, see :class:`megatron_het.elastic.copies.Pace`.
-    """
+    """A worker as the controller knows it."""
 
     process: Process
-    iteration: int = 0
-    beats: int = -1
-    seen_s: float = field(default_factory=time.monotonic)
-    identity: str = ""
+    iteration: int = 0  # iterations that are done, as it says
+    beats: int = -1  # newest sign of life
+    seen_s: float = field(default_factory=time.monotonic)  # when that came (monotonic)
+    identity: str = ""  # random number of the process; empty where it has not been heard yet
+    # at which its state was copied, see :class:`megatron_het.elastic.copies.Pace`
     rates: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:

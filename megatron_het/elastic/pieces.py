@@ -27,26 +27,17 @@ Runs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of a block of a whole tensor.
+    """Elements ``[start, stop)`` of a block of a whole tensor."""
 
-    Attributes:
-        key: Global name of the parameter.
-        kind: ``parameter``, ``main`` (fp32 main parameter), or the optimizer's name of the state, such as ``exp_avg``.
-        dtype: Name of the data type, such as ``float32``.
-        offset: Of the block's first element, per dimension.
-        block: Shape of the block, with as many dimensions as the whole.
-        start: First element of the block that is in the piece, in row-major order.
-        stop: After the last one.
-    """
-
-    key: str
+    key: str  # global name of the parameter
+    # ``parameter``, ``main`` (fp32 main parameter), or the optimizer's name of the state, such as ``exp_avg``
     kind: str
-    dtype: str
+    dtype: str  # name of the data type, such as ``float32``
     shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    block: tuple[int, ...]
-    start: int
-    stop: int
+    offset: tuple[int, ...]  # of the block's first element, per dimension
+    block: tuple[int, ...]  # shape of the block, with as many dimensions as the whole
+    start: int  # first element of the block that is in the piece, in row-major order
+    stop: int  # after the last one
 
     @property
     def name(self) -> tuple[str, str]:
@@ -131,16 +122,13 @@ class StateError(RuntimeError):
 
 @dataclass
 class LocalState:
-    """Holds what a rank holds, or is to be filled.
+    """Holds what a rank holds, or is to be filled."""
 
-    Attributes:
-        pieces: What is held, with the elements as flat views of the tensors themselves.
-        numbers: Of the optimizer, by parameter name: what its state has besides tensors, such as the step.
-        stateless: Names of parameters that are optimized here and of whose optimizer state nobody holds anything.
-    """
-
+    # what is held, with the elements as flat views of the tensors themselves
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
+    # of the optimizer, by parameter name: what its state has besides tensors, such as the step
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    # names of parameters that are optimized here and of whose optimizer state nobody holds anything
     stateless: list[str] = field(default_factory=list)
 
 

@@ -260,22 +260,15 @@ _CACHING = "megatron.core.models.common.embeddings."
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a session ended.
+    """How a session ended."""
 
-    Attributes:
-        how: ``finished`` (the training is over), ``left`` (at a boundary, as agreed) or ``failed`` (something that it
-            needed broke).
-        snapshot: This rank's state where it left.
-        error: What failed.
-        unsaved: Iteration whose checkpoint this rank could not write, where that is what failed.
-        is_refused: Whether the training's flags do not go with the plan.
-    """
-
+    # ``finished`` (the training is over), ``left`` (at a boundary, as agreed) or ``failed`` (something that it needed
+    # broke)
     how: str
-    snapshot: Snapshot | None = None
-    error: str = ""
-    unsaved: int | None = None
-    is_refused: bool = False
+    snapshot: Snapshot | None = None  # this rank's state where it left
+    error: str = ""  # what failed
+    unsaved: int | None = None  # iteration whose checkpoint this rank could not write, where that is what failed
+    is_refused: bool = False  # whether the training's flags do not go with the plan
 
 
 def run_session(

@@ -226,23 +226,15 @@ def _index(runs: Runs) -> torch.Tensor:
 
 @dataclass
 class Snapshot:
-    """Holds what one rank held after an iteration; JSON values but for the pieces.
-
-    Attributes:
-        rank: Of the plan under which it was taken.
-        topology: Hash of that plan's topology.
-        common: What is the same on all ranks.
-        numbers: Of the optimizer, by parameter name.
-        random: Random-number states of the rank.
-        pieces: Parameters and optimizer state, in host memory.
-    """
+    """Holds what one rank held after an iteration; JSON values but for the pieces."""
 
     iteration: int
-    rank: int
-    topology: str
-    common: dict[str, Any]
-    numbers: dict[str, dict[str, float]]
-    random: dict[str, Any]
+    rank: int  # of the plan under which it was taken
+    topology: str  # hash of that plan's topology
+    common: dict[str, Any]  # what is the same on all ranks
+    numbers: dict[str, dict[str, float]]  # of the optimizer, by parameter name
+    random: dict[str, Any]  # random-number states of the rank
+    # parameters and optimizer state, in host memory
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
 
     def header(self) -> dict[str, Any]:

@@ -107,19 +107,7 @@ ENVIRONMENT = "HET_ELASTIC_WORKER"
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what an agent tells a worker that it starts.
-
-    Attributes:
-        folder: For files of its own.
-        copy_every: See :class:`Copies`.
-        timeout_s: Bound on every wait of a change.
-        signature: What all workers of a job must have in common.
-        identity: Random, of this process: where the controller's file is older than the job, a number may be given
-            twice.
-        address_file: Where the controller writes its address; empty for none.
-        tls_ca: File with the authority of the controller's certificate; empty for none.
-        away_s: How long a worker that needs a decision waits for a controller that does not answer.
-    """
+    """Holds what an agent tells a worker that it starts."""
 
     host: str
     port: int
@@ -127,15 +115,16 @@ class Setting:
     process: int
     node: str
     device: str
-    folder: str
-    copy_every: int | None
-    timeout_s: float
-    signature: str
+    folder: str  # for files of its own
+    copy_every: int | None  # see :class:`Copies`
+    timeout_s: float  # bound on every wait of a change
+    signature: str  # what all workers of a job must have in common
     workers: int = 1
+    # random, of this process: where the controller's file is older than the job, a number may be given twice
     identity: str = ""
-    address_file: str = ""
-    tls_ca: str = ""
-    away_s: float = 1800.0
+    address_file: str = ""  # where the controller writes its address; empty for none
+    tls_ca: str = ""  # file with the authority of the controller's certificate; empty for none
+    away_s: float = 1800.0  # how long a worker that needs a decision waits for a controller that does not answer
 
     def board(self) -> Board:
         """The job's board; raises StoreError if the file of the authority cannot be used."""

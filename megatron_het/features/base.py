@@ -145,34 +145,24 @@ def flag_of(attribute: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Holds what features are priced with, per device (replica of a stage).
+    """Holds what features are priced with, per device (replica of a stage)."""
 
-    Attributes:
-        gather_s: All-gather of the parameters of all chunks over the stage's replicas.
-        reduce_s: Reduce-scatter of their gradients.
-        host_copy_s: The device's shards of the parameters between host and device, one way.
-        host_bytes_per_s: Between host and device.
-        embedding_forward_s, embedding_backward_s: Word embeddings of one microbatch, if this device did all of it.
-        head_forward_s, head_backward_s: Output layer and loss of one microbatch, likewise.
-        head_bytes: What output layer and loss keep of one microbatch, likewise.
-        attention_forward_s, attention_backward_s: Causal attention of one layer and microbatch.
-        kv_bytes: Keys and values of one layer and microbatch.
-        query_bytes: Query plus output of one layer and microbatch.
-    """
-
-    gather_s: tuple[float, ...]
-    reduce_s: tuple[float, ...]
-    host_copy_s: tuple[float, ...]
-    host_bytes_per_s: tuple[float, ...]
+    gather_s: tuple[float, ...]  # all-gather of the parameters of all chunks over the stage's replicas
+    reduce_s: tuple[float, ...]  # reduce-scatter of their gradients
+    host_copy_s: tuple[float, ...]  # the device's shards of the parameters between host and device, one way
+    host_bytes_per_s: tuple[float, ...]  # between host and device
+    # embedding_forward_s, embedding_backward_s: word embeddings of one microbatch, if this device did all of it
     embedding_forward_s: tuple[float, ...]
     embedding_backward_s: tuple[float, ...]
+    # head_forward_s, head_backward_s: output layer and loss of one microbatch, likewise
     head_forward_s: tuple[float, ...]
     head_backward_s: tuple[float, ...]
-    head_bytes: tuple[float, ...]
+    head_bytes: tuple[float, ...]  # what output layer and loss keep of one microbatch, likewise
+    # attention_forward_s, attention_backward_s: causal attention of one layer and microbatch
     attention_forward_s: tuple[float, ...]
     attention_backward_s: tuple[float, ...]
-    kv_bytes: tuple[float, ...]
-    query_bytes: tuple[float, ...]
+    kv_bytes: tuple[float, ...]  # keys and values of one layer and microbatch
+    query_bytes: tuple[float, ...]  # query plus output of one layer and microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,56 +171,40 @@ class NoOptions:
 
 
 class Feature:
-    """One feature.  Subclasses say what is different; the instances are in ``megatron_het.features.FEATURES``.
+    """One feature.  Subclasses say what is different; the instances are in ``megatron_het.features.FEATURES``."""
 
-    Attributes:
-        name: Its name, as in the column ``executor`` of the operation kinds.
-        title: Heading of its flags in ``--help``.
-        options: Frozen dataclass whose fields are made by :func:`option`.
-        always: Whether every plan with one of its schedules has it.
-        switch: The parameter that switches the feature on; None if its options alone do.
-        implied: Whether flags of its options switch it on too.
-        view_flags: The flags with which ``python -m megatron_het.schedule`` shows it, with any schedule.
-        runs: Schedules whose operations it executes: without it they can only be simulated.
-        refused: What it cannot go with among Megatron's arguments.
-        refused_by_plans: What no plan can go with, with the feature or without.
-        sets: Megatron's flags that follow from a plan.
-        upstream_names: Dotted names of upstream code that it leans on, with the hashes of their sources
-            (``upstream.source_hash``).  A run with the feature does not start when one differs.
-        optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
-            top of the one before (``megatron_patches/patches.py``).
-        training_flags: Flags of Megatron that a model file may give for it: argument, and its default.
-        shards_parameters: Whether ranks keep shards of parameters that all of a stage's replicas have copies of.
-        holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
-        packing_flags: Flags with which a user says what a document is.
-        no_graphs: Why CUDA graphs of layers cannot go with it; "" where they can.
-        no_local_graphs: Likewise of those that Megatron captures itself, without Transformer Engine.
-        show_flags: Flags of the command line's ``show`` alone; see :meth:`shown`.
-        runtime: Dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature
-            that lies in no ``spec.py``.
-    """
-
-    name: ClassVar[str]
-    title: ClassVar[str] = ""
-    options: ClassVar[type] = NoOptions
-    always: ClassVar[bool] = False
-    switch: ClassVar[Option | None] = None
-    implied: ClassVar[bool] = False
+    name: ClassVar[str]  # its name, as in the column ``executor`` of the operation kinds
+    title: ClassVar[str] = ""  # heading of its flags in ``--help``
+    options: ClassVar[type] = NoOptions  # frozen dataclass whose fields are made by :func:`option`
+    always: ClassVar[bool] = False  # whether every plan with one of its schedules has it
+    switch: ClassVar[Option | None] = None  # the parameter that switches the feature on; None if its options alone do
+    implied: ClassVar[bool] = False  # whether flags of its options switch it on too
+    # the flags with which ``python -m megatron_het.schedule`` shows it, with any schedule
     view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
-    show_flags: ClassVar[tuple[ViewFlag, ...]] = ()
+    show_flags: ClassVar[tuple[ViewFlag, ...]] = ()  # flags of the command line's ``show`` alone; see :meth:`shown`
     schedules: ClassVar[tuple[str, ...] | None] = None
+    # schedules whose operations it executes: without it they can only be simulated
     runs: ClassVar[tuple[str, ...]] = ()
-    refused: ClassVar[tuple[Refusal, ...]] = ()
-    refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()
-    sets: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[tuple[Refusal, ...]] = ()  # what it cannot go with among Megatron's arguments
+    refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()  # what no plan can go with, with the feature or without
+    sets: ClassVar[tuple[str, ...]] = ()  # Megatron's flags that follow from a plan
+    # Dotted names of upstream code that it leans on, with the hashes of their sources (``upstream.source_hash``).  A
+    # run with the feature does not start when one differs.
     upstream_names: ClassVar[Mapping[str, str]] = {}
+    # dotted names of functions that make a subclass of Megatron's distributed optimizer, each on top of the one before
+    # (``megatron_patches/patches.py``)
     optimizer_layers: ClassVar[tuple[str, ...]] = ()
+    # flags of Megatron that a model file may give for it: argument, and its default
     training_flags: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    # whether ranks keep shards of parameters that all of a stage's replicas have copies of
     shards_parameters: ClassVar[bool] = False
+    # whether every row of the vocabulary is on one stage, also with tied embeddings
     holds_rows_once: ClassVar[bool] = False
-    packing_flags: ClassVar[frozenset[str]] = frozenset()
-    no_graphs: ClassVar[str] = ""
-    no_local_graphs: ClassVar[str] = ""
+    packing_flags: ClassVar[frozenset[str]] = frozenset()  # flags with which a user says what a document is
+    no_graphs: ClassVar[str] = ""  # why CUDA graphs of layers cannot go with it; "" where they can
+    no_local_graphs: ClassVar[str] = ""  # likewise of those that Megatron captures itself, without Transformer Engine
+    # dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature that lies
+    # in no ``spec.py``
     runtime: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:

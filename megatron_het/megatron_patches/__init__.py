@@ -34,31 +34,22 @@ Builder = Callable[[Any], Any]  # takes the original object and returns what rep
 
 @dataclass(frozen=True)
 class Patch:
-    """One rebinding of an upstream name.
+    """One rebinding of an upstream name."""
 
-    Attributes:
-        name: Unique short name.
-        group: Patches that are installed together: ``"stock"`` for what stock Megatron needs on
-            every run, other groups for what a feature needs.
-        target: Dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``.
-        reason: Why it is needed and why no public hook does.
-        sources: Hashes (:func:`source_hash`) of the upstream source behind each dotted name that
-            the patch replaces, wraps or relies on: the target, or the methods that a subclass of
-            the target overrides.
-        build: Takes the original and returns the replacement.  None for a patch whose builder is
-            handed to :func:`install`, because the replacement belongs to one run.
-        applies: Asked at install time; False leaves upstream as it is on this machine.
-        version: The megatron-core release that ``sources`` was taken from.
-    """
-
-    name: str
+    name: str  # unique short name
+    # Patches that are installed together: ``"stock"`` for what stock Megatron needs on every run, other groups for what
+    # a feature needs.
     group: str
-    target: str
-    reason: str
+    target: str  # Dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``.
+    reason: str  # why it is needed and why no public hook does
+    # hashes (:func:`source_hash`) of the upstream source behind each dotted name that the patch replaces, wraps or
+    # relies on: the target, or the methods that a subclass of the target overrides
     sources: Mapping[str, str]
+    # Takes the original and returns the replacement.  None for a patch whose builder is handed to :func:`install`,
+    # because the replacement belongs to one run.
     build: Builder | None = None
-    applies: Callable[[], bool] = lambda: True
-    version: str = UPSTREAM_VERSION
+    applies: Callable[[], bool] = lambda: True  # asked at install time; False leaves upstream as it is on this machine
+    version: str = UPSTREAM_VERSION  # the megatron-core release that ``sources`` was taken from
 
     def __post_init__(self) -> None:
         if not self.sources:

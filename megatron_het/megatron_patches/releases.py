@@ -75,21 +75,14 @@ _STATES = f"{_CORE}.ssm"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release.
+    """One release."""
 
-    Attributes:
-        name: Its first two numbers.
-        version: The newest version of it that was read.
-        origin: Where it comes from.
-        changed: Hashes of names whose source differs from that of the first release.
-        earlier: Hashes of names whose source was written otherwise in an earlier version of this release, and does the
-            same.
-    """
-
-    name: str
-    version: str
-    origin: str
+    name: str  # its first two numbers
+    version: str  # the newest version of it that was read
+    origin: str  # where it comes from
+    # hashes of names whose source differs from that of the first release
     changed: Mapping[str, str] = field(default_factory=dict)
+    # hashes of names whose source was written otherwise in an earlier version of this release, and does the same
     earlier: Mapping[str, str] = field(default_factory=dict)
 
 

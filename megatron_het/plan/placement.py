@@ -130,12 +130,9 @@ _LATER = 0.1  # how much longer than the others a rank may take, before a docume
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Holds where documents are; one object of every microbatch, so that it can be compared as such.
+    """Holds where documents are; one object of every microbatch, so that it can be compared as such."""
 
-    Attributes:
-        by_slice: Of every slice, the tokens that each context-parallel rank holds, counted from the slice's start.
-    """
-
+    # of every slice, the tokens that each context-parallel rank holds, counted from the slice's start
     by_slice: Sequence[Sequence[Blocks]]
 
 

@@ -61,15 +61,11 @@ def _figure() -> float:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Seconds (and bytes) of devices that are alike, for one whole microbatch.
+    """Seconds (and bytes) of devices that are alike, for one whole microbatch."""
 
-    Attributes:
-        devices: Their numbers.
-        forward_s, backward_s: Of every chunk, and so all that follows but for the last five figures; see
-            ``schedule.cost.Costs``.
-    """
-
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # their numbers
+    # forward_s, backward_s: of every chunk, and so all that follows but for the last five figures; see
+    # ``schedule.cost.Costs``
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     attention_forward_s: tuple[float, ...] = _row()
@@ -282,16 +278,11 @@ class ScheduleSpec:
 
 
 class Cut(NamedTuple):
-    """Over how many ranks a replica cuts its weights.
-
-    Attributes:
-        ep: Expert-parallel size; the experts of a layer are divided over so many parts of an expert group.
-        etp: Expert-tensor-parallel size; 0 where the expert group is the tensor-parallel group, or has one rank per
-            part.
-    """
+    """Over how many ranks a replica cuts its weights."""
 
     tp: int
-    ep: int = 1
+    ep: int = 1  # expert-parallel size; the experts of a layer are divided over so many parts of an expert group
+    # expert-tensor-parallel size; 0 where the expert group is the tensor-parallel group, or has one rank per part
     etp: int = 0
 
     @property
@@ -321,19 +312,14 @@ class Replica:
 
     With context parallelism it is ``cp`` such groups, each of which holds a part of every sequence; they may be on
     different kinds of devices.
-
-    Attributes:
-        ranks: World ranks; TP size = ``len(ranks) / cp``.  The first TP size of them are the
-            tensor-parallel group of context-parallel rank 0, in tensor-parallel order, and so on.
-        microbatches: Ids (0 .. M-1) of the microbatches this replica processes, ascending.
-        device: Name of the device kind, for people and reports.
-        speed: Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders
-            the schedule; never changes a result.
     """
 
+    # World ranks; TP size = ``len(ranks) / cp``.  The first TP size of them are the tensor-parallel group of
+    # context-parallel rank 0, in tensor-parallel order, and so on.
     ranks: tuple[int, ...]
-    microbatches: tuple[int, ...]
-    device: str = ""
+    microbatches: tuple[int, ...]  # Ids (0 .. M-1) of the microbatches this replica processes, ascending.
+    device: str = ""  # name of the device kind, for people and reports
+    # Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders the schedule; never changes a result.
     speed: float = 1.0
     zone: str = field(default="", metadata={"omit_default": True})
     """The zone that its node is meant to be in, where the cluster file has this kind of device in several; never

@@ -120,16 +120,12 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class BackwardPass:
-    """One backward operation of a chunk.
-
-    Attributes:
-        gradient: Gradient of the chunk's output, from a feature; None to take what was received.
-        result: Gradient of its input; None before it is known, and where there is none.
-    """
+    """One backward operation of a chunk."""
 
     op: RankOp
+    # gradient of the chunk's output, from a feature; None to take what was received
     gradient: torch.Tensor | None = None
-    result: torch.Tensor | None = None
+    result: torch.Tensor | None = None  # gradient of its input; None before it is known, and where there is none
 
 
 class RuntimeFeature:

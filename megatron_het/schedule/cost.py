@@ -18,16 +18,11 @@ PerChunk = tuple[tuple[float, ...], ...]  # ``[device][chunk]``
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices.
+    """One direction between two devices."""
 
-    Attributes:
-        latency_s: added to every message; does not occupy the link.
-        bytes_per_s: bandwidth.
-        shared: names of resources that only one message at a time uses (a network card, a switch port).
-    """
-
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
+    latency_s: float = 0.0  # added to every message; does not occupy the link
+    bytes_per_s: float = math.inf  # bandwidth
+    # names of resources that only one message at a time uses (a network card, a switch port)
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,106 +40,79 @@ _FREE = Link()
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes, per device and chunk where not said otherwise; activations are those of one microbatch.
+    """Bytes, per device and chunk where not said otherwise; activations are those of one microbatch."""
 
-    Attributes:
-        parameter_bytes: full (materialised) parameters.
-        gradient_bytes: full gradients.
-        activation_bytes: kept from forward to backward, without keys, values and logits.
-        kv_bytes: keys and values kept from forward to backward.
-        parameter_shard_bytes, gradient_shard_bytes, optimizer_bytes: what stays on the device besides; with
-            PARAM_PREFETCH and PARAM_OFFLOAD operations the parameter shard is on the device only in between.
-        logits_bytes: per device, for one microbatch: what VOCAB_FORWARD keeps, or the last chunk's FORWARD.
-        boundary_bytes: per device and chunk: what is left of activation_bytes when activations are
-            offloaded; ``activation_bytes`` minus this leaves with ACT_OFFLOAD and returns with ACT_FETCH.
-        workspace_bytes: temporary, while a FORWARD or BACKWARD of the chunk runs, beyond what it keeps: what a
-            layer recomputes, gradients on their way, attention matrices.
-        other_bytes: per device: context, libraries, fragmentation.
-    """
-
-    parameter_bytes: PerChunk = ()
-    gradient_bytes: PerChunk = ()
-    activation_bytes: PerChunk = ()
-    kv_bytes: PerChunk = ()
+    parameter_bytes: PerChunk = ()  # full (materialised) parameters
+    gradient_bytes: PerChunk = ()  # full gradients
+    activation_bytes: PerChunk = ()  # kept from forward to backward, without keys, values and logits
+    kv_bytes: PerChunk = ()  # keys and values kept from forward to backward
+    # parameter_shard_bytes, gradient_shard_bytes, optimizer_bytes: what stays on the device besides; with
+    # PARAM_PREFETCH and PARAM_OFFLOAD operations the parameter shard is on the device only in between
     parameter_shard_bytes: PerChunk = ()
     gradient_shard_bytes: PerChunk = ()
     optimizer_bytes: PerChunk = ()
+    # per device and chunk: what is left of activation_bytes when activations are offloaded; ``activation_bytes`` minus
+    # this leaves with ACT_OFFLOAD and returns with ACT_FETCH
     boundary_bytes: PerChunk = ()
+    # temporary, while a FORWARD or BACKWARD of the chunk runs, beyond what it keeps: what a layer recomputes, gradients
+    # on their way, attention matrices
     workspace_bytes: PerChunk = ()
+    # per device, for one microbatch: what VOCAB_FORWARD keeps, or the last chunk's FORWARD
     logits_bytes: tuple[float, ...] = ()
-    other_bytes: tuple[float, ...] = ()
+    other_bytes: tuple[float, ...] = ()  # per device: context, libraries, fragmentation
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Everything the simulator needs besides the program.  Only the first two are required.
+    """Everything the simulator needs besides the program.  Only the first two are required."""
 
-    Attributes:
-        forward_s: ``[device][chunk]`` forward of one microbatch, without causal attention when
-            ``attention_forward_s`` is given.  Embedding and output layer belong to the first and last chunk
-            (:meth:`of` adds them), unless the program has EMBED_* and VOCAB_* operations.
-        attention_forward_s: ``[device][chunk]`` causal attention of one microbatch.
-        weight_share: share of ``backward_s`` that computes weight gradients; attention has none.
-        vocab_forward_s: per device, its part of VOCAB_FORWARD of one microbatch.
-        vocab_backward_s: the same for VOCAB_BACKWARD.
-        embed_forward_s: per device, its part of EMBED_FORWARD of one microbatch; on the first stage: until the
-            tokens are on their way and its own part is there.
-        embed_backward_s: the same for EMBED_BACKWARD.
-        diagonal: cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel
-            that skips masked blocks.
-        parts: what slices have of a microbatch's tokens and attention, ``[microbatch][slice]``; empty for equal
-            slices of one document.
-        message_bytes: activations between two chunks, of one microbatch; the gradient is as large.
-        kv_message_bytes: ``[device][chunk]`` keys and values of all layers, of one microbatch.
-        query_message_bytes: ``[device][chunk]`` query plus output, of one microbatch.
-        link: ``link(source device, target device)``.
-        gather_s, reduce_s: ``[device][chunk]`` collectives for the whole chunk.
-        prefetch_s, offload_s: ``[device][chunk]`` parameter shards from and to the host.
-        act_offload_s, act_fetch_s: ``[device][chunk]`` activations of one microbatch to and from the host.
-        step_s: ``[device][chunk]`` optimizer step.
-        tail_s: per device, what follows the last operation (gradient reduction, step) when the program has
-            no operations for it.
-        operation_s: fixed time of every compute operation (launch, framework).
-        keeps_sent: what was sent stays in memory until the end of the iteration (gloo: whether a send is done
-            can only be found out by waiting for it).
-        host_blocks: the process posts transfers only when the compute before them in its list is done
-            (CPU executor); else it is far ahead (CUDA streams).
-        post_s: with ``host_blocks``, time that the host takes to post one transfer, during which it does not
-            compute.
-        measured_s: by device and operation, durations that replace those of the tables: to replay a measured
-            iteration.
-        memory: bytes, for the memory curves.
-    """
-
+    # ``[device][chunk]`` forward of one microbatch, without causal attention when ``attention_forward_s`` is given.
+    # Embedding and output layer belong to the first and last chunk (:meth:`of` adds them), unless the program has
+    # EMBED_* and VOCAB_* operations.
     forward_s: PerChunk
     backward_s: PerChunk
-    attention_forward_s: PerChunk = ()
+    attention_forward_s: PerChunk = ()  # ``[device][chunk]`` causal attention of one microbatch
     attention_backward_s: PerChunk = ()
-    weight_share: float = 0.5
-    vocab_forward_s: tuple[float, ...] = ()
-    vocab_backward_s: tuple[float, ...] = ()
+    weight_share: float = 0.5  # share of ``backward_s`` that computes weight gradients; attention has none
+    vocab_forward_s: tuple[float, ...] = ()  # per device, its part of VOCAB_FORWARD of one microbatch
+    vocab_backward_s: tuple[float, ...] = ()  # the same for VOCAB_BACKWARD
+    # per device, its part of EMBED_FORWARD of one microbatch; on the first stage: until the tokens are on their way and
+    # its own part is there
     embed_forward_s: tuple[float, ...] = ()
-    embed_backward_s: tuple[float, ...] = ()
+    embed_backward_s: tuple[float, ...] = ()  # the same for EMBED_BACKWARD
+    # cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel that skips masked blocks
     diagonal: float = 1.0
+    # what slices have of a microbatch's tokens and attention, ``[microbatch][slice]``; empty for equal slices of one
+    # document
     parts: tuple[tuple[SlicePart, ...], ...] = ()
-    message_bytes: float = 0.0
-    kv_message_bytes: PerChunk = ()
-    query_message_bytes: PerChunk = ()
-    link: Callable[[int, int], Link] = free_link
+    message_bytes: float = 0.0  # activations between two chunks, of one microbatch; the gradient is as large
+    kv_message_bytes: PerChunk = ()  # ``[device][chunk]`` keys and values of all layers, of one microbatch
+    query_message_bytes: PerChunk = ()  # ``[device][chunk]`` query plus output, of one microbatch
+    link: Callable[[int, int], Link] = free_link  # ``link(source device, target device)``
+    # gather_s, reduce_s: ``[device][chunk]`` collectives for the whole chunk
     gather_s: PerChunk = ()
     reduce_s: PerChunk = ()
+    # prefetch_s, offload_s: ``[device][chunk]`` parameter shards from and to the host
     prefetch_s: PerChunk = ()
     offload_s: PerChunk = ()
+    # act_offload_s, act_fetch_s: ``[device][chunk]`` activations of one microbatch to and from the host
     act_offload_s: PerChunk = ()
     act_fetch_s: PerChunk = ()
-    step_s: PerChunk = ()
+    step_s: PerChunk = ()  # ``[device][chunk]`` optimizer step
+    # per device, what follows the last operation (gradient reduction, step) when the program has no operations for it
     tail_s: tuple[float, ...] = ()
-    operation_s: float = 0.0
+    operation_s: float = 0.0  # fixed time of every compute operation (launch, framework)
+    # what was sent stays in memory until the end of the iteration (gloo: whether a send is done can only be found out
+    # by waiting for it)
     keeps_sent: bool = False
+    # the process posts transfers only when the compute before them in its list is done (CPU executor); else it is far
+    # ahead (CUDA streams)
     host_blocks: bool = False
+    # with ``host_blocks``, time that the host takes to post one transfer, during which it does not compute
     post_s: float = 0.0
+    # by device and operation, durations that replace those of the tables: to replay a measured iteration
     measured_s: Mapping[tuple[int, Op], float] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
+    memory: Memory = field(default_factory=Memory)  # bytes, for the memory curves
 
     def check(self, shape: Shape) -> None:
         """Raises ValueError when a table does not fit the shape, naming it."""

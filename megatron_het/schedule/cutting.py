@@ -18,19 +18,13 @@ Bounds = tuple[int, ...]  # slice i has the tokens ``[bounds[i], bounds[i + 1])`
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """Holds what of a sequence's work is in a slice.
+    """Holds what of a sequence's work is in a slice."""
 
-    Attributes:
-        tokens: Share of the tokens.
-        attention: Share of the attention of a sequence that is one document.
-        units: The same of its attention to each exchange unit before the slice, from the start of the sequence.
-        rest: What the rest of its layers takes, in the same measure; 0 where slices are not cut by it.
-    """
-
-    tokens: float
-    attention: float
+    tokens: float  # share of the tokens
+    attention: float  # share of the attention of a sequence that is one document
+    # the same of its attention to each exchange unit before the slice, from the start of the sequence
     units: tuple[float, ...] = ()
-    rest: float = 0.0
+    rest: float = 0.0  # what the rest of its layers takes, in the same measure; 0 where slices are not cut by it
 
 
 Parts = Sequence[Sequence[SlicePart]]  # what slices are of their sequences, by microbatch and slice
@@ -38,26 +32,17 @@ Parts = Sequence[Sequence[SlicePart]]  # what slices are of their sequences, by 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How every sequence is cut.
-
-    Attributes:
-        slices: Slices of a sequence.
-        unit: Every slice has a multiple of so many tokens, so that the ranks that share it get equal parts; divides
-            ``length``.
-        keys_per_token: How many keys a query attends to in the time that the rest of its layers takes; 0 for slices
-            of equal length.
-        window_tokens: How many earlier tokens a query sees in layers with a sliding window.
-        window_share: Share of the layers that have one.
-        by_work: Whether lengths are of equal work, also where ``keys_per_token`` is not known yet.
-    """
+    """How every sequence is cut."""
 
     length: int
-    slices: int
+    slices: int  # slices of a sequence
+    # every slice has a multiple of so many tokens, so that the ranks that share it get equal parts; divides ``length``
     unit: int = 1
+    # how many keys a query attends to in the time that the rest of its layers takes; 0 for slices of equal length
     keys_per_token: float = 0.0
-    window_tokens: int | None = None
-    window_share: float = 0.0
-    by_work: bool = False
+    window_tokens: int | None = None  # how many earlier tokens a query sees in layers with a sliding window
+    window_share: float = 0.0  # share of the layers that have one
+    by_work: bool = False  # whether lengths are of equal work, also where ``keys_per_token`` is not known yet
 
     @property
     def nominal(self) -> int:

@@ -67,24 +67,16 @@ class Op(NamedTuple):
     SEND_BACKWARD carries the result of the local BACKWARD, a RECV_BACKWARD feeds it.  ``peer`` is the
     device at the other end and ``peer_chunk`` the chunk there, so the partner of a transfer is
     ``Op(kind.other_end, microbatch, slice, peer_chunk, this device, chunk, ...)`` on ``peer``.
-
-    Attributes:
-        kind: what is done.
-        microbatch: global index of the microbatch, -1 where it means nothing.
-        slice: index of the slice of the sequence (0 in schedules without slices).
-        chunk: index of the model chunk on this device.
-        peer: index of the other device, -1 where there is none.
-        peer_chunk: chunk on the peer, -1 where there is none.
-        start, stop: half-open range of layers within the chunk (parameter operations) or of exchange
-            units of the sequence (attention exchange); -1 where it means nothing.
     """
 
-    kind: Kind
-    microbatch: int = -1
-    slice: int = 0
-    chunk: int = 0
-    peer: int = -1
-    peer_chunk: int = -1
+    kind: Kind  # what is done
+    microbatch: int = -1  # global index of the microbatch, -1 where it means nothing
+    slice: int = 0  # index of the slice of the sequence (0 in schedules without slices)
+    chunk: int = 0  # index of the model chunk on this device
+    peer: int = -1  # index of the other device, -1 where there is none
+    peer_chunk: int = -1  # chunk on the peer, -1 where there is none
+    # start, stop: half-open range of layers within the chunk (parameter operations) or of exchange units of the
+    # sequence (attention exchange); -1 where it means nothing
     start: int = -1
     stop: int = -1
 

@@ -39,17 +39,12 @@ from megatron_het.schedule.kinds import (
 
 
 class Slot(NamedTuple):
-    """One aligned slot of a pipeline.
+    """One aligned slot of a pipeline."""
 
-    Attributes:
-        index: number among the forward or backward slots.
-        backward: which of the two.
-        passes: the pass that each device runs; idle devices are absent.
-    """
-
+    # number among the forward or backward slots
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
-    backward: bool
-    passes: dict[int, Op]
+    backward: bool  # which of the two
+    passes: dict[int, Op]  # the pass that each device runs; idle devices are absent
 
 
 def aligned_slots(program: Program) -> list[Slot]:

@@ -58,18 +58,13 @@ class Work(Flag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Which fields of an operation mean something, besides its chunk.
+    """Which fields of an operation mean something, besides its chunk."""
 
-    Attributes:
-        names_pass: microbatch, slice and chunk are those of a pass; else layers ``[start, stop)``, -1 for all.
-        of_peer: it is a pass of the peer.
-        has_peer: peer and peer_chunk too.
-        by_heads: start and stop too, parts of the sequence; ranks share it by the heads of attention that they have.
-    """
-
+    # microbatch, slice and chunk are those of a pass; else layers ``[start, stop)``, -1 for all
     names_pass: bool = True
-    of_peer: bool = False
-    has_peer: bool = False
+    of_peer: bool = False  # it is a pass of the peer
+    has_peer: bool = False  # peer and peer_chunk too
+    # start and stop too, parts of the sequence; ranks share it by the heads of attention that they have
     by_heads: bool = False
 
 
@@ -135,19 +130,15 @@ class Making(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Effect:
-    """Holds what an operation does to what its device holds.
+    """Holds what an operation does to what its device holds."""
 
-    Attributes:
-        lifetime: From ``lifetimes.Lifetimes``, what steps over the operation; None where values say it all.
-        memory: From the holdings of ``memory.py``, what changes in bytes; None for nothing.
-        absent: Fields of ``cost.Memory`` that are not on the device at the start of a program with such operations.
-        updates: It updates parameters.
-    """
-
+    # from ``lifetimes.Lifetimes``, what steps over the operation; None where values say it all
     lifetime: Callable[[Any], Callable[[int, Any, list[int]], None]] | None = None
+    # from the holdings of ``memory.py``, what changes in bytes; None for nothing
     memory: Callable[[Any], Callable[[int, Any], None]] | None = None
+    # fields of ``cost.Memory`` that are not on the device at the start of a program with such operations
     absent: tuple[str, ...] = ()
-    updates: bool = False
+    updates: bool = False  # it updates parameters
 
 
 NO_EFFECT = Effect()
@@ -159,20 +150,15 @@ USE_UP = Effect(lifetime=lambda held: held.use_up, memory=lambda bytes_: bytes_.
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Price:
-    """How long an operation takes.
+    """How long an operation takes."""
 
-    Attributes:
-        seconds: From the prices of a program (``cost.Prices``); None for no time, and for transfers.
-        is_pass: Of it a part is the same for every operation, whatever its size.
-        attends: It has attention, and less of it where that was given away before it.
-        relief: From the prices, what the pass that follows has less; None for nothing.
-        size: Bytes of a receive of keys and values, from costs, program, sender and the receive; None for activations.
-    """
-
+    # from the prices of a program (``cost.Prices``); None for no time, and for transfers
     seconds: Callable[[Any], Callable[[int, Any], float]] | None = None
-    is_pass: bool = False
-    attends: bool = False
+    is_pass: bool = False  # of it a part is the same for every operation, whatever its size
+    attends: bool = False  # it has attention, and less of it where that was given away before it
+    # from the prices, what the pass that follows has less; None for nothing
     relief: Callable[[Any], Callable[[int, Any], float]] | None = None
+    # bytes of a receive of keys and values, from costs, program, sender and the receive; None for activations
     size: Callable[[Any, Any, int, Any], float] | None = None
 
 
@@ -190,54 +176,34 @@ GREY: Colour = (0.55, 0.0, 0.0)
 
 
 class Columns:
-    """The columns of the table.
+    """The columns of the table."""
 
-    Attributes:
-        mnemonic: its text form.
-        executor: who executes it: ``"compute"`` and ``"transfer"`` mean the executor itself, anything else the name
-            of a feature; without a feature of this name it can be simulated only.
-        stream: where it runs.
-        role: what it is among the others.
-        works: whether it computes for a microbatch, so that its time means something on every device.
-        meets: whether it is a part of a layer that all devices of its microbatch share, which begins and ends
-            when they have all come to it.
-        in_last_chunk: whether it is about parameters of its device's last chunk, whatever chunk it names.
-        is_issued: whether it is issued when the compute operation before it in its list is done.
-        direction: the pass that it is part of.
-        work: what it does of the training of a slice in a chunk.
-        fields: which fields of the operation mean something.
-        needs: the values that it waits for.
-        makes: the value that it leaves on its device.
-        making: how often that value may be made.
-        fed_by: the kind of receive that brings what it needs from another device; None: nothing comes that way.
-        sent_by: the kind of send that takes what it makes to another device.
-        effect: on what the device holds.
-        price: which of the costs it takes.
-        plain_s: duration in a replay with plain durations, in forwards of the chunk.
-        colour: in pictures.
-    """
-
-    mnemonic: str
+    mnemonic: str  # its text form
+    # who executes it: ``"compute"`` and ``"transfer"`` mean the executor itself, anything else the name of a feature;
+    # without a feature of this name it can be simulated only.
     executor: str
-    stream: Stream
-    role: Role
-    works: bool
+    stream: Stream  # where it runs
+    role: Role  # what it is among the others
+    works: bool  # whether it computes for a microbatch, so that its time means something on every device
+    # whether it is a part of a layer that all devices of its microbatch share, which begins and ends when they have all
+    # come to it
     meets: bool
-    in_last_chunk: bool
-    is_issued: bool
-    direction: Direction
-    work: Work
-    fields: Fields
-    needs: Needs
-    makes: Value | None
-    making: Making
+    in_last_chunk: bool  # whether it is about parameters of its device's last chunk, whatever chunk it names
+    is_issued: bool  # whether it is issued when the compute operation before it in its list is done
+    direction: Direction  # the pass that it is part of
+    work: Work  # what it does of the training of a slice in a chunk
+    fields: Fields  # which fields of the operation mean something
+    needs: Needs  # the values that it waits for
+    makes: Value | None  # the value that it leaves on its device
+    making: Making  # how often that value may be made
+    # the kind of receive that brings what it needs from another device; None: nothing comes that way
     fed_by: "Kind | None"
-    sent_by: "Kind | None"
+    sent_by: "Kind | None"  # the kind of send that takes what it makes to another device
     other_end: "Kind | None"
-    effect: Effect
-    price: Price
-    plain_s: float
-    colour: Colour
+    effect: Effect  # on what the device holds
+    price: Price  # which of the costs it takes
+    plain_s: float  # duration in a replay with plain durations, in forwards of the chunk
+    colour: Colour  # in pictures
 
 
 _COLUMNS = frozenset(Columns.__annotations__)

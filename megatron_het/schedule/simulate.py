@@ -25,22 +25,15 @@ from megatron_het.schedule.memory import MemoryUse, Timeline, memory_use
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle time of one device's compute stream, by cause.
+    """Idle time of one device's compute stream, by cause."""
 
-    Attributes:
-        warmup_s: while the pipeline fills (before every device has started its first backward) or drains
-            (after the first device has done its last forward), and after the device's last operation.
-        imbalance_s: waiting for a slower device in between.
-        communication_s: waiting for data that was under way.
-        gather_s: waiting for parameters, activations or gradients to be moved or reduced.
-        tail_s: time after the last operation that is not idle but not overlapped either (``Costs.tail_s``).
-    """
-
+    # while the pipeline fills (before every device has started its first backward) or drains (after the first device
+    # has done its last forward), and after the device's last operation
     warmup_s: float = 0.0
-    imbalance_s: float = 0.0
-    communication_s: float = 0.0
-    gather_s: float = 0.0
-    tail_s: float = 0.0
+    imbalance_s: float = 0.0  # waiting for a slower device in between
+    communication_s: float = 0.0  # waiting for data that was under way
+    gather_s: float = 0.0  # waiting for parameters, activations or gradients to be moved or reduced
+    tail_s: float = 0.0  # time after the last operation that is not idle but not overlapped either (``Costs.tail_s``)
 
     @property
     def total_s(self) -> float:

@@ -33,17 +33,13 @@ TRANSPORTS = ("blocking", "rank", "pair", "edge")
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """One device of a deadlock.
+    """One device of a deadlock."""
 
-    Attributes:
-        device, position, op: where it stopped.
-        message: in words, with the neighbours and what it waits for.
-    """
-
+    # device, position, op: where it stopped
     device: int
     position: int
     op: Op
-    message: str
+    message: str  # in words, with the neighbours and what it waits for
 
 
 @collection_paused()
@@ -225,20 +221,14 @@ RULES = ("field", "completeness", "transfer", "dependency", "lifetime", "deadloc
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        rule: one of :data:`RULES`.
-        device, position: where; position -1 when it is about a whole device.
-        op: the operation, if it is about one.
-        message: device, position, operation with its neighbours, and what it lacks or waits for.
-    """
-
-    rule: str
+    rule: str  # one of :data:`RULES`
+    # device, position: where; position -1 when it is about a whole device
     device: int
     position: int
-    op: Op | None
-    message: str
+    op: Op | None  # the operation, if it is about one
+    message: str  # device, position, operation with its neighbours, and what it lacks or waits for
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.message}"

@@ -16,25 +16,15 @@ class OrderError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers.
+    """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers."""
 
-    Attributes:
-        communicator: Name of the queue.
-        what: The operation with its peer, for messages.
-        inputs: Tensors that it reads.
-        outputs: Tensors that it fills.
-        number: Place in the order of launches of this rank.
-        waited: Whether the compute stream is ordered after it.
-        after: Operations that the compute stream was ordered after when this one was posted.
-    """
-
-    communicator: str
-    what: str
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...] = ()
-    number: int = -1
-    waited: bool = False
-    after: tuple[Item, ...] = ()
+    communicator: str  # name of the queue
+    what: str  # the operation with its peer, for messages
+    inputs: tuple[torch.Tensor, ...]  # tensors that it reads
+    outputs: tuple[torch.Tensor, ...] = ()  # tensors that it fills
+    number: int = -1  # place in the order of launches of this rank
+    waited: bool = False  # whether the compute stream is ordered after it
+    after: tuple[Item, ...] = ()  # operations that the compute stream was ordered after when this one was posted
     posted_s: float = field(default_factory=time.monotonic)
     started: bool = False
     error: Exception | None = None

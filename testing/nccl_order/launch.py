@@ -21,22 +21,15 @@ _OTHERS_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How strict the device is.
+    """How strict the device is."""
 
-    Attributes:
-        stall_s: An operation that has not ended this long after its post is taken for a deadlock.
-        resident: Operations that can be on the device at once.
-        one_queue: Operations start in the order of their launch, whatever their communicator
-            (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
-        check_changes: Refuse tensors that change between post and run.
-        host_waits: The host waits for all that was launched before the first launch of a kernel, and wherever else
-            a GPU makes it wait (:meth:`Device.host_wait`).
-    """
-
-    stall_s: float = 20.0
-    resident: int = 16
+    stall_s: float = 20.0  # an operation that has not ended this long after its post is taken for a deadlock
+    resident: int = 16  # operations that can be on the device at once
+    # operations start in the order of their launch, whatever their communicator (``CUDA_DEVICE_MAX_CONNECTIONS=1``)
     one_queue: bool = True
-    check_changes: bool = True
+    check_changes: bool = True  # refuse tensors that change between post and run
+    # the host waits for all that was launched before the first launch of a kernel, and wherever else a GPU makes it
+    # wait (:meth:`Device.host_wait`)
     host_waits: bool = True
 
     def __post_init__(self) -> None:

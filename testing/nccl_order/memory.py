@@ -14,20 +14,14 @@ _CLEAN_EVERY = 256
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A piece of memory that an operation reads or fills.
+    """A piece of memory that an operation reads or fills."""
 
-    Attributes:
-        item: The operation.
-        storage: Does not keep the memory alive.
-        low, high: Bytes of the storage.
-        fills: Whether the operation writes there.
-    """
-
-    item: Item
-    storage: StorageWeakRef
+    item: Item  # the operation
+    storage: StorageWeakRef  # does not keep the memory alive
+    # low, high: bytes of the storage
     low: int
     high: int
-    fills: bool
+    fills: bool  # whether the operation writes there
 
 
 def _piece(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:

@@ -27,17 +27,11 @@ class LaunchError(AssertionError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What the ranks of a finished launch left behind.
+    """What the ranks of a finished launch left behind."""
 
-    Attributes:
-        returncodes: Exit code per rank; negative for a signal.
-        logs: File with the standard output and error of each rank.
-        elapsed_s: From the first start to the last end.
-    """
-
-    returncodes: tuple[int, ...]
-    logs: tuple[Path, ...]
-    elapsed_s: float
+    returncodes: tuple[int, ...]  # exit code per rank; negative for a signal
+    logs: tuple[Path, ...]  # file with the standard output and error of each rank
+    elapsed_s: float  # from the first start to the last end
 
     def log(self, rank: int) -> str:
         return self.logs[rank].read_text(errors="replace")

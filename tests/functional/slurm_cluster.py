@@ -94,17 +94,11 @@ def _loopback_name() -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """A finished job.
+    """A finished job."""
 
-    Attributes:
-        job_id: Slurm's number.
-        state: ``COMPLETED``, ``FAILED``, ...; ``TIMEOUT_OF_TEST`` when it was still active.
-        output: What its output file holds.
-    """
-
-    job_id: str
-    state: str
-    output: str
+    job_id: str  # Slurm's number
+    state: str  # ``COMPLETED``, ``FAILED``, ...; ``TIMEOUT_OF_TEST`` when it was still active
+    output: str  # what its output file holds
 
 
 class SlurmCluster:

@@ -42,17 +42,11 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Losses:
-    """What one run logged.
+    """What one run logged."""
 
-    Attributes:
-        losses: By iteration.
-        gradient_norms: By iteration.
-        evaluations: After the last iteration, on the validation and on the test set.
-    """
-
-    losses: dict[int, float]
-    gradient_norms: dict[int, float]
-    evaluations: tuple[float, ...]
+    losses: dict[int, float]  # by iteration
+    gradient_norms: dict[int, float]  # by iteration
+    evaluations: tuple[float, ...]  # after the last iteration, on the validation and on the test set
 
 
 def read_log(text: str) -> Losses:

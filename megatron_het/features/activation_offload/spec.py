@@ -155,12 +155,9 @@ _FLAG = "--het-offload-activations"
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """How much leaves the device.
+    """How much leaves the device."""
 
-    Attributes:
-        ratio: Share of the activations of each forward that waits on the host.
-    """
-
+    # share of the activations of each forward that waits on the host
     ratio: float = option(
         "offload_activations",
         1.0,

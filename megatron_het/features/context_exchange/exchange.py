@@ -89,29 +89,22 @@ class Message:
 
 @dataclass
 class Slot:
-    """Holds what this rank exchanges in the slot that runs.
+    """Holds what this rank exchanges in the slot that runs."""
 
-    Attributes:
-        gives, helps: Operations that belong to the pass.
-        is_backward: Whether the pass runs through the layers from the last to the first.
-        layers: Layers that exchange.
-        done: Of them, those that the pass has left.
-        moment: Of the compute stream, when all that is received in the layer that runs had its memory.
-        queries: Expected from others in that layer, in the order of ``helps``.
-        results: Memory for what helpers send back in it, in the order of ``gives``.
-        expected: Receives of these, once they are posted.
-        answers: Made for others in it and not sent yet: the operation, the message, and the moment when it was made.
-    """
-
+    # gives, helps: operations that belong to the pass
     gives: tuple[RankOp, ...]
     helps: tuple[RankOp, ...]
-    is_backward: bool
-    layers: int
-    done: int = 0
+    is_backward: bool  # whether the pass runs through the layers from the last to the first
+    layers: int  # layers that exchange
+    done: int = 0  # of them, those that the pass has left
+    # of the compute stream, when all that is received in the layer that runs had its memory
     moment: Moment | None = None
+    # expected from others in that layer, in the order of ``helps``
     queries: list[Message] = field(default_factory=list)
+    # memory for what helpers send back in it, in the order of ``gives``
     results: list[torch.Tensor] = field(default_factory=list)
-    expected: list[PendingReceive] = field(default_factory=list)
+    expected: list[PendingReceive] = field(default_factory=list)  # receives of these, once they are posted
+    # made for others in it and not sent yet: the operation, the message, and the moment when it was made
     answers: list[tuple[RankOp, torch.Tensor, Moment | None]] = field(default_factory=list)
 
     def layer_at(self, step: int) -> int:
@@ -127,18 +120,15 @@ _GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
 
 @dataclass(eq=False)
 class ContextExchange:
-    """This rank's part in the exchange.
-
-    Attributes:
-        channels: Carry queries and results; not used by anything else, because inside a pass their order is by layer
-            and not by the program.
-    """
+    """This rank's part in the exchange."""
 
     programs: Mapping[bool, RankProgram]  # this rank's programs, by whether they only run forwards
     units: Units  # which tokens of each rank exchange units are: context-parallel ranks hold parts of slices
     rank: int
     layers: int  # layers of every chunk that exchange attention, from its first with any
     keys_channels: Channels  # carry keys and values
+    # carry queries and results; not used by anything else, because inside a pass their order is by layer and not by the
+    # program
     channels: Channels
     timeline: Timeline  # learns what was waiting
     device: torch.device

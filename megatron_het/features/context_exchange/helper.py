@@ -190,17 +190,14 @@ def _joined(parts: Sequence[Part]) -> Part:
 
 @dataclass(eq=False)
 class Limits:
-    """Holds what the slices of one iteration see.
-
-    Attributes:
-        windows: By layer of the model with attention, how many earlier tokens a query sees; None for all.
-        starts: Where the documents of each sequence of a microbatch begin; None if documents do not matter.
-    """
+    """Holds what the slices of one iteration see."""
 
     placement: Placement
     side: Callable[[int], Side]  # how the replica of a world rank divides a slice
     units: Units  # which tokens slices and their exchange units are
+    # by layer of the model with attention, how many earlier tokens a query sees; None for all
     windows: Sequence[int | None]
+    # where the documents of each sequence of a microbatch begin; None if documents do not matter
     starts: Callable[[int], tuple[Starts, ...] | None]
 
     def __post_init__(self) -> None:

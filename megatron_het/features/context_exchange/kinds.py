@@ -252,18 +252,13 @@ _MARKS = EXCHANGE - HELPS - where(lambda kind: kind.stream in (Stream.SEND, Stre
 
 @dataclass(frozen=True, slots=True)
 class JointSlot:
-    """Holds what happens in a slot.
+    """Holds what happens in a slot."""
 
-    Attributes:
-        passes: the pass of each device that has one.
-        idle: the ATTEND_HELP operations of each device that has none, in list order.  The last one does the
-            work of all, because the owners go on layer by layer at the same time.
-        helped: (owner, helper) of every move.
-    """
-
-    passes: dict[int, Op]
+    passes: dict[int, Op]  # the pass of each device that has one
+    # the ATTEND_HELP operations of each device that has none, in list order.  The last one does the work of all,
+    # because the owners go on layer by layer at the same time.
     idle: dict[int, tuple[Op, ...]]
-    helped: frozenset[tuple[int, int]]
+    helped: frozenset[tuple[int, int]]  # (owner, helper) of every move
 
     def event(self, device: int) -> Op | None:
         """The operation in which the device takes part in the joint event."""

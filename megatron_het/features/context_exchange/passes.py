@@ -158,43 +158,33 @@ def _runs(sizes: Sequence[float], wanted: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Attention of one slice that another device computes.
+    """Attention of one slice that another device computes."""
 
-    Attributes:
-        owner, helper: device that gives and device that attends.
-        microbatch, slice, chunk: the owner's pass.
-        start, stop: exchange units of the owner's keys and values, counted from the start of the sequence.
-        sent: ranges of units whose keys and values travel for it; the rest is kept at the helper from before.
-    """
-
+    # owner, helper: device that gives and device that attends
     owner: int
     helper: int
+    # microbatch, slice, chunk: the owner's pass
     microbatch: int
     slice: int
     chunk: int
+    # start, stop: exchange units of the owner's keys and values, counted from the start of the sequence
     start: int
     stop: int
+    # ranges of units whose keys and values travel for it; the rest is kept at the helper from before
     sent: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSlot:
-    """One aligned slot with its exchange.
+    """One aligned slot with its exchange."""
 
-    Attributes:
-        index: number among the forward or backward slots.
-        backward: which of the two.
-        passes: the pass that each device runs, by device; idle devices are absent.
-        loads: units of attention per device before the exchange; parts of units where slices do not see all of them.
-        after: units per device after it.
-    """
-
-    index: int
-    backward: bool
-    passes: dict[int, Op]
+    index: int  # number among the forward or backward slots
+    backward: bool  # which of the two
+    passes: dict[int, Op]  # the pass that each device runs, by device; idle devices are absent
+    # units of attention per device before the exchange; parts of units where slices do not see all of them
     loads: tuple[float, ...]
     moves: tuple[Move, ...]
-    after: tuple[float, ...]
+    after: tuple[float, ...]  # units per device after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,17 +351,13 @@ def plan_exchange(
 
 @dataclass(frozen=True, slots=True)
 class _Offers:
-    """Holds what the devices of a slot have, and what they agree on.
-
-    Attributes:
-        agreed: (giver, taker, units).
-        first: the first unit that a device gives away, if not the first of all.
-        work: how much of a whole unit each unit of a device is, from its first on, if not 1.
-    """
+    """Holds what the devices of a slot have, and what they agree on."""
 
     loads: dict[int, float]
-    agreed: list[tuple[int, int, int]]
+    agreed: list[tuple[int, int, int]]  # (giver, taker, units)
+    # the first unit that a device gives away, if not the first of all
     first: dict[int, int] = field(default_factory=dict)
+    # how much of a whole unit each unit of a device is, from its first on, if not 1
     work: dict[int, Sequence[float]] = field(default_factory=dict)
 
     def work_of(self, device: int, start: int, stop: int) -> float:

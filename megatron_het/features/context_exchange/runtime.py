@@ -36,17 +36,14 @@ _PENDING_SENDS = 4  # sends to one peer that may be under way over gloo
 
 @dataclass(eq=False)
 class ContextExchangeFeature(RuntimeFeature):
-    """Gives attention away and computes it for others.
-
-    Attributes:
-        limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
-            unequal length; None where all slices of all iterations are alike.
-    """
+    """Gives attention away and computes it for others."""
 
     exchange: ContextExchange
     sequences: Callable[[int], int]
     args: Any
     device: torch.device
+    # makes the program of an iteration in which documents or windows limit what slices see, or slices are of unequal
+    # length; None where all slices of all iterations are alike
     limited: "LimitedPrograms | None"
 
     def handlers(self) -> Mapping[Kind, Handler]:

@@ -89,18 +89,9 @@ def _times_problem(count: int, each: str, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOptions:
-    """The attention context exchange of a plan.
+    """The attention context exchange of a plan."""
 
-    Attributes:
-        units: Exchange units per slice.
-        keep: Keys and values stay at the helper until their microbatch is done, instead of being sent
-            again for every pass.
-        idle: Devices without a pass of their own in a slot help too.
-        attention: What the attention of one layer and slice to the keys and values of one slice takes on each
-            replica, stage by stage, in any unit of time; none where all take as long.
-        rest: What everything else of a slice's pass takes, of every chunk of every replica; of as many layers each.
-    """
-
+    # exchange units per slice
     units: int = option(
         "exchange_units",
         DEFAULT_UNITS,
@@ -111,6 +102,7 @@ class ExchangeOptions:
         problem=lambda plan: f"must be a whole number that divides the {slice_tokens(plan)} tokens of a slice",
         where="--het-exchange-units",
     )
+    # keys and values stay at the helper until their microbatch is done, instead of being sent again for every pass
     keep: bool = option(
         "exchange_keep",
         False,
@@ -119,6 +111,7 @@ class ExchangeOptions:
         "return once: less traffic, more memory",
         problem=_TRUE_OR_FALSE,
     )
+    # devices without a pass of their own in a slot help too
     idle: bool = option(
         "exchange_idle",
         False,
@@ -126,12 +119,15 @@ class ExchangeOptions:
         help="stages that wait for work at the start and the end of an iteration attend for others too",
         problem=_TRUE_OR_FALSE,
     )
+    # what the attention of one layer and slice to the keys and values of one slice takes on each replica, stage by
+    # stage, in any unit of time; none where all take as long
     attention: tuple[int, ...] = option(
         ATTENTION,
         (),
         accepts=lambda value, plan: _are_times(value, _replicas(plan)),
         problem=lambda plan: _times_problem(_replicas(plan), "replica, stage by stage", "attention to one slice"),
     )
+    # what everything else of a slice's pass takes, of every chunk of every replica; of as many layers each
     rest: tuple[int, ...] = option(
         REST,
         (),

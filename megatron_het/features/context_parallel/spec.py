@@ -18,14 +18,10 @@ from megatron_het.plan.schema import RECURRENT
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelOptions:
-    """How many ranks share a sequence.
+    """How many ranks share a sequence."""
 
-    Attributes:
-        sizes: Of the plan's replicas, ascending; the last one is above 1.
-        documents: ``cut`` or ``whole``.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the plan's replicas, ascending; the last one is above 1
+    # ``cut`` or ``whole``
     documents: str = option(
         DOCUMENTS,
         CUT,

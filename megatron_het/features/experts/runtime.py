@@ -46,18 +46,13 @@ class Passes:
     """Which pass runs on this rank, and who has the other parts of its microbatch.
 
     The backward of a CUDA graph of operations runs on another thread, so this is no thread-local.
-
-    Attributes:
-        slices: Per sequence.
-        groups: Groups over which counts are summed one after the other: TP, then CP.
-        current: (microbatch, slice) of the pass of training that runs; None outside.
-        part: Tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices
-            and the ranks' parts of them are equal.
     """
 
-    slices: int
-    groups: Sequence[dist.ProcessGroup] = ()
-    current: tuple[int, int] | None = None
+    slices: int  # per sequence
+    groups: Sequence[dist.ProcessGroup] = ()  # Groups over which counts are summed one after the other: TP, then CP.
+    current: tuple[int, int] | None = None  # (microbatch, slice) of the pass of training that runs; None outside
+    # tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices and the
+    # ranks' parts of them are equal
     part: tuple[int, int] = (0, 0)
 
     @property
@@ -84,17 +79,12 @@ class Passes:
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """Holds what the tokens of one microbatch give the experts of one layer.
+    """Holds what the tokens of one microbatch give the experts of one layer."""
 
-    Attributes:
-        chosen: ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``.
-        scores: Likewise, the sum of their scores on this rank.
-        whole: ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted.
-    """
-
-    chosen: Tensor
-    scores: Tensor
+    chosen: Tensor  # ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``
+    scores: Tensor  # likewise, the sum of their scores on this rank
     slices: set[int] = field(default_factory=set)
+    # ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted
     whole: Tensor | None = None
 
 

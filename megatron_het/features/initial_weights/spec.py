@@ -11,13 +11,10 @@ BY_NAME, STOCK = "by-name", "stock"
 
 @dataclass(frozen=True, slots=True)
 class InitialWeightsOptions:
-    """How weights are drawn when no checkpoint is loaded.
+    """How weights are drawn when no checkpoint is loaded."""
 
-    Attributes:
-        method: ``by-name``: every parameter from a generator of its own, seeded by its name in the whole model and
-            ``--seed``; ``stock``: as Megatron draws them, which depends on stage, chunk and TP.
-    """
-
+    # ``by-name``: every parameter from a generator of its own, seeded by its name in the whole model and ``--seed``;
+    # ``stock``: as Megatron draws them, which depends on stage, chunk and TP
     method: str = option(
         "initial_weights",
         BY_NAME,

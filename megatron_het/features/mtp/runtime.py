@@ -33,19 +33,14 @@ _WHOLE = ("tokens", "position_ids", "labels")
 
 @dataclass(frozen=True, slots=True)
 class LaterTokens:
-    """Holds what the layers of a pass read and predict; the first index is the layer.
+    """Holds what the layers of a pass read and predict; the first index is the layer."""
 
-    Attributes:
-        tokens, positions: ``[layers, b, s]``: what each layer embeds.
-        labels: ``[layers, b, s]``: what it predicts.
-        masks: ``[layers, b, s]``: 1 where a prediction counts.
-        counts: ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's.
-    """
-
+    # tokens, positions: ``[layers, b, s]``: what each layer embeds
     tokens: torch.Tensor
     positions: torch.Tensor
-    labels: torch.Tensor
-    masks: torch.Tensor
+    labels: torch.Tensor  # ``[layers, b, s]``: what it predicts
+    masks: torch.Tensor  # ``[layers, b, s]``: 1 where a prediction counts
+    # ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's
     counts: torch.Tensor
 
     @classmethod

@@ -30,15 +30,9 @@ def _needs_number(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SliceOptions:
-    """How sequences are cut.
+    """How sequences are cut."""
 
-    Attributes:
-        slices: Slices per sequence; 1 where only context-parallel ranks share sequences.
-        lengths: ``equal`` or ``work``.
-        keys_per_token: With ``work``: keys that a query attends to in the time that the rest of its layer takes; 0
-            for the ratio of multiplications.
-    """
-
+    # slices per sequence; 1 where only context-parallel ranks share sequences
     slices: int = option(
         _SLICES,
         1,
@@ -49,6 +43,7 @@ class SliceOptions:
         problem=_needs_number,
         where="--het-slices",
     )
+    # ``equal`` or ``work``
     lengths: str = option(
         "slice_lengths",
         EQUAL,
@@ -57,6 +52,8 @@ class SliceOptions:
         help="equal: slices are equally long (default); work: they have equal work, by the attention of every token "
         "and, with packed documents, by where documents begin",
     )
+    # with ``work``: keys that a query attends to in the time that the rest of its layer takes; 0 for the ratio of
+    # multiplications
     keys_per_token: float = option(
         "slice_keys_per_token",
         0.0,

@@ -296,12 +296,9 @@ _MOST_SHARE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class VocabularyOptions:
-    """How the rows are divided.
+    """How the rows are divided."""
 
-    Attributes:
-        shares: Rows of each stage, relative to the others; none for equal ones.
-    """
-
+    # rows of each stage, relative to the others; none for equal ones
     shares: tuple[int, ...] = option(
         PARAMETER,
         (),

@@ -92,21 +92,15 @@ Arrived = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds what a rank measured in one iteration.
-
-    Attributes:
-        elapsed_s: From its start to the start of the next one.
-        measured_s: Seconds by kind of operation, without waiting for transfers.
-        sent: By peer, when sends were posted.
-        received: By peer, the receives, in the order in which they were posted.
-        counts: By peer, how many receives there were; not all of them are told.
-    """
+    """Holds what a rank measured in one iteration."""
 
     iteration: int
-    elapsed_s: float
-    measured_s: Mapping[str, float]
-    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    elapsed_s: float  # from its start to the start of the next one
+    measured_s: Mapping[str, float]  # seconds by kind of operation, without waiting for transfers
+    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by peer, when sends were posted
+    # by peer, the receives, in the order in which they were posted
     received: Mapping[int, Sequence[Arrived]] = field(default_factory=dict)
+    # by peer, how many receives there were; not all of them are told
     counts: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> str:

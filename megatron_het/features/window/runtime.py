@@ -39,15 +39,12 @@ class ParameterWindow(RuntimeFeature):
     Chunks are closed as soon as they have been built (``adopt``).  Before ``take_over``, which comes with the loading
     of a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
     as an evaluation without training, opens all of them (``materialise``).
-
-    Attributes:
-        counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of every replica of the
-            last stage).
     """
 
     options: WindowOptions  # from the plan
     tp_group: dist.ProcessGroup  # this rank's tensor-parallel group
     stage_group: dist.ProcessGroup  # all ranks of this rank's stage
+    # whether this rank's token counts are part of the global one (one TP rank of every replica of the last stage)
     counts_tokens: bool
     sums: StageSums | None = None  # sums beyond the replicas that share shards
     divisor: int = 1  # what losses were divided by (``Plan.loss_divisor``)

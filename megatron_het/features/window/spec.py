@@ -28,32 +28,16 @@ _FSDP = (
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """How parameters are sharded and opened.
+    """How parameters are sharded and opened."""
 
-    Attributes:
-        prefetch: Ministages that are opened ahead of the current one; 0 opens right before use.
-        keep_at_turn: Keep the last ministage open between its forward and its backward.
-        per_layer: Gather and reduce layer by layer instead of a whole ministage at once.
-        per_microbatch: Open and release around every microbatch, as ZeRO-3 does; for comparison.
-        offload: Shards live in host memory while their ministage is closed.
-        offload_optimizer: The optimizer's state of a ministage lives in host memory while it is not
-            being updated.
-        update: ``exact``: a ministage is updated when it is next opened, after the global gradient
-            norm and overflow are known; ``at-once``: as soon as its gradients are reduced; ``undo``:
-            likewise, with the old state kept on the host and the update undone and made again when
-            the global norm or an overflow asks for it; ``per-ministage``: as soon as its gradients
-            are reduced, clipped by the norm of this ministage alone.
-        zero: Without a pipeline: 2 reduces gradients after every pass, 3 also gathers a chunk's parameters for
-            every pass; 0 for ministages, whose window gathers and reduces once per iteration.
-        steps: Where a program that is only looked at has its updates (``add_parameters``); a plan has them
-            where ``update`` says.
-        late: (stage, chunk) of ministages that are updated last, because they have copies of tied embeddings.
-    """
-
+    # ministages that are opened ahead of the current one; 0 opens right before use
     prefetch: int = option("prefetch", 1)
+    # keep the last ministage open between its forward and its backward
     keep_at_turn: bool = option("keep_at_turn", True)
-    per_layer: bool = option("per_layer", True)
+    per_layer: bool = option("per_layer", True)  # gather and reduce layer by layer instead of a whole ministage at once
+    # open and release around every microbatch, as ZeRO-3 does; for comparison
     per_microbatch: bool = option("per_microbatch", False)
+    # shards live in host memory while their ministage is closed
     offload: bool = option(
         "offload",
         False,
@@ -61,6 +45,7 @@ class WindowOptions:
         flag="--het-offload-parameters",
         help="parameter shards live in host memory while their ministage is closed",
     )
+    # the optimizer's state of a ministage lives in host memory while it is not being updated
     offload_optimizer: bool = option(
         "offload_optimizer",
         False,
@@ -68,6 +53,10 @@ class WindowOptions:
         flag="--het-offload-optimizer",
         help="the optimizer's state lives in host memory while its ministage is not updated",
     )
+    # ``exact``: a ministage is updated when it is next opened, after the global gradient norm and overflow are known;
+    # ``at-once``: as soon as its gradients are reduced; ``undo``: likewise, with the old state kept on the host and the
+    # update undone and made again when the global norm or an overflow asks for it; ``per-ministage``: as soon as its
+    # gradients are reduced, clipped by the norm of this ministage alone
     update: str = option(
         "update",
         "exact",
@@ -78,6 +67,8 @@ class WindowOptions:
         "and per-ministage need --rerun-mode disabled",
     )
 
+    # without a pipeline: 2 reduces gradients after every pass, 3 also gathers a chunk's parameters for every pass; 0
+    # for ministages, whose window gathers and reduces once per iteration
     zero: int = option(
         "zero",
         0,
@@ -88,7 +79,9 @@ class WindowOptions:
         help="with --het-schedule data-parallel: 2 reduces gradients to shards after every pass, 3 also gathers "
         "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
     )
+    # where a program that is only looked at has its updates (``add_parameters``); a plan has them where ``update`` says
     steps: str = ""
+    # (stage, chunk) of ministages that are updated last, because they have copies of tied embeddings
     late: tuple[Place, ...] = ()
 
     @property

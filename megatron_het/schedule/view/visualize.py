@@ -73,25 +73,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule.
+    """One schedule."""
 
-    Attributes:
-        schedule: its name; SlimPipe's variants are ``slimpipe`` (exchange in half slices, vocabulary split),
-            ``slimpipe-helping`` (idle devices help) and ``slimpipe-plain`` (no exchange, vocabulary split).
-        bubble_fraction: (makespan - ideal) / ideal.
-        activation_fraction: peak activations of the worst device, over one microbatch's in the whole model.
-        communication_volume: in and out of the busiest device, per microbatch, in hidden states of one
-            microbatch.
-        makespan: in forward times of one microbatch through the whole model.
-        reason: why the schedule cannot run here; the numbers are 0 then.
-    """
-
+    # its name; SlimPipe's variants are ``slimpipe`` (exchange in half slices, vocabulary split), ``slimpipe-helping``
+    # (idle devices help) and ``slimpipe-plain`` (no exchange, vocabulary split)
     schedule: str
-    bubble_fraction: float = 0.0
-    activation_fraction: float = 0.0
+    bubble_fraction: float = 0.0  # (makespan - ideal) / ideal
+    activation_fraction: float = 0.0  # peak activations of the worst device, over one microbatch's in the whole model
+    # in and out of the busiest device, per microbatch, in hidden states of one microbatch
     communication_volume: float = 0.0
-    makespan: float = 0.0
-    reason: str = ""
+    makespan: float = 0.0  # in forward times of one microbatch through the whole model
+    reason: str = ""  # why the schedule cannot run here; the numbers are 0 then
 
 
 def compare(setting: Setting, only: Collection[str] = ()) -> list[Row]:

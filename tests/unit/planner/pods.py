@@ -17,19 +17,12 @@ SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.
 
 @dataclass(frozen=True)
 class Pod:
-    """What one pod runs.
+    """What one pod runs."""
 
-    Attributes:
-        name: As its host is called, without the subdomain.
-        group: Of equal pods.
-        command: What its container runs.
-        environment: All that it finds.
-    """
-
-    name: str
-    group: str
-    command: list[str]
-    environment: dict[str, str]
+    name: str  # as its host is called, without the subdomain
+    group: str  # of equal pods
+    command: list[str]  # what its container runs
+    environment: dict[str, str]  # all that it finds
 
     def start(self, log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """The pod's process; all hosts are this machine.

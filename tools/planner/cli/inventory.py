@@ -151,19 +151,13 @@ _UNUSABLE = re.compile(r"down|drain|fail|maint|reserved|power(ed|ing)_down|unkno
 
 
 class Seen(NamedTuple):
-    """GPUs of a node that were found.
+    """GPUs of a node that were found."""
 
-    Attributes:
-        name: What the driver or Slurm calls the GPU.
-        gpu: The same in the catalog, None when it has none.
-        count: How many a node has.
-        gres: Slurm's name; empty where nobody said one.
-    """
-
-    name: str
-    gpu: Named | None
+    name: str  # what the driver or Slurm calls the GPU
+    gpu: Named | None  # the same in the catalog, None when it has none
+    # how many a node has
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
-    gres: str = ""
+    gres: str = ""  # Slurm's name; empty where nobody said one
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,61 +60,48 @@ Passes = tuple[int, ...]  # sequences of each pass of one replica
 
 
 class Candidate(NamedTuple):
-    """A point of the search space.
+    """A point of the search space."""
 
-    Attributes:
-        stages: In pipeline order.
-        recompute: none, selective or full.
-        schedule: One of ``schedules.SCHEDULES``, or another one that a plan asks for.
-        chunks: Model chunks (ministages) per stage; the most of a stage where they differ.
-        chunk_counts: By stage, where they differ; the search does not try that, plans may ask for it.
-        slices: Slices per sequence.
-        zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
-        offload: Parameters, optimizer state and boundary activations live in host memory when unused (ministage).
-        even: Every replica of a stage gets the same number of microbatches.
-        slack: Further microbatches in flight where stages divide them differently (1F1B), as a share.
-        order: How replicas decide between a forward and a backward where stages divide the microbatches
-            differently (``megatron_het.schedule.generators.listing.ORDERS``).
-        shares: Per stage and group, the part of the stage's state that one replica keeps (ministage); None:
-            equal parts, or in proportion to free memory where equal ones do not fit.
-        depths: By boundary between stages, how many microbatches more the stage before it has in flight (1F1B);
-            empty: one more each.
-        cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence; those of groups
-            with parts of their own as many as they say.
-        ep: Expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over
-            the greatest common divisor of both (:meth:`cut_of`).
-        across_replicas: The experts are divided over ``ep`` ranks of a stage, or over as many as divide a stage's
-            ranks, whichever replica they belong to, and each is whole.
-        rows: With a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has;
-            empty: the first stage has all of the embeddings, the last one all of the output layer.
-        sizes: Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of
-            each of its passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
-        exchange: Stages attend for each other (slices): the context exchange.
-        host_activations: Share of the activations of each forward that waits in main memory.
-        cuts_documents: Context-parallel ranks have the same places of every slice, whatever documents are there.
-    """
-
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # in pipeline order
     micro_batch_size: int
-    recompute: str = "none"
-    schedule: str = "1f1b"
-    chunks: int = 1
-    slices: int = 1
-    zero_stage: int = 0
+    recompute: str = "none"  # none, selective or full
+    schedule: str = "1f1b"  # one of ``schedules.SCHEDULES``, or another one that a plan asks for
+    chunks: int = 1  # model chunks (ministages) per stage; the most of a stage where they differ
+    slices: int = 1  # slices per sequence
+    zero_stage: int = 0  # 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters
+    # parameters, optimizer state and boundary activations live in host memory when unused (ministage)
     offload: bool = False
-    even: bool = False
-    slack: float = SLACK
+    even: bool = False  # every replica of a stage gets the same number of microbatches
+    slack: float = SLACK  # further microbatches in flight where stages divide them differently (1F1B), as a share
+    # per stage and group, the part of the stage's state that one replica keeps (ministage); None: equal parts, or in
+    # proportion to free memory where equal ones do not fit
     shares: tuple[tuple[float, ...], ...] | None = None
+    # how replicas decide between a forward and a backward where stages divide the microbatches differently
+    # (``megatron_het.schedule.generators.listing.ORDERS``)
     order: str = ORDERS[0]
+    # by boundary between stages, how many microbatches more the stage before it has in flight (1F1B); empty: one more
+    # each
     depths: tuple[int, ...] = ()
+    # context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence; those of groups with
+    # parts of their own as many as they say
     cp: int = 1
+    # expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over the
+    # greatest common divisor of both (:meth:`cut_of`)
     ep: int = 1
+    # the experts are divided over ``ep`` ranks of a stage, or over as many as divide a stage's ranks, whichever replica
+    # they belong to, and each is whole
     across_replicas: bool = False
+    # with a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has; empty: the
+    # first stage has all of the embeddings, the last one all of the output layer
     rows: tuple[tuple[float, float], ...] = ()
+    # Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of each of its
+    # passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
     sizes: tuple[tuple[Passes, ...], ...] = ()
-    exchange: bool = False
-    host_activations: float = 0.0
+    exchange: bool = False  # stages attend for each other (slices): the context exchange
+    host_activations: float = 0.0  # share of the activations of each forward that waits in main memory
+    # by stage, where they differ; the search does not try that, plans may ask for it
     chunk_counts: tuple[int, ...] = ()
+    # context-parallel ranks have the same places of every slice, whatever documents are there
     cuts_documents: bool = False
 
     def with_(self, **changes: object) -> Candidate:
@@ -350,36 +337,23 @@ class GroupMemory(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Holds what the closed form says about a candidate.
+    """Holds what the closed form says about a candidate."""
 
-    Attributes:
-        iteration_s: Predicted iteration time.
-        busy_s: Compute of the stage that decides it.
-        fill_s: Warm-up and drain around it (pipeline bubble).
-        sync_s, update_s: Exposed gradient reduction and optimizer step.
-        gather_s: Exposed parameter gathers (ministage).
-        microbatches: Per stage and group, microbatches of each replica (some have one fewer).
-        memory: Per stage and group.
-        usd_per_iteration: GPU hours and egress.
-        egress_bytes: Bytes per iteration over links with a price.
-        stage_busy_s: Compute of every stage.
-        fullest: Largest share of a rank's memory that is used.
-    """
-
-    iteration_s: float
-    busy_s: float
-    fill_s: float
+    iteration_s: float  # predicted iteration time
+    busy_s: float  # compute of the stage that decides it
+    fill_s: float  # warm-up and drain around it (pipeline bubble)
+    # sync_s, update_s: exposed gradient reduction and optimizer step
     sync_s: float
     update_s: float
-    gather_s: float
+    gather_s: float  # exposed parameter gathers (ministage)
     bottleneck: int
-    microbatches: tuple[tuple[int, ...], ...]
-    memory: tuple[GroupMemory, ...]
-    usd_per_iteration: float
+    microbatches: tuple[tuple[int, ...], ...]  # per stage and group, microbatches of each replica (some have one fewer)
+    memory: tuple[GroupMemory, ...]  # per stage and group
+    usd_per_iteration: float  # GPU hours and egress
     gpu_usd_per_iteration: float
-    egress_bytes: float
-    stage_busy_s: tuple[float, ...]
-    fullest: float
+    egress_bytes: float  # bytes per iteration over links with a price
+    stage_busy_s: tuple[float, ...]  # compute of every stage
+    fullest: float  # largest share of a rank's memory that is used
 
     @property
     def worst_memory(self) -> GroupMemory:
@@ -394,32 +368,24 @@ class Estimate(NamedTuple):
 
 @dataclass(slots=True)
 class StageTimes:
-    """One stage of a candidate at its operating point.  Candidates with the same stage share it.
-
-    Attributes:
-        busy_s: Compute of the slowest replica over the iteration.
-        forward_s, backward_s: Means over the microbatches.
-        sync_s, update_s: Gradient reduction and update after the last backward.
-        parameters: Of one rank of each kind of replica.
-        in_flight: Microbatches that each kind of replica may hold.
-        memory: Of one rank of each kind of replica.
-        fullest: Largest share of a rank's memory that is used.
-        memo: What schedules remember about the stage, whatever is in flight.
-    """
+    """One stage of a candidate at its operating point.  Candidates with the same stage share it."""
 
     units: list[Unit]
     replica_f: list[float]
     replica_b: list[float]
     microbatches: list[int]
-    busy_s: float
+    busy_s: float  # compute of the slowest replica over the iteration
+    # forward_s, backward_s: means over the microbatches
     forward_s: float
     backward_s: float
+    # sync_s, update_s: gradient reduction and update after the last backward
     sync_s: float = 0.0
     update_s: float = 0.0
-    parameters: tuple[float, ...] = ()
-    in_flight: tuple[int, ...] = ()
-    memory: tuple[GroupMemory, ...] = ()
-    fullest: float = 0.0
+    parameters: tuple[float, ...] = ()  # of one rank of each kind of replica
+    in_flight: tuple[int, ...] = ()  # microbatches that each kind of replica may hold
+    memory: tuple[GroupMemory, ...] = ()  # of one rank of each kind of replica
+    fullest: float = 0.0  # largest share of a rank's memory that is used
+    # what schedules remember about the stage, whatever is in flight
     memo: dict[object, Any] = field(default_factory=dict)
     _figures: bytes = field(default=b"", init=False, repr=False, compare=False)
 
@@ -441,20 +407,13 @@ class StageTimes:
 
 
 class Pipeline(NamedTuple):
-    """The time of a pipeline by the closed form of its schedule.
+    """The time of a pipeline by the closed form of its schedule."""
 
-    Attributes:
-        end_s: Of the last operation.
-        busy_s: Compute of the stage that decides it.
-        bottleneck: That stage.
-        gather_s: Exposed gathers of parameters.
-        earliest: Per stage, the earliest end of its last backward, where the schedule knows more than ``end_s``.
-    """
-
-    end_s: float
-    busy_s: float
-    bottleneck: int
-    gather_s: float
+    end_s: float  # of the last operation
+    busy_s: float  # compute of the stage that decides it
+    bottleneck: int  # that stage
+    gather_s: float  # exposed gathers of parameters
+    # per stage, the earliest end of its last backward, where the schedule knows more than ``end_s``
     earliest: Sequence[float]
 
 

@@ -30,43 +30,31 @@ INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models.
+    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models."""
 
-    Attributes:
-        gemm: Rate of matrix products, as a share of what the catalog says that the GPU reaches.
-        attention: The same for attention in a fused kernel.
-        newest_attention: Attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3);
-            else in those of FlashAttention-2, which use a third of a Hopper GPU.
-        backward_attention: Time of attention's backward per FLOP, as a multiple of the forward's.
-        gradient_bytes: Memory traffic of each weight in a pass, where the backward adds to its gradient: 8 in fp32
-            inside the product, 12 by a kernel of its own, and as many as an element has where nothing is added.
-        elementwise: Memory traffic of norms, residual connections, activation functions and casts, as a
-            multiple of what perfectly fused kernels move.
-        logits_bytes: Memory traffic of the loss per logit, forward and backward together.
-        quantize_bytes: Memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose).
-        expert_quantize_bytes: The same in the products of experts, each of which pads and casts a part of its own.
-        launches: Kernels that the host starts for a forward of one layer.
-        expert_launches: More of them for a layer with experts.
-        dropless_launches: Wait of one pass of a layer with experts that drops no tokens, in launches: the host
-            must know how many tokens each expert got before it can start the products.
-        expert_gemm: Rate of the experts' products, as a share of ``gemm``: groups of unequal size.
-        dispatch: Memory traffic of sorting tokens by expert and back, in elements per routed element.
-    """
-
-    gemm: float = 0.97
-    attention: float = 1.0
+    gemm: float = 0.97  # rate of matrix products, as a share of what the catalog says that the GPU reaches
+    attention: float = 1.0  # the same for attention in a fused kernel
+    # attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3); else in those of
+    # FlashAttention-2, which use a third of a Hopper GPU
     newest_attention: bool = True
-    backward_attention: float = 1.15
+    backward_attention: float = 1.15  # time of attention's backward per FLOP, as a multiple of the forward's
+    # memory traffic of each weight in a pass, where the backward adds to its gradient: 8 in fp32 inside the product, 12
+    # by a kernel of its own, and as many as an element has where nothing is added
     gradient_bytes: float = 8.0
+    # memory traffic of norms, residual connections, activation functions and casts, as a multiple of what perfectly
+    # fused kernels move
     elementwise: float = 2.1
-    logits_bytes: float = 16.0
-    quantize_bytes: float = 4.0
+    logits_bytes: float = 16.0  # memory traffic of the loss per logit, forward and backward together
+    quantize_bytes: float = 4.0  # memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose)
+    # the same in the products of experts, each of which pads and casts a part of its own
     expert_quantize_bytes: float = 12.0
-    launches: float = 60.0
-    expert_launches: float = 150.0
+    launches: float = 60.0  # kernels that the host starts for a forward of one layer
+    expert_launches: float = 150.0  # more of them for a layer with experts
+    # wait of one pass of a layer with experts that drops no tokens, in launches: the host must know how many tokens
+    # each expert got before it can start the products
     dropless_launches: float = 415.0
-    expert_gemm: float = 0.65
-    dispatch: float = 24.0
+    expert_gemm: float = 0.65  # rate of the experts' products, as a share of ``gemm``: groups of unequal size
+    dispatch: float = 24.0  # memory traffic of sorting tokens by expert and back, in elements per routed element
 
 
 DEFAULT_KERNELS = Kernels()
@@ -307,31 +295,20 @@ KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
 
 
 class Spread(NamedTuple):
-    """How a layer is divided over ranks besides TP, and what those ranks are joined by.
+    """How a layer is divided over ranks besides TP, and what those ranks are joined by."""
 
-    Attributes:
-        cp: Context-parallel size.
-        ep: Expert-parallel size: parts over which the experts of a layer are divided.
-        expert_tp: Ranks that cut one expert; 0 for the rest of the TP group (TP size over ``ep``).
-        domain: GPUs of a node (or NVLink domain).
-        intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
-        slices: Passes that a sequence is cut into; costs are of all of them.
-        kinds: Of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model.
-        cut: Whether documents are cut by places, whatever that costs.
-        portion: The part of every sequence that the rank holds; 0 for equal parts.
-        between_bytes_per_s: Of one rank to the other context-parallel ranks, where these are of several kinds.
-    """
-
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int = 0
-    domain: int = 8
+    cp: int = 1  # context-parallel size
+    ep: int = 1  # expert-parallel size: parts over which the experts of a layer are divided
+    expert_tp: int = 0  # ranks that cut one expert; 0 for the rest of the TP group (TP size over ``ep``)
+    domain: int = 8  # GPUs of a node (or NVLink domain)
     network_bytes_per_s: float = 12.5e9
-    intra_node_bytes_per_s: float | None = None
-    slices: int = 1
+    intra_node_bytes_per_s: float | None = None  # of one GPU to its node, None for the catalog's figure
+    slices: int = 1  # passes that a sequence is cut into; costs are of all of them
+    # of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model
     kinds: tuple[tuple[str, int], ...] = ()
-    cut: bool = False
-    portion: float = 0.0
+    cut: bool = False  # whether documents are cut by places, whatever that costs
+    portion: float = 0.0  # the part of every sequence that the rank holds; 0 for equal parts
+    # of one rank to the other context-parallel ranks, where these are of several kinds
     between_bytes_per_s: float | None = None
 
     @property
@@ -349,23 +326,18 @@ ALONE = Spread()
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """One layer at one operating point, on one rank.
+    """One layer at one operating point, on one rank."""
 
-    Attributes:
-        forward_s, backward_s: Seconds per microbatch; backward includes recomputation.
-        activation_bytes: Kept from forward to backward, per microbatch in flight.
-        workspace_bytes: Temporary memory beyond that.
-        attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.
-        fixed_forward_s, fixed_backward_s: What a pass through any number of such layers takes besides.
-    """
-
+    # forward_s, backward_s: seconds per microbatch; backward includes recomputation
     forward_s: float
     backward_s: float
     parameters: int
-    activation_bytes: float
-    workspace_bytes: float
+    activation_bytes: float  # kept from forward to backward, per microbatch in flight
+    workspace_bytes: float  # temporary memory beyond that
+    # attention_forward_s, attention_backward_s: the part of the times that grows with the keys before a token
     attention_forward_s: float = 0.0
     attention_backward_s: float = 0.0
+    # fixed_forward_s, fixed_backward_s: what a pass through any number of such layers takes besides
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
 

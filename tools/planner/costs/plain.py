@@ -186,27 +186,21 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
 
 
 class _Steps(NamedTuple):
-    """Operations in the order in which devices run them, device after device, and the messages between them.
+    """Operations in the order in which devices run them, device after device, and the messages between them."""
 
-    Attributes:
-        at: The first operation of every device, and the number of all.
-        waits, sends: By operation, the message that it waits for and the one that it makes, -1 for none.
-        link: By operation, the link that its message takes, -1 where it stays on the device.
-        seconds, wire_s, latency_s: By operation, its time, how long its message occupies the link, and what the message
-            takes besides.
-        tails_s: By device, what follows its last operation.
-    """
-
-    at: NDArray[np.int32]
+    at: NDArray[np.int32]  # the first operation of every device, and the number of all
     messages: int
     pairs: int
+    # waits, sends: by operation, the message that it waits for and the one that it makes, -1 for none
     waits: NDArray[np.int32]
     sends: NDArray[np.int32]
-    link: NDArray[np.int32]
+    link: NDArray[np.int32]  # by operation, the link that its message takes, -1 where it stays on the device
+    # seconds, wire_s, latency_s: by operation, its time, how long its message occupies the link, and what the message
+    # takes besides
     seconds: Doubles
     wire_s: Doubles
     latency_s: Doubles
-    tails_s: Doubles
+    tails_s: Doubles  # by device, what follows its last operation
 
 
 def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:

@@ -286,15 +286,10 @@ MOST_COUPLED = 60_000  # compute operations up to which plans whose parts gather
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One simulated iteration.
+    """One simulated iteration."""
 
-    Attributes:
-        iteration_s: Makespan with gradient reduction and update.
-        result: The simulator's own result (timeline, bubble by cause, memory over time).
-    """
-
-    iteration_s: float
-    result: Result
+    iteration_s: float  # makespan with gradient reduction and update
+    result: Result  # the simulator's own result (timeline, bubble by cause, memory over time)
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:

@@ -26,15 +26,12 @@ SCRIPT = "elastic.sbatch"
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """Holds what an elastic job is told beyond :class:`LaunchOptions`.
+    """Holds what an elastic job is told beyond :class:`LaunchOptions`."""
 
-    Attributes:
-        more: Further plans with their files, the best one first; the job's own plan comes before them.
-        inputs: Names of cluster file, model file and (where there is one) profile in the run's folder, from which plans
-            are searched for pools that no given plan fits; empty: none are searched.
-    """
-
+    # further plans with their files, the best one first; the job's own plan comes before them
     more: tuple[tuple[str, Plan], ...] = ()
+    # names of cluster file, model file and (where there is one) profile in the run's folder, from which plans are
+    # searched for pools that no given plan fits; empty: none are searched
     inputs: tuple[str, ...] = ()
 
     @property

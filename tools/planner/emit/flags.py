@@ -18,36 +18,23 @@ from ..inputs.model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, fl
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Holds what a plan does not say about the model.
+    """Holds what a plan does not say about the model."""
 
-    Attributes:
-        normalization: ``RMSNorm`` or ``LayerNorm``.
-        gated: Gated MLP.
-        biases: Linear layers with biases.
-        learned_positions: Rows of a learned position table; 0 = rotary embeddings.
-        head_size: Width of one attention head, where Megatron's own would be another.
-        experts: Layers of experts; every replica holds all of them.
-        window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
-            none does).
-        latent: Multi-head latent attention.
-        mamba, delta_net: Recurrent layers of a hybrid model.
-        fp8: Whether linear layers compute in fp8.
-        documents: Whether sequences are packed documents that do not see each other.
-        flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
-    """
-
-    normalization: str = "RMSNorm"
-    gated: bool = True
-    biases: bool = False
-    learned_positions: int = 0
-    head_size: int | None = None
-    experts: Experts | None = None
+    normalization: str = "RMSNorm"  # ``RMSNorm`` or ``LayerNorm``
+    gated: bool = True  # gated MLP
+    biases: bool = False  # linear layers with biases
+    learned_positions: int = 0  # rows of a learned position table; 0 = rotary embeddings
+    head_size: int | None = None  # width of one attention head, where Megatron's own would be another
+    experts: Experts | None = None  # layers of experts; every replica holds all of them
+    # keys that a query sees in layers with a sliding window, and every how many layers one sees all (0: none does)
     window: tuple[int, int] | None = None
-    latent: Latent | None = None
+    latent: Latent | None = None  # multi-head latent attention
+    # mamba, delta_net: recurrent layers of a hybrid model
     mamba: Mamba | None = None
     delta_net: DeltaNet | None = None
-    fp8: bool = False
-    documents: bool = False
+    fp8: bool = False  # whether linear layers compute in fp8
+    documents: bool = False  # whether sequences are packed documents that do not see each other
+    # further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``)
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
 
 

@@ -31,24 +31,16 @@ _RETRIES = 1000  # pods of an elastic job that may be replaced: any number that 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """Holds what a launch without Slurm is told.
+    """Holds what a launch without Slurm is told."""
 
-    Attributes:
-        target: Which file is written.
-        image: Of all containers; SkyPilot can do without.
-        volumes: Where the folder of the run is seen by all nodes: names of claims (JobSet) or addresses of buckets
-            (SkyPilot), by the folder where they are mounted.
-        queue: Kueue's queue; empty: none.
-        restarts: How often a JobSet starts again after a failure.
-        kinds: What tells the nodes of each kind apart, by its name.
-    """
-
-    target: Target
-    image: str = ""
+    target: Target  # which file is written
+    image: str = ""  # of all containers; SkyPilot can do without
+    # where the folder of the run is seen by all nodes: names of claims (JobSet) or addresses of buckets (SkyPilot), by
+    # the folder where they are mounted
     volumes: Mapping[str, str] = field(default_factory=dict)
-    queue: str = ""
-    restarts: int = 10
-    kinds: Mapping[str, PodKind] = field(default_factory=dict)
+    queue: str = ""  # kueue's queue; empty: none
+    restarts: int = 10  # how often a JobSet starts again after a failure
+    kinds: Mapping[str, PodKind] = field(default_factory=dict)  # what tells the nodes of each kind apart, by its name
 
 
 @dataclass(frozen=True, slots=True)

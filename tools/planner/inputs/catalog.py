@@ -18,51 +18,38 @@ Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
 
 class Gpu(BaseModel):
-    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware.
-
-    Attributes:
-        flops: Peak dense FLOP/s by precision (tensor cores where there are any, without sparsity).
-        memory_bytes, memory_bytes_per_s: Size and bandwidth of device memory.
-        intra_node_bytes_per_s: Bandwidth of one GPU to its node, one direction (NVLink or PCIe).
-        host_bytes_per_s: PCIe or C2C bandwidth to host memory, one direction.
-        flash_attention_2: Whether FlashAttention-2 runs on it (compute capability >= 8.0).
-        efficiency: Share of peak that the largest matrix products reach, over seconds (power limits included).
-        attention_efficiency: The same for causal attention with heads of 128, in the best kernel for the GPU.
-        flash_efficiency: The same in FlashAttention-2's kernel.
-        architecture: What compilers call it (``sm_80``, ``gfx942``); none where it is not known.
-        torch_builds: PyTorch's indexes of wheels with kernels for it (``cu126``, ``cu130``, ``rocm``).
-        transformer_engine: Whether NVIDIA's Transformer Engine runs on it (compute capability >= 8.0); none: where
-            FlashAttention-2 does.
-        collective_bytes_per_s: Bus bandwidth of collectives inside a node; None = 80 % of
-            ``intra_node_bytes_per_s``, as over NVLink.  GPUs that share PCIe get far less.
-        reserved_bytes: Memory taken by context and libraries before any model exists.
-        power_w: Board power, for energy.
-        usd_per_hour: A public list price of one GPU hour, when known; prices are user input.
-        is_processor: A CPU device: attention kernels of GPUs, and their limits, do not apply.
-        source: Where the figures come from.
-    """
+    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    flops: dict[Format, float]
+    flops: dict[Format, float]  # peak dense FLOP/s by precision (tensor cores where there are any, without sparsity)
+    # memory_bytes, memory_bytes_per_s: size and bandwidth of device memory
     memory_bytes: int = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
-    intra_node_bytes_per_s: float = Field(gt=0)
-    host_bytes_per_s: float = Field(default=12e9, gt=0)
-    flash_attention_2: bool = False
-    is_processor: bool = False
+    intra_node_bytes_per_s: float = Field(gt=0)  # bandwidth of one GPU to its node, one direction (NVLink or PCIe)
+    host_bytes_per_s: float = Field(default=12e9, gt=0)  # PCIe or C2C bandwidth to host memory, one direction
+    flash_attention_2: bool = False  # whether FlashAttention-2 runs on it (compute capability >= 8.0)
+    is_processor: bool = False  # a CPU device: attention kernels of GPUs, and their limits, do not apply
+    # share of peak that the largest matrix products reach, over seconds (power limits included)
     efficiency: float = Field(default=0.7, gt=0, le=1)
+    # the same for causal attention with heads of 128, in the best kernel for the GPU
     attention_efficiency: float = Field(default=0.5, gt=0, le=1)
-    flash_efficiency: float = Field(default=0.5, gt=0, le=1)
-    architecture: str | None = None
+    flash_efficiency: float = Field(default=0.5, gt=0, le=1)  # the same in FlashAttention-2's kernel
+    architecture: str | None = None  # what compilers call it (``sm_80``, ``gfx942``); none where it is not known
+    # PyTorch's indexes of wheels with kernels for it (``cu126``, ``cu130``, ``rocm``)
     torch_builds: tuple[str, ...] = ()
+    # whether NVIDIA's Transformer Engine runs on it (compute capability >= 8.0); none: where FlashAttention-2 does
     transformer_engine: bool | None = None
+    # Bus bandwidth of collectives inside a node; None = 80 % of ``intra_node_bytes_per_s``, as over NVLink.  GPUs that
+    # share PCIe get far less.
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
+    # memory taken by context and libraries before any model exists
     reserved_bytes: int = Field(default=1_500_000_000, ge=0)
     launch_s: float = Field(default=20e-6, ge=0, le=60)
-    power_w: float | None = Field(default=None, gt=0)
+    power_w: float | None = Field(default=None, gt=0)  # board power, for energy
+    # a public list price of one GPU hour, when known; prices are user input
     usd_per_hour: float | None = Field(default=None, ge=0)
-    source: str
+    source: str  # where the figures come from
 
     @property
     def collective_rate(self) -> float:

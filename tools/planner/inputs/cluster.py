@@ -33,18 +33,12 @@ def _name(value: str | None) -> str | None:
 
 
 class SlurmSettings(BaseModel):
-    """Holds what Slurm is asked for nodes of this kind.
-
-    Attributes:
-        partition, constraint, account, gres, qos, reservation, licenses, mem: Values of Slurm's options; ``gres``
-            without its number, ``mem`` per node.
-        exclusive: Whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are
-            not known.
-        cpus: Cores of a node; None: not known.
-    """
+    """Holds what Slurm is asked for nodes of this kind."""
 
     model_config = _STRICT
 
+    # partition, constraint, account, gres, qos, reservation, licenses, mem: values of Slurm's options; ``gres`` without
+    # its number, ``mem`` per node
     partition: str | None = None
     constraint: str | None = None
     account: str | None = None
@@ -53,8 +47,9 @@ class SlurmSettings(BaseModel):
     reservation: str | None = None
     licenses: str | None = None
     mem: str | None = None
+    # whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are not known
     exclusive: bool | None = None
-    cpus: int | None = Field(default=None, ge=1, le=4096)
+    cpus: int | None = Field(default=None, ge=1, le=4096)  # cores of a node; None: not known
 
     @field_validator("mem", mode="before")
     @classmethod
@@ -93,54 +88,43 @@ MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
 
 
 class NodeGroup(BaseModel):
-    """Equal nodes.
-
-    Attributes:
-        gpu: Kind of GPU, from the catalog or from ``gpus:`` of the file.
-        count: Nodes of this kind (the quota).
-        zone, region: Where they are; region defaults to the zone without its last ``-part``.
-        network_bytes_per_s: Network bandwidth of a whole node, one direction.
-        host_memory_bytes: Main memory of a node that training may use for what it offloads; None = no limit known.
-        host_bytes_per_s: Bandwidth of one GPU to main memory; overrides the catalog's.
-        stream_bytes_per_s: What one GPU alone reaches over the network, when less than the node.
-        measured_rates: Measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what
-            so many GPUs of a node reach together when each sends messages of this size.
-        network_latency_s: Latency between two nodes of the same zone.
-        collective_bytes_per_s: What one rank's collectives reach over the network, when known to be less
-            than its share of the network (software limits); None = its share.
-        intra_node_bytes_per_s: Overrides the catalog's figure.
-        usd_per_gpu_hour: Price; overrides the catalog's.
-        interruptions_per_day: How often a node is taken away or fails; ``rent`` reckons with it.
-        max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
-        hosts: Host names, for generated scripts; ``node[01-04]`` stands for four.
-        python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
-            None = that of ``emit --python``.
-        shared_node: Name of the nodes, where groups of other kinds have more GPUs of the same nodes; empty: none.
-        devices: Numbers of these GPUs within such a node, in the order of the PCI bus.
-    """
+    """Equal nodes."""
 
     model_config = _STRICT
 
-    gpu: str
-    count: int = Field(ge=1, le=MAX_GPUS)
+    gpu: str  # kind of GPU, from the catalog or from ``gpus:`` of the file
+    count: int = Field(ge=1, le=MAX_GPUS)  # nodes of this kind (the quota)
     gpus_per_node: int = Field(ge=1, le=1024)
+    # zone, region: where they are; region defaults to the zone without its last ``-part``
     zone: str = "local"
     region: str | None = None
-    network_bytes_per_s: float = Field(default=12.5e9, gt=0)
+    network_bytes_per_s: float = Field(default=12.5e9, gt=0)  # network bandwidth of a whole node, one direction
+    # main memory of a node that training may use for what it offloads; None = no limit known
     host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # bandwidth of one GPU to main memory; overrides the catalog's
     host_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # what one GPU alone reaches over the network, when less than the node
     stream_bytes_per_s: float | None = Field(default=None, gt=0)
+    # measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what so many GPUs of a node
+    # reach together when each sends messages of this size
     measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=1000)
-    network_latency_s: float = Field(default=20e-6, ge=0)
+    network_latency_s: float = Field(default=20e-6, ge=0)  # latency between two nodes of the same zone
+    # what one rank's collectives reach over the network, when known to be less than its share of the network (software
+    # limits); None = its share
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
-    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
-    usd_per_gpu_hour: float | None = Field(default=None, ge=0)
+    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)  # overrides the catalog's figure
+    usd_per_gpu_hour: float | None = Field(default=None, ge=0)  # price; overrides the catalog's
+    # how often a node is taken away or fails; ``rent`` reckons with it
     interruptions_per_day: float = Field(default=0.0, ge=0, le=86400)
-    max_gpus: int | None = Field(default=None, ge=0)
-    hosts: tuple[str, ...] = ()
+    max_gpus: int | None = Field(default=None, ge=0)  # quota in GPUs, when less than ``count * gpus_per_node``
+    hosts: tuple[str, ...] = ()  # host names, for generated scripts; ``node[01-04]`` stands for four
+    # the interpreter of these nodes, for generated scripts, where kinds need environments of their own; None = that of
+    # ``emit --python``
     python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")
     slurm: SlurmSettings = SlurmSettings()
+    # name of the nodes, where groups of other kinds have more GPUs of the same nodes; empty: none
     shared_node: str = ""
+    # numbers of these GPUs within such a node, in the order of the PCI bus
     devices: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = ()
     kubernetes: KubernetesSettings = KubernetesSettings()
     skypilot: SkypilotSettings = SkypilotSettings()
@@ -307,23 +291,19 @@ def cluster_from_document(document: Any, file: str) -> Cluster:
 
 
 class GpusOfNode(BaseModel):
-    """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group.
-
-    Attributes:
-        count: How many of them a node has.  Entries follow each other as devices do on the PCI bus.
-        max_gpus, usd_per_gpu_hour, intra_node_bytes_per_s, host_bytes_per_s: As of a node group, for this kind.
-        gres: Slurm's name for this kind.
-    """
+    """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group."""
 
     model_config = _STRICT
 
     type: str
+    # How many of them a node has.  Entries follow each other as devices do on the PCI bus.
     count: int = Field(ge=1, le=1024)
+    # max_gpus, usd_per_gpu_hour, intra_node_bytes_per_s, host_bytes_per_s: as of a node group, for this kind
     max_gpus: int | None = Field(default=None, ge=0)
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)
     intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
     host_bytes_per_s: float | None = Field(default=None, gt=0)
-    gres: str | None = None
+    gres: str | None = None  # Slurm's name for this kind
 
 
 _OF_WHOLE_NODE = ("network_bytes_per_s", "host_memory_bytes")

@@ -236,26 +236,20 @@ def check_flags(flags: Mapping[str, FlagValue]) -> None:
 
 
 class Experts(BaseModel):
-    """Mixture-of-experts layers.
-
-    Attributes:
-        count: Experts of a layer.
-        ffn_hidden_size: Width of one expert.
-        shared_ffn_hidden_size: Width of the expert that every token passes, 0 without one.
-        dense_layers: Layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead.
-        dense_first: Whether these are the first layers of the model; else ``flags`` has their ``moe-layer-freq``.
-        dropless: All tokens reach their experts; else each expert has a fixed capacity, which is priced only: what a
-            rank drops depends on its TP size.
-    """
+    """Mixture-of-experts layers."""
 
     model_config = _STRICT
 
-    count: int = Field(ge=2)
+    count: int = Field(ge=2)  # experts of a layer
     top_k: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    shared_ffn_hidden_size: int = Field(default=0, ge=0)
+    ffn_hidden_size: int = Field(ge=1)  # width of one expert
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)  # width of the expert that every token passes, 0 without one
+    # layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead
     dense_layers: int = Field(default=0, ge=0)
+    # whether these are the first layers of the model; else ``flags`` has their ``moe-layer-freq``
     dense_first: bool = True
+    # all tokens reach their experts; else each expert has a fixed capacity, which is priced only: what a rank drops
+    # depends on its TP size
     dropless: bool = True
 
     @property
@@ -276,19 +270,16 @@ class Experts(BaseModel):
 
 
 class Latent(BaseModel):
-    """Multi-head latent attention (DeepSeek-V2, section 2.1).
-
-    Attributes:
-        query_rank, key_value_rank: Widths of the compressed queries (0: they are not compressed), and of the
-            compressed keys and values.
-        nope_size, rope_size, value_size: Per head, width of queries and keys without and with rotary positions,
-            and of values.
-    """
+    """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
 
     model_config = _STRICT
 
+    # query_rank, key_value_rank: widths of the compressed queries (0: they are not compressed), and of the compressed
+    # keys and values
     query_rank: int = Field(ge=0)
     key_value_rank: int = Field(ge=1)
+    # nope_size, rope_size, value_size: per head, width of queries and keys without and with rotary positions, and of
+    # values
     nope_size: int = Field(ge=1)
     rope_size: int = Field(ge=1)
     value_size: int = Field(ge=1)
@@ -312,20 +303,15 @@ class Latent(BaseModel):
 
 
 class Mamba(BaseModel):
-    """Mamba-2 layers (``M`` in a pattern).
-
-    Attributes:
-        heads, head_size: Heads of a layer and their width.
-        groups: Groups of heads that share what reads and writes the state.
-        state_size: Numbers of a state for each number of a head.
-    """
+    """Mamba-2 layers (``M`` in a pattern)."""
 
     model_config = _STRICT
 
+    # heads, head_size: heads of a layer and their width
     heads: int = Field(ge=1)
     head_size: int = Field(default=64, ge=1)
-    groups: int = Field(default=8, ge=1)
-    state_size: int = Field(default=128, ge=1)
+    groups: int = Field(default=8, ge=1)  # groups of heads that share what reads and writes the state
+    state_size: int = Field(default=128, ge=1)  # numbers of a state for each number of a head
 
     @property
     def all_heads(self) -> int:
@@ -374,17 +360,14 @@ class Mamba(BaseModel):
 
 
 class DeltaNet(BaseModel):
-    """Gated delta net layers (``G`` in a pattern).
-
-    Attributes:
-        key_heads, value_heads: Heads of queries and keys, and of values.
-        key_size, value_size: Widths of a head.
-    """
+    """Gated delta net layers (``G`` in a pattern)."""
 
     model_config = _STRICT
 
+    # key_heads, value_heads: heads of queries and keys, and of values
     key_heads: int = Field(ge=1)
     value_heads: int = Field(ge=1)
+    # key_size, value_size: widths of a head
     key_size: int = Field(default=128, ge=1)
     value_size: int = Field(default=128, ge=1)
 

@@ -12,23 +12,15 @@ from ..errors import PlannerError
 
 
 class Room(NamedTuple):
-    """Equal nodes.
+    """Equal nodes."""
 
-    Attributes:
-        gpu: Kind of GPU, as plans name it.
-        devices: GPUs in each node.
-        count: Nodes that there are; None: as many as needed.
-        quota: GPUs that may be used in all; None: those that there are.
-        zone: Where they are; empty: unknown.
-        shared_node: Name of the nodes where other rooms have more devices of the same nodes; empty: none.
-    """
-
-    gpu: str
-    devices: int
+    gpu: str  # kind of GPU, as plans name it
+    devices: int  # GPUs in each node
+    # nodes that there are; None: as many as needed
     count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nobody needs
-    quota: int | None = None
-    zone: str = ""
-    shared_node: str = ""
+    quota: int | None = None  # GPUs that may be used in all; None: those that there are
+    zone: str = ""  # where they are; empty: unknown
+    shared_node: str = ""  # name of the nodes where other rooms have more devices of the same nodes; empty: none
 
     @property
     def total(self) -> int | None:

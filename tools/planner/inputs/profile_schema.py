@@ -89,52 +89,37 @@ class ProfiledModel:
 
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
-    """One measured layer kind at one operating point, on one rank of a TP group.
+    """One measured layer kind at one operating point, on one rank of a TP group."""
 
-    Attributes:
-        layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all
-            equal ones; with experts where the model has them), ``dense`` (one without experts, of a model that has
-            both), ``attention``, ``mlp`` or ``experts`` (layers of a hybrid model) or
-            ``head`` (final norm, output projection, loss).
-        micro_batch_size: Sequences per microbatch, b.
-        tp: Tensor-parallel size; times include the TP collectives inside the node.
-        slice_tokens: Tokens of each sequence in one pass; equals the sequence length unless
-            slices (SlimPipe) were measured.
-        context_tokens: Tokens of the same sequence before this slice that attention also reads
-            (0 without slices).
-        recompute: Megatron's activation recompute granularity.
-        forward_s, backward_s: Seconds of one pass; backward includes recomputation.
-        update_s: Seconds of the optimizer step over this layer's parameters on this rank.
-        parameters: Parameters held by this rank.
-        activation_bytes: Bytes kept from forward to backward.
-        workspace_bytes: Largest temporary allocation beyond that, during forward or backward.
-        output_bytes: Bytes of the output ``[s, b, h]`` sent to the next stage (of the whole
-            TP group, not divided by sequence parallelism).
-        fixed_forward_s, fixed_backward_s: What of these times comes once per pass, however many layers it goes
-            through; the rest comes with every layer.
-        alone_s: Forward and backward while the other processes of the machine wait; 0 where it was not measured.
-        ep: Parts of the TP group over which experts are divided.
-        windowed: With the model's sliding window.
-    """
-
+    # ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all equal ones;
+    # with experts where the model has them), ``dense`` (one without experts, of a model that has both), ``attention``,
+    # ``mlp`` or ``experts`` (layers of a hybrid model) or ``head`` (final norm, output projection, loss)
     layer: LayerKind
-    micro_batch_size: int
-    tp: int
+    micro_batch_size: int  # sequences per microbatch, b
+    tp: int  # tensor-parallel size; times include the TP collectives inside the node
+    # tokens of each sequence in one pass; equals the sequence length unless slices (SlimPipe) were measured
     slice_tokens: int
+    # forward_s, backward_s: seconds of one pass; backward includes recomputation
     forward_s: float
     backward_s: float
-    update_s: float
-    parameters: int
-    activation_bytes: int
+    update_s: float  # seconds of the optimizer step over this layer's parameters on this rank
+    parameters: int  # parameters held by this rank
+    activation_bytes: int  # bytes kept from forward to backward
+    # bytes of the output ``[s, b, h]`` sent to the next stage (of the whole TP group, not divided by sequence
+    # parallelism)
     output_bytes: int
+    # tokens of the same sequence before this slice that attention also reads (0 without slices)
     context_tokens: int = 0
-    recompute: Literal["none", "selective", "full"] = "none"
-    workspace_bytes: int = 0
+    recompute: Literal["none", "selective", "full"] = "none"  # Megatron's activation recompute granularity
+    workspace_bytes: int = 0  # largest temporary allocation beyond that, during forward or backward
+    # fixed_forward_s, fixed_backward_s: what of these times comes once per pass, however many layers it goes through;
+    # the rest comes with every layer
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
+    # forward and backward while the other processes of the machine wait; 0 where it was not measured
     alone_s: float = 0.0
-    ep: int = 1
-    windowed: bool = False
+    ep: int = 1  # parts of the TP group over which experts are divided
+    windowed: bool = False  # with the model's sliding window
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -156,24 +141,17 @@ class LargestBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """Everything measured on one node of one kind.
+    """Everything measured on one node of one kind."""
 
-    Attributes:
-        kind: Name of the device kind, as in the cluster file's ``gpu``.
-        gpus_per_node: Devices in the node that was measured.
-        reserved_bytes: Device memory used before any model exists (context, communicator buffers).
-        host_to_device_bytes_per_s, device_to_host_bytes_per_s: Offload bandwidth; None where
-            there is no separate host memory (CPU).
-        timings: One entry per layer kind and operating point.
-        largest_batches: Results of the search for the largest micro batch.
-    """
-
-    kind: str
+    kind: str  # name of the device kind, as in the cluster file's ``gpu``
     memory_bytes: int
-    gpus_per_node: int
-    timings: list[LayerTiming] = field(default_factory=list)
+    gpus_per_node: int  # devices in the node that was measured
+    timings: list[LayerTiming] = field(default_factory=list)  # one entry per layer kind and operating point
+    # results of the search for the largest micro batch
     largest_batches: list[LargestBatch] = field(default_factory=list)
-    reserved_bytes: int = 0
+    reserved_bytes: int = 0  # device memory used before any model exists (context, communicator buffers)
+    # host_to_device_bytes_per_s, device_to_host_bytes_per_s: offload bandwidth; None where there is no separate host
+    # memory (CPU)
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
 
@@ -187,20 +165,15 @@ class LinkProfile:
     ``latency_s`` and ``bytes_per_s`` are the fit t(n) = latency_s + n / bytes_per_s, where n is
     the payload of the operation as the caller sees it (the message for p2p; the whole buffer for
     collectives).  ``samples`` are the points ``[bytes, seconds]`` the fit was made from.
-
-    Attributes:
-        scope: ``node`` = between devices of one node, ``network`` = between two nodes,
-            ``device`` = inside one device.
-        first_kind, second_kind: Device kinds at both ends (equal for ``node``).
-        operation: Point-to-point or collective.
-        participants: Ranks that took part (2 for p2p).
     """
 
+    # ``node`` = between devices of one node, ``network`` = between two nodes, ``device`` = inside one device
     scope: LinkScope
+    # first_kind, second_kind: device kinds at both ends (equal for ``node``)
     first_kind: str
     second_kind: str
-    operation: Operation
-    participants: int
+    operation: Operation  # point-to-point or collective
+    participants: int  # ranks that took part (2 for p2p)
     latency_s: float
     bytes_per_s: float
     samples: list[tuple[int, float]] = field(default_factory=list)

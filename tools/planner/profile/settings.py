@@ -41,46 +41,26 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """A profiling run.
+    """A profiling run."""
 
-    Attributes:
-        model: The model's dimensions and precision.
-        out: The profile file; measured points found in it are not measured again.
-        kinds: Device kind of every rank of this run, or one name for all of them.
-        devices_per_node: Ranks that form one node; 0 = the launcher's local world size.
-        micro_batch_sizes: Sequences per microbatch to measure.
-        tp: Tensor-parallel sizes; each must divide ``devices_per_node``.
-        ep: Expert-parallel sizes, for the layers of experts and the TP sizes that they divide.
-        slice_tokens: Tokens per pass; empty = the sequence length only.
-        recompute: Recompute granularities; only the transformer layer depends on it.
-        window_s: Seconds during which one figure is measured.  All ranks measure during the
-            same window, so devices that share something (a core, a PCIe switch, power) slow
-            each other down just as they do in training.
-        windows: The median over this many windows is kept.
-        normalization: ``RMSNorm`` or ``LayerNorm``.
-        activation: ``swiglu`` or ``gelu``.
-        links: Measure links too.
-        largest_batch_layers: Transformer layers held while searching for the largest micro
-            batch; 0 = no search.
-        timeout_s: Bound of every collective wait.
-    """
-
-    model: ProfiledModel
-    out: str
-    kinds: tuple[str, ...]
-    devices_per_node: int = 0
-    micro_batch_sizes: tuple[int, ...] = (1,)
-    tp: tuple[int, ...] = (1,)
-    ep: tuple[int, ...] = (1,)
-    slice_tokens: tuple[int, ...] = ()
-    recompute: tuple[str, ...] = ("none",)
+    model: ProfiledModel  # the model's dimensions and precision
+    out: str  # the profile file; measured points found in it are not measured again
+    kinds: tuple[str, ...]  # device kind of every rank of this run, or one name for all of them
+    devices_per_node: int = 0  # ranks that form one node; 0 = the launcher's local world size
+    micro_batch_sizes: tuple[int, ...] = (1,)  # sequences per microbatch to measure
+    tp: tuple[int, ...] = (1,)  # tensor-parallel sizes; each must divide ``devices_per_node``
+    ep: tuple[int, ...] = (1,)  # expert-parallel sizes, for the layers of experts and the TP sizes that they divide
+    slice_tokens: tuple[int, ...] = ()  # tokens per pass; empty = the sequence length only
+    recompute: tuple[str, ...] = ("none",)  # recompute granularities; only the transformer layer depends on it
+    # Seconds during which one figure is measured.  All ranks measure during the same window, so devices that share
+    # something (a core, a PCIe switch, power) slow each other down just as they do in training.
     window_s: float = 1.0
-    windows: int = 3
-    normalization: str = "RMSNorm"
-    activation: str = "swiglu"
-    links: bool = True
-    largest_batch_layers: int = 0
-    timeout_s: float = 300.0
+    windows: int = 3  # the median over this many windows is kept
+    normalization: str = "RMSNorm"  # ``RMSNorm`` or ``LayerNorm``
+    activation: str = "swiglu"  # ``swiglu`` or ``gelu``
+    links: bool = True  # measure links too
+    largest_batch_layers: int = 0  # Transformer layers held while searching for the largest micro batch; 0 = no search
+    timeout_s: float = 300.0  # bound of every collective wait
     notes: str = ""
     link_bytes: tuple[int, ...] = field(default=(1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23))
 

@@ -140,19 +140,14 @@ def _check(watched: Watched, plan: Plan, file: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of a run that a new plan needs.
+    """The files of a run that a new plan needs."""
 
-    Attributes:
-        plan, cluster, model: Their paths.
-        profile: None where the plan was made without one.
-        watched: The measurements.
-    """
-
+    # plan, cluster, model: their paths
     plan: Path
     cluster: Path
     model: Path
-    watched: Path
-    profile: Path | None = None
+    watched: Path  # the measurements
+    profile: Path | None = None  # None where the plan was made without one
 
 
 def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:

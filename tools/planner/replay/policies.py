@@ -176,23 +176,16 @@ class Costs:
     an iteration, which is more than the difference of two logged iterations).  They say how the four compare.  On GPUs
     all are longer: measure them, and give the file to ``--pauses``.  The others are assumptions, and so is what is
     added for the state of a larger model (:func:`megatron_het.elastic.worth.grows_s`).
-
-    Attributes:
-        join_s, leave_s: A change without a failure, with no iteration lost.
-        death_s: From a failure to the end of the next plan's first iteration, less that iteration.
-        start_s: Of a new node, before it can join; the others train meanwhile.
-        restart_s: All processes are started again and load the newest checkpoint.
-        save_every: Iterations between two checkpoints.
-        save_s: For how long a checkpoint holds the training up.
     """
 
+    # join_s, leave_s: a change without a failure, with no iteration lost
     join_s: float = 0.40
     leave_s: float = 0.28
-    death_s: float = 0.65
-    start_s: float = 10.0
-    restart_s: float = 4.5
-    save_every: int = 100
-    save_s: float = 0.0
+    death_s: float = 0.65  # from a failure to the end of the next plan's first iteration, less that iteration
+    start_s: float = 10.0  # of a new node, before it can join; the others train meanwhile
+    restart_s: float = 4.5  # all processes are started again and load the newest checkpoint
+    save_every: int = 100  # iterations between two checkpoints
+    save_s: float = 0.0  # for how long a checkpoint holds the training up
 
 
 def pauses_by_state(sizes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -218,23 +211,17 @@ def pauses_by_state(sizes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float
 
 @dataclass(slots=True)
 class Course:
-    """How a job went.
-
-    Attributes:
-        iterations: That count at the end.
-        repeated: Iterations whose result was lost, parts of iterations included.
-        training_s, paused_s, idle_s: Time in iterations (lost ones included), in changes, and without a plan.
-        changes: How often the plan changed.
-        curve: (time in s, iterations that count), in the order of time.
-    """
+    """How a job went."""
 
     policy: str
-    iterations: float = 0.0
-    repeated: float = 0.0
+    iterations: float = 0.0  # that count at the end
+    repeated: float = 0.0  # iterations whose result was lost, parts of iterations included
+    # training_s, paused_s, idle_s: time in iterations (lost ones included), in changes, and without a plan
     training_s: float = 0.0
     paused_s: float = 0.0
     idle_s: float = 0.0
-    changes: int = 0
+    changes: int = 0  # how often the plan changed
+    # (time in s, iterations that count), in the order of time
     curve: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
 
 

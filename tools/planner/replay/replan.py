@@ -45,18 +45,13 @@ Factors = tuple[float, float]  # measured over predicted seconds of forwards and
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """The planner's inputs as the run has found them.
+    """The planner's inputs as the run has found them."""
 
-    Attributes:
-        cluster, profile: Corrected; no profile where there was none.
-        plan: The run's plan, with its replicas on the kinds of devices of the corrected cluster.
-        notes: What was changed, in sentences, and what could not be expressed.
-    """
-
+    # cluster, profile: corrected; no profile where there was none
     cluster: Cluster
     profile: Profile | None
-    plan: Plan
-    notes: tuple[str, ...]
+    plan: Plan  # the run's plan, with its replicas on the kinds of devices of the corrected cluster
+    notes: tuple[str, ...]  # what was changed, in sentences, and what could not be expressed
 
 
 def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watched) -> Corrected:
@@ -300,23 +295,16 @@ Search = Callable[[Estimator, Goal], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """Holds what a better plan would be, and gain.
+    """Holds what a better plan would be, and gain."""
 
-    Attributes:
-        corrected: The planner's inputs as the run has found them.
-        plan: The better plan; None where the run's own plan is the best that was found.
-        measured_s: Iteration time of the run now.
-        before_s, after_s: Predicted from the measured figures: of the run's own plan, and of the better one.
-        restart_s: What a change was taken to cost.
-    """
-
-    corrected: Corrected
-    plan: Plan | None
-    measured_s: float
+    corrected: Corrected  # the planner's inputs as the run has found them
+    plan: Plan | None  # the better plan; None where the run's own plan is the best that was found
+    measured_s: float  # iteration time of the run now
+    # before_s, after_s: predicted from the measured figures: of the run's own plan, and of the better one
     before_s: float
     after_s: float
     outcome: Outcome
-    restart_s: float
+    restart_s: float  # what a change was taken to cost
 
     @property
     def gain(self) -> float:

@@ -41,30 +41,18 @@ class Load:
 
 
 class _Room(NamedTuple):
-    """Holds what decides how many layers fit into the memory of a group's replicas, whatever comes after the stage.
+    """Holds what decides how many layers fit into the memory of a group's replicas, whatever comes after the stage."""
 
-    Attributes:
-        place: Of one replica; what comes later is filled in when it is known.
-        free: Bytes for layers and activations, the state of embedding and head taken off.
-        undivided_free: The same without that state.
-        held_end: Bytes of the embedding's activations per microbatch in flight.
-        head: Bytes of logits and loss.
-        layer: State of a layer, bytes.
-        held_layer: Activations of a layer, bytes per microbatch in flight.
-        ends: Parameters of embedding and head.
-        parameters: Of a layer.
-    """
-
-    place: Place
+    place: Place  # of one replica; what comes later is filled in when it is known
     replicas: int
-    free: float
-    undivided_free: float
-    held_end: float
-    head: float
-    layer: float
-    held_layer: float
-    ends: float
-    parameters: float
+    free: float  # bytes for layers and activations, the state of embedding and head taken off
+    undivided_free: float  # the same without that state
+    held_end: float  # bytes of the embedding's activations per microbatch in flight
+    head: float  # bytes of logits and loss
+    layer: float  # state of a layer, bytes
+    held_layer: float  # activations of a layer, bytes per microbatch in flight
+    ends: float  # parameters of embedding and head
+    parameters: float  # of a layer
 
 
 class Rooms:

@@ -36,22 +36,15 @@ DOUBTFUL = 0.125  # stages that lack memory for no more than this share of the l
 
 
 class _Stage(NamedTuple):
-    """Holds what a stage is taken for.
+    """Holds what a stage is taken for."""
 
-    Attributes:
-        layer_s: All microbatches through one layer, on the replica that takes longest.
-        ends: Embedding and head, as so many layers.
-        pass_s: Forward and backward of one microbatch through a layer, on average.
-        ends_size: Parameters of embedding and head, as so many layers.
-        figures, without_tail: The first four as the compiled loops want them, and with a tail of no time.
-    """
-
-    layer_s: float
-    ends: float
-    pass_s: float
-    ends_size: float
+    layer_s: float  # all microbatches through one layer, on the replica that takes longest
+    ends: float  # embedding and head, as so many layers
+    pass_s: float  # forward and backward of one microbatch through a layer, on average
+    ends_size: float  # parameters of embedding and head, as so many layers
     width: int
     usd_per_s: float
+    # figures, without_tail: the first four as the compiled loops want them, and with a tail of no time
     figures: bytes
     without_tail: bytes
 
@@ -106,15 +99,10 @@ class _Point:
 
 
 class _Guesses(NamedTuple):
-    """Holds what was found of the groups of all stages.
+    """Holds what was found of the groups of all stages."""
 
-    Attributes:
-        values: Guesses by point.
-        leasts: What they compute at least, by all that computing depends on.
-    """
-
-    values: dict[_Point, float]
-    leasts: dict[object, float]
+    values: dict[_Point, float]  # guesses by point
+    leasts: dict[object, float]  # what they compute at least, by all that computing depends on
 
 
 class Sketch:

@@ -32,62 +32,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search.
+    """How hard to search."""
 
-    Attributes:
-        sketches: Starting points to look at.
-        seeds: Starting points to evaluate, of those that look best.
-        alike: Of these, how many with the same kinds of GPUs in every stage.
-        beam: Starting points to improve by local search.
-        counts: Numbers of stages whose best candidate is improved too.
-        near: Neighbours that look worse than a candidate by this share are not evaluated.
-        neighbours: Neighbours of a candidate that are evaluated at most.
-        hasty: A neighbour that looks much better is evaluated before all neighbours have been looked at.
-        spread: Neighbours have a pool spread anew over its stages, too.  On few GPUs smaller steps reach as much, and
-            such a large one leads away from better plans that are near.
-        steps: Evaluations of the local search per starting point.
-        parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
-        part_sketches, part_seeds, part_steps: Starting points to look at and to evaluate on a part, and evaluations
-            of the local search from its best.
-        near_gpus: Clusters up to this size are searched thoroughly without one node too.
-        cut_nodes: Clusters up to this many nodes are also cut by bandwidth, as Zorse does.
-        exact_gpus: Clusters up to this size are searched to the proven optimum.
-        exact_nodes: Nodes of the search tree, and plans that are priced there, before the proof is given up.
-        simulated_operations: Compute operations to simulate at the end, over all finalists.
-        promising: Finalists that can be expected within this share of the best are simulated.
-        first: Finalists of each schedule that are simulated, whatever the closed form says about others.
-        refined: Small changes of the best plan may take so many times the operations of the other simulations, where
-            it is plain 1F1B, which is simulated by compiled loops.
-        regroups: Replicas of the best plan move between stages in the end, where that makes it faster.
-        small_gpus: Up to this size plans are cheap to simulate, and the closed form is off by more.
-        exact_promising, exact_operations: As ``promising`` and ``simulated_operations``, for such clusters and for
-            those that are searched to the optimum.
-    """
-
-    sketches: int = 1000
-    seeds: int = 120
-    alike: int = 12
-    beam: int = 4
-    counts: int = 6
-    near: float = 0.12
-    neighbours: int = 48
-    hasty: bool = False
+    sketches: int = 1000  # starting points to look at
+    seeds: int = 120  # starting points to evaluate, of those that look best
+    alike: int = 12  # of these, how many with the same kinds of GPUs in every stage
+    beam: int = 4  # starting points to improve by local search
+    counts: int = 6  # numbers of stages whose best candidate is improved too
+    near: float = 0.12  # neighbours that look worse than a candidate by this share are not evaluated
+    neighbours: int = 48  # neighbours of a candidate that are evaluated at most
+    hasty: bool = False  # a neighbour that looks much better is evaluated before all neighbours have been looked at
+    # Neighbours have a pool spread anew over its stages, too.  On few GPUs smaller steps reach as much, and such a
+    # large one leads away from better plans that are near.
     spread: bool = False
-    steps: int = 250
-    parts: int = 12
+    steps: int = 250  # evaluations of the local search per starting point
+    parts: int = 12  # parts of the cluster to search in the same way, of those that can hold a better plan
+    # part_sketches, part_seeds, part_steps: starting points to look at and to evaluate on a part, and evaluations of
+    # the local search from its best
     part_sketches: int = 300
     part_seeds: int = 20
     part_steps: int = 80
-    near_gpus: int = 200
-    cut_nodes: int = 16
-    exact_gpus: int = 8
-    exact_nodes: int = 30_000
-    simulated_operations: int = 15_000
-    promising: float = 0.03
-    first: int = 2
+    near_gpus: int = 200  # clusters up to this size are searched thoroughly without one node too
+    cut_nodes: int = 16  # clusters up to this many nodes are also cut by bandwidth, as Zorse does
+    exact_gpus: int = 8  # clusters up to this size are searched to the proven optimum
+    exact_nodes: int = 30_000  # nodes of the search tree, and plans that are priced there, before the proof is given up
+    simulated_operations: int = 15_000  # compute operations to simulate at the end, over all finalists
+    promising: float = 0.03  # finalists that can be expected within this share of the best are simulated
+    first: int = 2  # finalists of each schedule that are simulated, whatever the closed form says about others
+    # small changes of the best plan may take so many times the operations of the other simulations, where it is plain
+    # 1F1B, which is simulated by compiled loops
     refined: int = 16
-    regroups: bool = True
-    small_gpus: int = 24
+    regroups: bool = True  # replicas of the best plan move between stages in the end, where that makes it faster
+    small_gpus: int = 24  # up to this size plans are cheap to simulate, and the closed form is off by more
+    # exact_promising, exact_operations: as ``promising`` and ``simulated_operations``, for such clusters and for those
+    # that are searched to the optimum
     exact_promising: float = 0.15
     exact_operations: int = 80_000
 
@@ -109,21 +87,15 @@ def effort_for(gpus: int) -> Effort:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Objective and constraints.
+    """Objective and constraints."""
 
-    Attributes:
-        objective: ``throughput`` (shortest iteration) or ``cost`` (cheapest iteration).
-        max_usd_per_iteration, min_iterations_per_s, max_gpus: Constraints, None = none.
-        schedules: Schedules that may be used.
-        keep_data_parallel_in_region: Refuse stages that span regions (Sailor's H5); ``auto`` leaves
-            it off and lets the cost decide.
-    """
-
-    objective: str = "throughput"
+    objective: str = "throughput"  # ``throughput`` (shortest iteration) or ``cost`` (cheapest iteration)
+    # max_usd_per_iteration, min_iterations_per_s, max_gpus: constraints, None = none
     max_usd_per_iteration: float | None = None
     min_iterations_per_s: float | None = None
     max_gpus: int | None = None
-    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    schedules: tuple[str, ...] = tuple(SCHEDULES)  # schedules that may be used
+    # refuse stages that span regions (Sailor's H5); ``auto`` leaves it off and lets the cost decide
     keep_data_parallel_in_region: bool = False
 
     @property
@@ -170,17 +142,12 @@ PENALTY = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate that holds all constraints.
-
-    Attributes:
-        simulated_s: Iteration time by the schedule simulator, None where only the closed form ran.
-        confirmed: ``simulated_s`` is that of the whole plan, not of one of its equal pipelines.
-    """
+    """A candidate that holds all constraints."""
 
     candidate: Candidate
     estimate: Estimate
-    simulated_s: float | None = None
-    confirmed: bool = False
+    simulated_s: float | None = None  # iteration time by the schedule simulator, None where only the closed form ran
+    confirmed: bool = False  # ``simulated_s`` is that of the whole plan, not of one of its equal pipelines
 
     @property
     def iteration_s(self) -> float:
@@ -206,19 +173,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """The best plan, where a plainer one was chosen, or one that depends less on transfers beside compute.
+    """The best plan, where a plainer one was chosen, or one that depends less on transfers beside compute."""
 
-    Attributes:
-        iteration_s: Of the fastest plan.
-        blocking_s: The same where transfers wait for compute.
-        chosen_blocking_s: That of the chosen plan.
-        plan: In words, where the chosen one is plainer; else empty.
-    """
-
-    iteration_s: float
-    blocking_s: float
-    chosen_blocking_s: float
-    plan: str = ""
+    iteration_s: float  # of the fastest plan
+    blocking_s: float  # the same where transfers wait for compute
+    chosen_blocking_s: float  # that of the chosen plan
+    plan: str = ""  # in words, where the chosen one is plainer; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,32 +191,22 @@ class Shift:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a search: the best first.
-
-    Attributes:
-        nearest: When nothing holds all constraints: the candidate that misses them least.
-        interrupted: The search was stopped before its end.
-        exact: The optimum of the search space is proven (small clusters).
-        cpu_s: CPU time of the search, simulations included.
-        bound: What no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``).
-        bound_in_use: The same on the GPUs that the best plan uses.
-        passed_over: The fastest plan, where it is not the first (``overlap.py``).
-        shifts: What an iteration of the first plan takes where figures are off (``overlap.py``).
-        steadier_than_s: Time of the plan that was first before figures that are off were looked at; 0: the same one.
-    """
+    """Result of a search: the best first."""
 
     method: str
     found: list[Found] = field(default_factory=list)
+    # when nothing holds all constraints: the candidate that misses them least
     nearest: tuple[Candidate, Estimate] | None = None
-    interrupted: bool = False
-    exact: bool = False
+    interrupted: bool = False  # the search was stopped before its end
+    exact: bool = False  # the optimum of the search space is proven (small clusters)
     evaluations: int = 0
     simulations: int = 0
-    cpu_s: float = 0.0
-    bound: float = 0.0
-    bound_in_use: float = 0.0
-    passed_over: PassedOver | None = None
-    shifts: tuple[Shift, ...] = ()
+    cpu_s: float = 0.0  # CPU time of the search, simulations included
+    bound: float = 0.0  # what no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``)
+    bound_in_use: float = 0.0  # the same on the GPUs that the best plan uses
+    passed_over: PassedOver | None = None  # the fastest plan, where it is not the first (``overlap.py``)
+    shifts: tuple[Shift, ...] = ()  # what an iteration of the first plan takes where figures are off (``overlap.py``)
+    # time of the plan that was first before figures that are off were looked at; 0: the same one
     steadier_than_s: float = 0.0
 
     def gap(self, goal: Goal) -> float | None:
@@ -273,21 +223,16 @@ class Outcome:
 
 @dataclass(slots=True)
 class Progress:
-    """Shared with the caller: what the search is doing, and the time it may take.
-
-    Attributes:
-        finishing: Plans are being simulated, which is worth some more time.
-        is_over: The outcome is in hand: nothing interrupts its caller any more.
-        kept: Plans that were simulated so far, which stand wherever the search is interrupted.
-    """
+    """Shared with the caller: what the search is doing, and the time it may take."""
 
     limit_s: float = 1e9
     started: float = field(default_factory=time.process_time)
     text: str = ""
     best: float = float("inf")
     asked: int = 0
-    finishing: bool = False
-    is_over: bool = False
+    finishing: bool = False  # plans are being simulated, which is worth some more time
+    is_over: bool = False  # the outcome is in hand: nothing interrupts its caller any more
+    # plans that were simulated so far, which stand wherever the search is interrupted
     kept: list[Found] = field(default_factory=list)
 
     @property

@@ -177,21 +177,15 @@ POLISHED = 1.1  # plans within this factor of the best get their layers shifted 
 
 @dataclass(slots=True)
 class Ground:
-    """Holds what searches of the parts of one cluster have in common.
-
-    Attributes:
-        merged: Its zones as one per region.
-        asked: How hard to search; None: as suits each part.
-        first: The book of the first search, whose sketches the others share.
-    """
+    """Holds what searches of the parts of one cluster have in common."""
 
     estimator: Estimator
     goal: Goal
     progress: Progress
-    asked: Effort | None = None
-    merged: Merged = field(init=False)
+    asked: Effort | None = None  # how hard to search; None: as suits each part
+    merged: Merged = field(init=False)  # its zones as one per region
     bounds: Bounds = field(init=False)
-    first: Book | None = None
+    first: Book | None = None  # the book of the first search, whose sketches the others share
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)

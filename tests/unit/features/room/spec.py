@@ -72,12 +72,9 @@ add_kinds(
 
 @dataclass(frozen=True, slots=True)
 class NoteOptions:
-    """Which microbatches are noted.
+    """Which microbatches are noted."""
 
-    Attributes:
-        every: One of so many.
-    """
-
+    # one of so many
     every: int = option("note_every", 1, flag="--het-note-every", metavar="N", help="note one microbatch of N")
 
 
