@@ -125,13 +125,13 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 73_700,
-    "all_lines": 139_500,
+    "product_lines": 73_000,
+    "all_lines": 138_000,
     "package_lines": BUDGET
     | {
-        "benchmarks": 16_150,
-        "examples": 2_300,
-        "megatron_het": 1_700,
+        "benchmarks": 15_700,
+        "examples": 2_200,
+        "megatron_het": 1_600,
         "megatron_het/arguments": 1_000,
         "megatron_het/attention": 3_600,
         "megatron_het/auto_batch": 1_300,
@@ -139,15 +139,15 @@ PRESENT: dict[str, Target] = {
         "megatron_het/device": 1_200,
         "megatron_het/doctor": 2_700,
         "megatron_het/dry_run": 2_300,
-        "megatron_het/elastic": 5_500,
-        "megatron_het/features": 13_700,
+        "megatron_het/elastic": 5_400,
+        "megatron_het/features": 13_500,
         "megatron_het/lowering": 900,
         "megatron_het/megatron_patches": 1_300,
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 800,
-        "tests": 41_300,
-        "tools/planner": 23_950,
+        "tests": 41_000,
+        "tools/planner": 23_500,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
