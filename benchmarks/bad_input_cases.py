@@ -37,8 +37,7 @@ def document_text(document: Any) -> str:
     return json.dumps(document, indent=1)
 
 
-MARK = "executed.mark"
-"""Injected commands make a file of this name."""
+MARK = "executed.mark"  # injected commands make a file of this name
 COMMAND = f"touch $MARK_FOLDER/{MARK}"
 INJECTIONS = (
     f"x$({COMMAND})",

@@ -22,11 +22,9 @@ from tools.planner.inputs.model_parts import FlagValue
 
 Config = dict[str, Any]
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
-FILES: dict[str, Config] = _DATA["published"]
-"""Files by what people call the model."""
+FILES: dict[str, Config] = _DATA["published"]  # files by what people call the model
 SEQ_LENGTH = 4096
-MOST = 1e-5
-"""Largest relative difference of logits that is rounding."""
+MOST = 1e-5  # largest relative difference of logits that is rounding
 START, END = "<!-- made by benchmarks.configs -->", "<!-- end of what benchmarks.configs makes -->"
 _WITHOUT_MEANING: dict[str, str] = _DATA["without_meaning"]
 

@@ -38,8 +38,7 @@ from testing.slimpipe_cases import PLAIN, sliced_case
 
 LIMIT_S = 600.0
 _POLL_S = 0.05
-STAGED = ("1f1b, mixed TP in a stage", "slimpipe")
-"""Cases that run once more with ``--het-transport staged``."""
+STAGED = ("1f1b, mixed TP in a stage", "slimpipe")  # cases that run once more with ``--het-transport staged``
 _MORE = {
     "unequal-microbatches": ("sizes-4-2-mixed-4",),
     "data-parallel": ("00-sizes-1-1-1-1-2-zero-0", "12-sizes-1-1-1-2-1-zero-2", "16-sizes-1-1-1-3-zero-3"),

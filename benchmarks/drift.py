@@ -56,8 +56,7 @@ from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 _SHAPE: dict[str, Any] = {"layers": 8, "hidden": 32, "ffn": 64, "heads": 2, "groups": 2, "words": 256, "tokens": 32}
 _TRAINING: dict[str, Any] = {"batch": 12, "micro_batch_sizes": (1,), "precision": "fp32", "recompute": ("none",)}
 MODEL = model_of(name="paced", attention="unfused", **_SHAPE, **_TRAINING)
-FORWARD_S, BACKWARD_S = 0.012, 0.024
-"""Pace of one layer."""
+FORWARD_S, BACKWARD_S = 0.012, 0.024  # pace of one layer
 DRIFT_AT, ITERATIONS, AFTER = 16, 36, 12
 """Iteration of the drift, iterations of a run with it, iterations of a run of the better plan."""
 FACTOR, DELAY_S = 2.0, 0.15

@@ -53,8 +53,7 @@ from tools.planner.replay.policies import pauses_by_state
 _HIDDEN, _SEQUENCE, _BATCH, SHORT = 128, 256, 12, 16
 _LIMIT_S, _END_S, _DOCUMENTS = 600.0, 30.0, 3000
 _TAIL_BYTES = 4096
-_ITERATIONS, _MANY = 80, 10_000
-"""Of a job, and of one that is ended before it has done them all."""
+_ITERATIONS, _MANY = 80, 10_000  # of a job, and of one that is ended before it has done them all
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
 Lines = list[tuple[float, int]]
 """When each iteration was logged (seconds since the epoch), and its number; in the order of time."""

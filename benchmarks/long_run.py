@@ -29,8 +29,7 @@ from megatron_het.plan import Plan, Replica, Stage
 
 _BATCH, _EACH, _COPY_EVERY, _LOG_BYTES, _PART = 3, 100, "4", 2**16, 500
 """Sequences of an iteration; iterations for each change, and between copies; of a worker's log; waited for at once."""
-_WHERE = ("iteration", "seconds", "away")
-"""Keys of a sample that are no figures."""
+_WHERE = ("iteration", "seconds", "away")  # keys of a sample that are no figures
 
 
 def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:

@@ -42,8 +42,7 @@ _TRAINED, _REFUSED, _ALONE, _FAILED = "trained", "refused", "not compared", "fai
 _SIGNS = {_TRAINED: "+", _ALONE: "o", _FAILED: "failed"}
 _UNKNOWN = "-"
 _LATER = {"relative_loss_difference": 0.0, "relative_validation_difference": 0.0}
-_MOST = 5
-"""Features of a plan beside its schedule."""
+_MOST = 5  # features of a plan beside its schedule
 
 
 def case_for(family: str, row: Row, name: str, seed: int) -> Case:

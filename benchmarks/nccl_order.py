@@ -34,8 +34,7 @@ from testing.runner import Finished, Job, JobError, Runner
 
 BAR = 1e-5
 SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel", "depths")
-WRONG_ORDERS = "wrong-orders"
-"""A further name for ``--schedules``: programs with a mistake."""
+WRONG_ORDERS = "wrong-orders"  # a further name for ``--schedules``: programs with a mistake
 _DEEPEST = 3
 DEADLOCK = "wait for each other"
 

@@ -34,8 +34,7 @@ MODEL = Model(layers=4, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES, _WARMUP, _MANY = (2, 4), 1, 4, 1, 4
 _TYPICAL, _DOCUMENTS, _DATA_SEED = 48, 3000, 11
 _MASKED = words("--dataloader-inter-document-masking --reset-position-ids")
-Documents = list[list[list[Starts]]]
-"""Where documents begin: of every iteration, microbatch and sequence."""
+Documents = list[list[list[Starts]]]  # where documents begin: of every iteration, microbatch and sequence
 
 
 class Bench:

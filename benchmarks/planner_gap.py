@@ -40,11 +40,9 @@ SIZES = (1, 2, 4, 8)
 CHUNKS, SLICES = (2, 4), (4, 8, 16, 32, 64)
 LEAST_TOKENS = 128
 MOST_OPERATIONS = 60_000
-SIMULATED = 8
-"""Plans that look best by the closed form are simulated."""
+SIMULATED = 8  # plans that look best by the closed form are simulated
 TOLERANCE = 0.01
-ENOUGH = 4_000
-"""Plans of a cluster at least, where its stages can be cut in so many ways."""
+ENOUGH = 4_000  # plans of a cluster at least, where its stages can be cut in so many ways
 
 Stages = list[tuple[Group, ...]]
 

@@ -21,8 +21,7 @@ from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal, Progress
 
 ROUNDS = 3
-SEARCH_S = 30.0
-"""CPU seconds of a search."""
+SEARCH_S = 30.0  # CPU seconds of a search
 _COMMON: dict[str, Any] = {"batch": 64, "distributed_optimizer": True}
 LLAMA_70 = model_of(name="Llama 70B", **LLAMA_70B, layers=80, words=128256, tokens=8192, **_COMMON)
 MIXTRAL = model_of(

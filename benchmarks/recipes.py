@@ -47,8 +47,7 @@ _PLANNED = {
 ADDED = ("calculate-per-token-loss", "dist-ckpt-optim-fully-reshardable", "sequence-parallel")
 """Flags that plans need, the last one with TP of experts or gated delta nets, as in Megatron."""
 _BATCH = {"micro-batch-size": "1", "global-batch-size": "8"}
-_TP = 2
-"""Of the plans that flags are checked with; as many stages, where layers divide."""
+_TP = 2  # of the plans that flags are checked with; as many stages, where layers divide
 
 Flags = Mapping[str, str]
 

@@ -38,8 +38,7 @@ from tools.planner.replay.policies import Change, Costs, Trace, run_elastic
 # A pass computes, and then its process sleeps for the rest of the time (``benchmarks.drift_stand_ins.Pace``).
 
 
-FORWARD_S, BACKWARD_S = 0.012, 0.024
-"""Of one layer and microbatch."""
+FORWARD_S, BACKWARD_S = 0.012, 0.024  # of one layer and microbatch
 
 
 def install() -> None:

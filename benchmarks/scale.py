@@ -40,8 +40,7 @@ from megatron_het.lowering.ranks import BoundaryMap, lower
 from megatron_het.plan import Placement, Plan
 
 WORLDS = (16, 32, 64, 128, 256, 1024)
-OPERATIONS = 100_000
-"""Of the plan of 1,024 ranks, transfers included; smaller worlds have as many per rank."""
+OPERATIONS = 100_000  # of the plan of 1,024 ranks, transfers included; smaller worlds have as many per rank
 LIMIT_S = 300.0
 BARS = {"start_s": 60.0, "program_s": 3.0, "groups_above_peers": 10}
 

@@ -32,12 +32,9 @@ from megatron_het.schedule.ir import Program
 
 SEQUENCE = 4096
 STAGES = 8
-BLOCK = 16
-"""Ranks of a stage that share microbatches with each other, in plans of blocks."""
-_SIZES = ((8, 4, 2, 1, 1), (4, 4, 4, 4), (8, 8), (2, 2, 4, 4, 2, 2))
-"""TP sizes of a block's replicas, by stage in turn."""
-ROLES = 7
-"""Roles of groups that a rank is in at most, and the world."""
+BLOCK = 16  # ranks of a stage that share microbatches with each other, in plans of blocks
+_SIZES = ((8, 4, 2, 1, 1), (4, 4, 4, 4), (8, 8), (2, 2, 4, 4, 2, 2))  # TP sizes of a block's replicas, by stage in turn
+ROLES = 7  # roles of groups that a rank is in at most, and the world
 
 
 def sizes_of(stage: int, ranks: int) -> tuple[int, ...]:
@@ -128,8 +125,7 @@ def counted(plan: Plan) -> Counted:
     )
 
 
-Body = Callable[[int, dist.Store], dict[str, Any]]
-"""What a rank does once it is connected to the store."""
+Body = Callable[[int, dist.Store], dict[str, Any]]  # what a rank does once it is connected to the store
 
 
 def cpu_s() -> float:

@@ -247,8 +247,7 @@ def _fit(done: Events, kind: str, chunk: int, slices: int) -> tuple[float, float
 BAR = 1.05
 MIXED_LAYERS, SLICES, MICROBATCHES = (5, 3), 8, 2
 _SLOW, _TRACED, _FIRST = 1, 2, 1
-_STOPPED_S = _RUNNING_S = 0.004
-"""Shorter than a pass, so that every pass takes twice as long."""
+_STOPPED_S = _RUNNING_S = 0.004  # shorter than a pass, so that every pass takes twice as long
 _MICROSECOND = 1e-6
 
 

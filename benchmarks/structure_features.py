@@ -34,8 +34,7 @@ class Module:
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
 
-Target = int | Mapping[str, int]
-"""The most that a figure may be; for a figure with names, of each of them or by name."""
+Target = int | Mapping[str, int]  # the most that a figure may be; for a figure with names, of each of them or by name
 
 
 @dataclass(slots=True)

@@ -25,8 +25,7 @@ from tools.planner.search.outcome import Goal, estimator_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CASES = ROOT / "docs" / "plans.md", Path(__file__).with_name("plans.yaml")
-OTHERS = 2
-"""Plans of other kinds that are shown."""
+OTHERS = 2  # plans of other kinds that are shown
 HEAD = f"""\
 # Ten clusters and their plans
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
-CALLS: dict[str, int] = {}
-"""How often every function was called."""
+CALLS: dict[str, int] = {}  # how often every function was called
 
 
 def attend(tensors: Sequence[torch.Tensor], sides: tuple[int, int], scale: float) -> Tensors:

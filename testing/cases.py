@@ -242,8 +242,7 @@ MORE_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "spike checks": ((), words("--check-for-spiky-loss --rerun-mode validate_results")),
     "gathered late": ((), words("--overlap-param-gather")),
 }
-OF_MATRICES = ("lion", "muon")
-"""Flags of optimizers that need a package of their own."""
+OF_MATRICES = ("lion", "muon")  # flags of optimizers that need a package of their own
 PARAMETERS: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3, 4),
     "layers": ("even", "uneven"),

@@ -16,8 +16,7 @@ from testing.runner import Device
 _VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
 _EXPERTS = ".experts."
 Arrays = dict[str, np.ndarray]
-BAR = 1e-5
-"""Bound on what differs on a CPU in fp32."""
+BAR = 1e-5  # bound on what differs on a CPU in fp32
 # In bf16: what sums over TP ranks and stages differ by when they round elsewhere; tensors that are mixed up differ by
 # about 1.  On a GPU: kernels of other shapes round otherwise, and a run is of other kernels than its reference.
 BOUNDS: dict[Device, dict[str, dict[str, float]]] = {

@@ -166,8 +166,7 @@ HYBRID_FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid-latent-experts": (*_HYBRID, *_LATENT, *_HYBRID_EXPERTS),
     "hybrid-later": (*_HYBRID, *words("--mtp-loss-scaling-factor 0.3")),
 }
-RECURRENT_HEADS = 2
-"""What heads share in recurrent layers, of keys or groups; TP divides them."""
+RECURRENT_HEADS = 2  # what heads share in recurrent layers, of keys or groups; TP divides them
 # Layers that pass a state along the sequence, on the CPU by plain stand-ins for their kernels.
 RECURRENT_FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid-delta": (

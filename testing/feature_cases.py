@@ -45,13 +45,10 @@ from testing.zorse_cases import divided, with_shares
 # Mixture of experts under every schedule: the plans of the dense cases with layers of experts.
 
 
-_WHOLE_SEQUENCES = ("capacity",)
-"""Families whose passes need whole sequences."""
-_BY_SEQUENCE = ("deepseek", "sequence-balance")
-"""Families whose balancing does not depend on the sizes of microbatches."""
+_WHOLE_SEQUENCES = ("capacity",)  # families whose passes need whole sequences
+_BY_SEQUENCE = ("deepseek", "sequence-balance")  # families whose balancing does not depend on the sizes of microbatches
 
-_ONE_REPLICA = ("global-balance",)
-"""Families whose balancing needs one replica per stage."""
+_ONE_REPLICA = ("global-balance",)  # families whose balancing needs one replica per stage
 
 
 def is_routed(case: Case) -> bool:

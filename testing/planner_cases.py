@@ -400,8 +400,7 @@ def hardware_flops(model: Model) -> float:
 KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")
 TOLERANCE = 0.005
 RANDOM_CANDIDATES = 2000
-MOST_OPERATIONS = 100_000
-"""Larger plans are not simulated again as a whole."""
+MOST_OPERATIONS = 100_000  # larger plans are not simulated again as a whole
 
 
 def random_pool(seed: int, model: str = "dense") -> tuple[Cluster, Model]:

@@ -389,8 +389,7 @@ def count_devices(answer: Any) -> None:
 
 
 Row = dict[str, Any]
-Groups = list[list[int]]
-"""Layers of the model by group, in the order in which a microbatch passes the ministages."""
+Groups = list[list[int]]  # layers of the model by group, in the order in which a microbatch passes the ministages
 
 
 def groups_of(plan: Plan) -> Groups:

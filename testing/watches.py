@@ -74,8 +74,7 @@ class Watcher:
         memory: Whether to meter.
     """
 
-    metered_iteration = 1
-    """Training iteration whose memory is measured, from 0."""
+    metered_iteration = 1  # training iteration whose memory is measured, from 0
 
     def __init__(self, path: Path, memory: bool) -> None:
         self._path = path
@@ -200,8 +199,7 @@ class WindowWatcher(Watcher):
     """Meters an iteration in which all state exists from the start: updates have been made before."""
 
     metered_iteration = 2
-    _loads: Any = None
-    """The session into which a checkpoint is loaded."""
+    _loads: Any = None  # the session into which a checkpoint is loaded
 
     def start(self, setup: Step) -> Step:
         """The building of model and optimizer and the loading of a checkpoint, with their peaks put into ``found``."""

@@ -102,8 +102,7 @@ MORE: tuple[Row, ...] = (
 )
 
 
-_LONELY = 1000
-"""One element in so many of a parameter may have had a first gradient of zero up to rounding."""
+_LONELY = 1000  # one element in so many of a parameter may have had a first gradient of zero up to rounding
 _OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
 
 

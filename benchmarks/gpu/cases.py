@@ -55,8 +55,7 @@ class Setting:
         return found | {"PYTHONUNBUFFERED": "1"}
 
 
-Case = Callable[[], Mapping[str, Any]]
-"""Returns figures; raises :class:`CaseError`, or what else has gone wrong."""
+Case = Callable[[], Mapping[str, Any]]  # returns figures; raises :class:`CaseError`, or what else has gone wrong
 
 
 def run_part(

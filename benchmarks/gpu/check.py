@@ -34,10 +34,8 @@ AT_ONCE = 4
 NO_GPU = 3
 _TAIL_LINES = 15
 _LEAST_S = 10.0
-_LAST_WORDS_S = 5.0
-"""A part that keeps to a limit itself has so much less, to say what hangs."""
-_MARK = "HET_GPU_CHECK_PART"
-"""Variable by which the processes of a part are known, whatever session they are in."""
+_LAST_WORDS_S = 5.0  # a part that keeps to a limit itself has so much less, to say what hangs
+_MARK = "HET_GPU_CHECK_PART"  # variable by which the processes of a part are known, whatever session they are in
 
 
 @dataclass(frozen=True, slots=True)

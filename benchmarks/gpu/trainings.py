@@ -49,8 +49,7 @@ _FEATURES: tuple[tuple[Feature, ...], ...] = (
 )
 _LEAST = 0.01
 """Relative difference between gradients in fp8 and in bf16: a value in fp8 has 3 bits behind the first one."""
-_MODELS = ("mixtral", "deepseek_v3")
-"""Families with experts, and with experts and latent attention."""
+_MODELS = ("mixtral", "deepseek_v3")  # families with experts, and with experts and latent attention
 _GRAPHS: tuple[tuple[Feature, str, str], ...] = (
     (("schedule", "1f1b"), "transformer_engine", ""),
     (("schedule", "interleaved"), "transformer_engine", "attn"),

@@ -36,8 +36,7 @@ from tools.planner.profile.settings import default_environment
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
 _MICROBATCHES = 12
 _LIMIT_S = 900.0
-NODES = (("one", "alone"), ("two", "shared"), ("three", "shared"))
-"""Name of every node, and the kind of its device."""
+NODES = (("one", "alone"), ("two", "shared"), ("three", "shared"))  # name of every node, and the kind of its device
 
 
 @dataclass(frozen=True)

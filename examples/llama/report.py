@@ -32,8 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "docs" / "images" / "demo-timeline.png"
 _BLOCK = re.compile(r"(<!-- demo: [^>]*-->\n).*?(\n<!-- end of demo -->)", re.DOTALL)
 
-_WIDTH = 76
-"""Of a command's line."""
+_WIDTH = 76  # of a command's line
 _MEMORY = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
 
 

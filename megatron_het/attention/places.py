@@ -156,8 +156,7 @@ def unpack(message: Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 Given = tuple[int, int]  # tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them
 NOTHING: Given = 0, 0
-TokenGradient = tuple[int, int, Tensor, Tensor]
-"""First token, end of tokens, gradients of their keys and values."""
+TokenGradient = tuple[int, int, Tensor, Tensor]  # first token, end of tokens, gradients of their keys and values
 
 
 class LayerExchange:

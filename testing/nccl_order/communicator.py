@@ -16,10 +16,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from testing.nccl_order.items import Item, OrderError
 from testing.nccl_order.launch import Device
 
-_CLOSE_S = 5.0
-"""How long a queue may take to end after a failure; then a daemon thread stays."""
-_HEADER, _DATA, _READY = 1, 2, 3
-"""Tags of the three messages of a transfer; NCCL itself knows no tags."""
+_CLOSE_S = 5.0  # how long a queue may take to end after a failure; then a daemon thread stays
+_HEADER, _DATA, _READY = 1, 2, 3  # tags of the three messages of a transfer; NCCL itself knows no tags
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from testing.nccl_order.memory import Use, Uses
 
 HOST_WAIT_ADVICE = "nothing may be under way then whose other end depends on this rank"
 _POLL_S = 0.02
-_OTHERS_S = 3.0
-"""How long a rank waits for the other ranks' states before it reports a stall."""
+_OTHERS_S = 3.0  # how long a rank waits for the other ranks' states before it reports a stall
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 240.0
-"""No answer of the browser is waited for any longer."""
+LIMIT_S = 240.0  # no answer of the browser is waited for any longer
 
 
 def chromium() -> str | None:

@@ -4,8 +4,7 @@ from typing import Any
 
 from testing import probe
 
-SAMPLES = 10
-"""Per epoch; iterations of the cases have 6."""
+SAMPLES = 10  # per epoch; iterations of the cases have 6
 
 
 def observe(**options: Any) -> None:

@@ -26,8 +26,7 @@ from megatron_het.store import free_port
 _DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
 _ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"}
 
-_TURN_S = 1200.0
-"""Far more than a file's tests of Slurm take."""
+_TURN_S = 1200.0  # far more than a file's tests of Slurm take
 
 _FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 """Slurm believes in GPUs only where it finds device files."""

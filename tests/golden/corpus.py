@@ -33,8 +33,7 @@ from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
 
-Corpus = dict[str, str]
-"""Text by name: all of it where people can read it, else a summary and the hash of the whole."""
+Corpus = dict[str, str]  # text by name: all of it where people can read it, else a summary and the hash of the whole
 
 
 def digest(text: str) -> str:

@@ -28,15 +28,13 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 EXPECTED = HERE / "expected_failures.json"
 FILES = HERE / "files.txt"
-COLLECTIVE_S = 90
-"""Bound on every collective, so that a rank whose peer has failed goes on."""
+COLLECTIVE_S = 90  # bound on every collective, so that a rank whose peer has failed goes on
 _SHARED = (
     *("pytest", "megatron.training", "megatron.core.dist_checkpointing", "megatron.core.models.gpt"),
     *("tests.unit_tests.test_utilities", "tests.unit_tests.dist_checkpointing"),
 )
 """What most tests import, imported before the ranks are forked."""
-_ORDER = ("failed", "unfinished", "passed", "skipped")
-"""A test has the first of these that any rank gave it."""
+_ORDER = ("failed", "unfinished", "passed", "skipped")  # a test has the first of these that any rank gave it
 
 
 class Recorder:

@@ -25,8 +25,7 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.cutting import Span, Starts
 from megatron_het.schedule.ir import Kind
 
-Part = tuple[Tensor, Tensor]
-"""Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""
+Part = tuple[Tensor, Tensor]  # output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values
 
 
 @dataclass(frozen=True, slots=True)

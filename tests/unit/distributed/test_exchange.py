@@ -16,8 +16,7 @@ from megatron_het.lowering.ranks import segments
 from megatron_het.plan import Cut
 
 WAIT_S = 20.0
-REPLICAS = (((0, 1), (2, 3)), ((4,), (5,)))
-"""Ranks of the replicas of two classes, of TP 2 and TP 1."""
+REPLICAS = (((0, 1), (2, 3)), ((4,), (5,)))  # ranks of the replicas of two classes, of TP 2 and TP 1
 FULL = 8
 
 

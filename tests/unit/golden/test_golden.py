@@ -14,8 +14,7 @@ from tests.golden.corpus import (
     read,
 )
 
-PARTS = 5
-"""Of the plans, which take longest; each has plans of every schedule."""
+PARTS = 5  # of the plans, which take longest; each has plans of every schedule
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS_OF_OUTPUT if kind != "plans"])

@@ -3,8 +3,7 @@
 _MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 8"
 )
-TWO_BY_TWO = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-"""Two stages of two chunks."""
+TWO_BY_TWO = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"  # two stages of two chunks
 
 
 def flags(*more: str) -> list[str]:

@@ -17,8 +17,7 @@ NODES: list[dict[str, Any]] = [
     {"gpu": "A10G", "count": 2, "gpus_per_node": 2, "usd_per_gpu_hour": 1.0},
     {"gpu": "T4", "count": 1, "gpus_per_node": 2, "usd_per_gpu_hour": 1.0},
 ]
-RATES = (3.0, 2.0, 0.0)
-"""Iterations per second that a node of each group adds: 1.5, 1 and 0 for a USD per hour."""
+RATES = (3.0, 2.0, 0.0)  # iterations per second that a node of each group adds: 1.5, 1 and 0 for a USD per hour
 
 
 @pytest.fixture

@@ -245,8 +245,7 @@ def test_it_decides_as_the_general_merge(order):
 # The context exchange between unequal devices: slots as short as they can be, whatever gives and takes.
 
 
-LINEAR_S, ATTENTION_S, SLICES = 1.0, 2.0, 8
-"""Of one layer and a whole sequence, forward, on the fast device."""
+LINEAR_S, ATTENTION_S, SLICES = 1.0, 2.0, 8  # of one layer and a whole sequence, forward, on the fast device
 
 
 def _shares(units: int, devices: int) -> Iterator[list[int]]:

@@ -19,8 +19,7 @@ from megatron_het.schedule.generators.listing import alternate
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.validate import validate
 
-Order = list[tuple[str, int, int]]
-"""(kind, microbatch, chunk) of one device's passes."""
+Order = list[tuple[str, int, int]]  # (kind, microbatch, chunk) of one device's passes
 _NAMES = {torchs.FORWARD: "F", torchs.FULL_BACKWARD: "B", torchs.BACKWARD_INPUT: "I", torchs.BACKWARD_WEIGHT: "W"}
 _KINDS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 

@@ -34,8 +34,7 @@ def _link() -> Subject:
     return Subject("rank 0 -> rank 1", "link", "a -> a", {"transfer": 0.002}, ends=("rank 0", "rank 1"))
 
 
-Figures = Callable[[int, int, str], float]
-"""(iteration, device, operation) -> measured over predicted."""
+Figures = Callable[[int, int, str], float]  # (iteration, device, operation) -> measured over predicted
 
 
 def _follow(

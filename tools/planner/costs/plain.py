@@ -116,8 +116,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-MOST_STAGES = 256
-"""As the compiled loops have it."""
+MOST_STAGES = 256  # as the compiled loops have it
 
 
 def figures_of(stages: Sequence[StageTimes]) -> bytes:
