@@ -181,7 +181,7 @@ class Trial:
     node_returns: bool = False
     controller_moves: bool = False  # whether a controller that has died is started again at another port
     folder_bytes: int = 0  # size of the disk of the job's folder, 0 for any
-    # What a controller that has died finds of its file: ``stale`` or ``broken``; empty for the file itself.
+    # what a controller that has died finds of its file: ``stale`` or ``broken``; empty for the file itself
     state: str = ""
 
 

@@ -47,13 +47,10 @@ class Key(NamedTuple):
 
 
 class StateCache:
-    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward.
-
-    Attributes:
-        sharing: The ranks that share a slice, by the tokens of each; None where nobody does.
-    """
+    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward."""
 
     def __init__(self) -> None:
+        # the ranks that share a slice, by the tokens of each; None where nobody does
         self.sharing: Callable[[tuple[int, ...]], Sharing] | None = None
         self._left: dict[Key, Left] = {}
         self._gradients: dict[Key, Sequence[Tensor]] = {}

@@ -37,14 +37,10 @@ class Region:
 
 
 class MemoryMeter(ABC):
-    """Live and peak tensor bytes, by named region.  Regions nest; use as a context manager.
-
-    Attributes:
-        peak_bytes: The highest peak of each region over all its visits, by name.
-    """
+    """Live and peak tensor bytes, by named region.  Regions nest; use as a context manager."""
 
     def __init__(self) -> None:
-        self.peak_bytes: dict[str, int] = {}
+        self.peak_bytes: dict[str, int] = {}  # the highest peak of each region over all its visits, by name
         self._open: list[Region] = []
 
     def __enter__(self) -> "MemoryMeter":
@@ -355,18 +351,13 @@ def memory_meter(platform: Platform) -> MemoryMeter:
 
 
 class HostPool:
-    """Equal blocks of host memory, by size.
-
-    Attributes:
-        used_bytes: In use now.
-        peak_bytes: The most that was in use at once since :meth:`reset_peak`.
-    """
+    """Equal blocks of host memory, by size."""
 
     def __init__(self, platform: Platform) -> None:
         self._pinned = platform.has_nccl
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.used_bytes = 0
-        self.peak_bytes = 0
+        self.used_bytes = 0  # in use now
+        self.peak_bytes = 0  # the most that was in use at once since :meth:`reset_peak`
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """A block of bytes (uint8), of unknown contents."""

@@ -84,10 +84,6 @@ class StreamOrder:
 
     Args:
         ignored: The line of code whose waits are left out, to see that it is noticed.
-
-    Attributes:
-        waits: The lines that have waited, ``file:line``: they order streams, or the host.
-        waits_of_host: Those of them in which the host waited.
     """
 
     def __init__(self, ignored: str = "") -> None:
@@ -99,8 +95,8 @@ class StreamOrder:
         self._debts: dict[int, list[_Access]] = defaultdict(list)
         """Accesses of memory that has been given back, by the stream that may be given it again."""
         self._ignored = ignored
-        self.waits: set[str] = set()
-        self.waits_of_host: set[str] = set()
+        self.waits: set[str] = set()  # the lines that have waited, ``file:line``: they order streams, or the host
+        self.waits_of_host: set[str] = set()  # those of them in which the host waited
         self.current = [self.new_stream("the computing stream")]
 
     def new_stream(self, name: str = "") -> int:

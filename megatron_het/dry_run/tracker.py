@@ -295,25 +295,20 @@ class Tracker(StorageWatch):
     Args:
         is_fake: Whether tensors have no values and no other ranks answer.
         remembers: Whether results of operators on fake tensors are remembered, which makes no difference but in time.
-
-    Attributes:
-        ledger: The account of memory.
-        traffic: Operations of ``torch.distributed`` in the current iteration.
-        waits: Of the host for the device, in the current iteration; counted on fake tensors of a CUDA device.
-        flops: Of matrix products and attention in the current iteration, by kind of operation of the program.
-        top_k: Experts that a token is sent to, for fake tensors.
     """
 
     def __init__(self, *, is_fake: bool, device_type: str = "cpu", remembers: bool = True) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger()  # the account of memory
         self._known = _LedgerStorages(self.ledger)
         self._known.device_type = device_type
         super().__init__(self._known)
         self._is_fake, self._remembers = is_fake, remembers
-        self.traffic = Traffic()
+        self.traffic = Traffic()  # operations of ``torch.distributed`` in the current iteration
+        # of the host for the device, in the current iteration; counted on fake tensors of a CUDA device
         self.waits = HostWaits()
+        # of matrix products and attention in the current iteration, by kind of operation of the program
         self.flops: dict[str, int] = defaultdict(int)
-        self.top_k = 0
+        self.top_k = 0  # experts that a token is sent to, for fake tensors
         self._remembered: Remembered | None = None
         self._iteration = -1
         self._kind = ""

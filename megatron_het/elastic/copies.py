@@ -46,10 +46,6 @@ class Pace:
 
     Args:
         every: So many; 0 for no copies, None to choose by measured times.
-
-    Attributes:
-        rates: Bytes per second into host memory, and over the link to another node, as the last copies went; None
-            before one was sent.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -58,6 +54,8 @@ class Pace:
         self._iterations: list[float] = []
         self._costs: list[Cost] = []
         self._left_s: float | None = None
+        # bytes per second into host memory, and over the link to another node, as the last copies went; None before one
+        # was sent
         self.rates: tuple[float, float] | None = None
 
     def begin(self) -> None:

@@ -471,15 +471,12 @@ class Lessons:
 
     Args:
         planner: Searches.
-
-    Attributes:
-        corrected: What the planner was taught, as JSON values; None before that.
     """
 
     def __init__(self, planner: Planner, say: Callable[[str], None]) -> None:
         self._planner, self._say = planner, say
         self._generation, self._last = -1, 0
-        self.corrected: dict[str, Any] | None = None
+        self.corrected: dict[str, Any] | None = None  # what the planner was taught, as JSON values; None before that
 
     def note(
         self,

@@ -40,7 +40,7 @@ class Patch:
     # Patches that are installed together: ``"stock"`` for what stock Megatron needs on every run, other groups for what
     # a feature needs.
     group: str
-    target: str  # Dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``.
+    target: str  # dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``
     reason: str  # why it is needed and why no public hook does
     # hashes (:func:`source_hash`) of the upstream source behind each dotted name that the patch replaces, wraps or
     # relies on: the target, or the methods that a subclass of the target overrides

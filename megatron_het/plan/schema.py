@@ -19,18 +19,12 @@ from megatron_het.schedule.ir import Place, path_of, placement_of
 
 
 class PlanError(ValueError):
-    """A plan, or a plan together with the training arguments, cannot be run.
-
-    Attributes:
-        where: The field or option, e.g. ``stages[1].replicas[0].ranks``.
-        value: What was found there.
-        problem: Why it is wrong.
-    """
+    """A plan, or a plan together with the training arguments, cannot be run."""
 
     def __init__(self, where: str, value: object, problem: str, hint: str = "") -> None:
-        self.where = where
-        self.value = value
-        self.problem = problem
+        self.where = where  # the field or option, e.g. ``stages[1].replicas[0].ranks``
+        self.value = value  # what was found there
+        self.problem = problem  # why it is wrong
         self.hint = hint
         text = f"{where} = {shown(value, 200)}: {problem}"
         if hint:
@@ -317,7 +311,7 @@ class Replica:
     # World ranks; TP size = ``len(ranks) / cp``.  The first TP size of them are the tensor-parallel group of
     # context-parallel rank 0, in tensor-parallel order, and so on.
     ranks: tuple[int, ...]
-    microbatches: tuple[int, ...]  # Ids (0 .. M-1) of the microbatches this replica processes, ascending.
+    microbatches: tuple[int, ...]  # ids (0 .. M-1) of the microbatches this replica processes, ascending
     device: str = ""  # name of the device kind, for people and reports
     # Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders the schedule; never changes a result.
     speed: float = 1.0

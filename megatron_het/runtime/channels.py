@@ -57,27 +57,23 @@ class _PendingSend:
 
 @dataclass(eq=False)
 class Channels:
-    """This rank's ends of all edges that a plan's programs use.
-
-    Attributes:
-        pending_per_edge: Sends to one peer that may be under way on gloo, None for any number. With many small
-            transfers, as of slices, those that have left would otherwise fill the memory until the end of the
-            iteration.  Not for programs with collectives of replicas between their operations.
-        log: Where transfers are logged; None for nowhere.
-        posted: The last transfers, in words, with the time of their post; for messages.
-    """
+    """This rank's ends of all edges that a plan's programs use."""
 
     links: Mapping[Edge, Link]  # the links of this rank's edges (``distributed/groups.py``)
     transport: str  # ``nccl``, ``gloo`` or ``staged``
     timeout_s: float  # bound on every wait, in seconds
     rank: int
+    # Sends to one peer that may be under way on gloo, None for any number. With many small transfers, as of slices,
+    # those that have left would otherwise fill the memory until the end of the iteration.  Not for programs with
+    # collectives of replicas between their operations.
     pending_per_edge: int | None = None
 
     def __post_init__(self) -> None:
         self._timeout = timedelta(seconds=self.timeout_s)
         self._sends: list[_PendingSend] = []
         self._posting: torch.cuda.Stream | None = None
-        self.log: TransferLog | None = None
+        self.log: TransferLog | None = None  # where transfers are logged; None for nowhere
+        # the last transfers, in words, with the time of their post; for messages
         self.posted: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
 
     @property

@@ -20,17 +20,12 @@ MAX_MESSAGE = 8000  # characters of one error message
 
 
 class FileError(ValueError):
-    """A file that cannot be read or written.
-
-    Attributes:
-        where: Place inside the file, e.g. ``line 3``; empty when the file as a whole is meant.
-        problem: What is wrong.
-    """
+    """A file that cannot be read or written."""
 
     def __init__(self, path: object, where: str, problem: str, hint: str = "") -> None:
         self.path = str(path)
-        self.where = where
-        self.problem = one_line(problem)
+        self.where = where  # place inside the file, e.g. ``line 3``; empty when the file as a whole is meant
+        self.problem = one_line(problem)  # what is wrong
         self.hint = one_line(hint)
         place = f"{self.path}: {where}" if where else self.path
         super().__init__(one_line(f"{place}: {self.problem}" + (f". {self.hint}" if hint else "")))
@@ -300,16 +295,11 @@ class _Reader:
 
 
 class Inert:
-    """Stands for every object of a pickle that is not a number, text, list, tuple, set or dictionary.
-
-    Attributes:
-        arguments: What its class would have been called with.
-        state: What would have been its attributes, where the pickle holds them.
-    """
+    """Stands for every object of a pickle that is not a number, text, list, tuple, set or dictionary."""
 
     def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments = arguments
-        self.state: dict[Any, Any] = {}
+        self.arguments = arguments  # what its class would have been called with
+        self.state: dict[Any, Any] = {}  # what would have been its attributes, where the pickle holds them
 
     def __setstate__(self, state: Any) -> None:
         self.arguments, self.state = (), state if isinstance(state, dict) else {}

@@ -64,19 +64,13 @@ class State:
 
 
 class Lifetimes:
-    """Walks one device's list: says what each operation waits for, and what does not fit.
-
-    Attributes:
-        problems: what did not fit up to now.
-        kept: passes whose activations are held, and whether they are elsewhere.
-        compute: the last operation that computed, -1 before the first.
-    """
+    """Walks one device's list: says what each operation waits for, and what does not fit."""
 
     def __init__(self, program: Program, device: int, kinds: Set[Kind]) -> None:
         self.device, self.layers = device, program.shape.layers[program.devices[device].stage]
-        self.problems: list[Unfit] = []
-        self.kept: dict[Pass, bool] = {}
-        self.compute = -1
+        self.problems: list[Unfit] = []  # what did not fit up to now
+        self.kept: dict[Pass, bool] = {}  # passes whose activations are held, and whether they are elsewhere
+        self.compute = -1  # the last operation that computed, -1 before the first
         self._program, self._kinds = program, kinds
         self._states: dict[type[State], State] = {}
         self._effects = {kind: kind.effect.lifetime(self) for kind in kinds if kind.effect.lifetime is not None}
@@ -218,9 +212,6 @@ class Dependencies:
         first_inputs: what features make forwards of the first chunk need (``kinds.Rules``).
         last_gradients: the same of backwards of the last chunk.
         units: units per slice in which attention moves (``Program.attention_units``).
-
-    Attributes:
-        rules: :meth:`requires` by kind, for who asks for many operations.
     """
 
     __slots__ = (
@@ -245,6 +236,7 @@ class Dependencies:
         self._after = [[shape.next(d.stage, c) for c in range(len(shape.layers[d.stage]))] for d in shape.devices]
         self._runner = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
         self._slices = shape.slices
+        # :meth:`requires` by kind, for who asks for many operations
         self.rules: list[Rule] = [kind.needs.rule(self) for kind in Kind]
         self._begun = {kind: kind.needs.begun(self) for kind in AFTER_BEGINNING if kind.needs.begun is not None}
 

@@ -51,17 +51,7 @@ def describe(program: Program, device: int, position: int) -> str:
 
 
 class Graph:
-    """Flattened operations and what each waits for, apart from the order of its own device.
-
-    Attributes:
-        ops: all operations, device after device.
-        first: ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end.
-        device: ``device[i]`` is the device of operation ``i``.
-        waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
-        other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
-        missing: (operation, need) for needs that nothing in the program produces or delivers.
-        unfit: what does not fit what a device holds then (``deps.Lifetimes``).
-    """
+    """Flattened operations and what each waits for, apart from the order of its own device."""
 
     __slots__ = (
         "_open",
@@ -92,19 +82,23 @@ class Graph:
         self.program = program
         self._open = open_sends
         self.deps = Dependencies.of(program)
-        self.ops: list[Op] = []
+        self.ops: list[Op] = []  # all operations, device after device
         self.kinds = {op.kind for ops in program.ops for op in ops}
+        # ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end
         self.first = [0]
-        self.device: list[int] = []
+        self.device: list[int] = []  # ``device[i]`` is the device of operation ``i``
         for d, ops in enumerate(program.ops):
             self.ops += ops
             self.first.append(len(self.ops))
             self.device += [d] * len(ops)
         self.index: list[dict[tuple[int, ...], int]] = []
+        # (operation, need) for needs that nothing in the program produces or delivers
         self.missing: list[tuple[int, Need | None]] = []
-        self.unfit: list[Unfit] = []
+        self.unfit: list[Unfit] = []  # what does not fit what a device holds then (``deps.Lifetimes``)
+        # ``other_end[i]`` is the operation at the other end of a transfer, -1 for others
         self.other_end = [-1] * len(self.ops)
         deliveries = self._index()
+        # ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send)
         self.waits = self._edges(deliveries)
 
     def where(self, node: int) -> tuple[int, int]:

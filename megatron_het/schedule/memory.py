@@ -182,12 +182,6 @@ class Holdings:
     """Changes of what one device holds: its effects (``kinds.Effect``) in bytes.
 
     Keys and values of others, and messages, are buffers, see :func:`_buffer_changes`.
-
-    Attributes:
-        found: the changes.
-        issued: end of the compute operation before.  What a gather or a copy fills is allocated when the operation
-            is issued, in the order of the list: after that, however long the collectives ahead of it take.
-        lifetimes: walks along where operations do more than keep and use activations.
     """
 
     def __init__(self, timeline: Timeline, device: int, kinds: Set[Kind]) -> None:
@@ -204,9 +198,12 @@ class Holdings:
         has_loss = stage == shape.devices[device].stage and not self.program.splits_output
         self.own_logits = chunk if has_loss else -1
         self.sizes = shape.relative_sizes()
+        # walks along where operations do more than keep and use activations
         self.lifetimes = Lifetimes(self.program, device, kinds) if Lifetimes.matter(kinds) else None
+        # end of the compute operation before.  What a gather or a copy fills is allocated when the operation is issued,
+        # in the order of the list: after that, however long the collectives ahead of it take.
         self.issued = 0.0
-        self.found: list[Change] = []
+        self.found: list[Change] = []  # the changes
         self._kinds = kinds
         self._states: dict[type[BytesOf], BytesOf] = {}
         self._effects = {kind: kind.effect.memory(self) for kind in kinds if kind.effect.memory is not None}

@@ -23,18 +23,13 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page.
-
-    Attributes:
-        requests: Addresses that the page has asked for, the page itself included.
-        said: What was written to the console, and errors of scripts.
-    """
+    """One page."""
 
     def __init__(self, process: subprocess.Popen[bytes], commands: int, answers: int) -> None:
         self.process, self.commands, self.answers = process, commands, answers
         self.number, self.buffer, self.session = 0, b"", ""
-        self.requests: list[str] = []
-        self.said: list[str] = []
+        self.requests: list[str] = []  # addresses that the page has asked for, the page itself included
+        self.said: list[str] = []  # what was written to the console, and errors of scripts
         self.loaded: set[str] = set()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:

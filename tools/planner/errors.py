@@ -21,22 +21,14 @@ def command() -> str:
 
 
 class PlannerError(ValueError):
-    """Input that cannot be planned for.
-
-    Attributes:
-        file: The file (or command-line option) the value came from.
-        key: Dotted path of the key inside the file, e.g. ``nodes[1].gpu``.
-        value: What was found there.
-        problem: Why it is wrong.
-        hint: The nearest change that would work.
-    """
+    """Input that cannot be planned for."""
 
     def __init__(self, file: str, key: str, value: object, problem: str, hint: str = "") -> None:
-        self.file = str(file)
-        self.key = key
-        self.value = value
-        self.problem = problem
-        self.hint = hint
+        self.file = str(file)  # the file (or command-line option) the value came from
+        self.key = key  # dotted path of the key inside the file, e.g. ``nodes[1].gpu``
+        self.value = value  # what was found there
+        self.problem = problem  # why it is wrong
+        self.hint = hint  # the nearest change that would work
         text = f"{self.file}: {key}" + ("" if value is None else f" = {shown(value)}") + f": {problem}"
         if hint:
             text += f". {hint}"

@@ -49,7 +49,7 @@ class Passes:
     """
 
     slices: int  # per sequence
-    groups: Sequence[dist.ProcessGroup] = ()  # Groups over which counts are summed one after the other: TP, then CP.
+    groups: Sequence[dist.ProcessGroup] = ()  # groups over which counts are summed one after the other: TP, then CP
     current: tuple[int, int] | None = None  # (microbatch, slice) of the pass of training that runs; None outside
     # tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices and the
     # ranks' parts of them are equal

@@ -35,12 +35,7 @@ ZERO_STAGES = (2, 3)
 
 
 class Parameters(State):
-    """Parameters, gradients and updates of one device's chunks.
-
-    Attributes:
-        gathered: by chunk, the layers whose parameters are materialised.
-        reduced: by chunk, the layers whose gradients are reduced.
-    """
+    """Parameters, gradients and updates of one device's chunks."""
 
     of_parameters = True
 
@@ -49,8 +44,9 @@ class Parameters(State):
         layers = held.layers
         self._gathers, self._reduces = Kind.PARAM_GATHER in kinds, Kind.GRAD_REDUCE in kinds
         self._shares = not kinds.isdisjoint(PARTS)
+        # by chunk, the layers whose parameters are materialised
         self.gathered: list[set[int]] = [set() for _ in layers]
-        self.reduced: list[set[int]] = [set() for _ in layers]
+        self.reduced: list[set[int]] = [set() for _ in layers]  # by chunk, the layers whose gradients are reduced
         self._on_device = [Kind.PARAM_PREFETCH not in kinds] * len(layers)
         self._ops = program.ops[held.device]
         self._demanded: list[tuple[int, int, list[int]]] = []

@@ -56,13 +56,7 @@ def fast_merge(
 
 
 class _Merge:
-    """State of the event loop.
-
-    Attributes:
-        ended_f, ended_b: By stage and microbatch, when its forward and backward ended.
-        at_f, at_b: By device, how many forwards and backwards it has run.
-        wants_f, wants_b: By device, the microbatch whose input or gradient it waits for.
-    """
+    """State of the event loop."""
 
     def __init__(
         self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
@@ -74,10 +68,13 @@ class _Merge:
         self.stage_of = [d.stage for d in devices]
         self.mine = [shape.microbatches_of(d) for d in range(len(devices))]
         self.runner = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
+        # ended_f, ended_b: by stage and microbatch, when its forward and backward ended
         self.ended_f = [[_UNKNOWN] * shape.microbatches for _ in range(shape.stages)]
         self.ended_b = [[_UNKNOWN] * shape.microbatches for _ in range(shape.stages)]
         self.free = [0.0] * len(devices)
+        # at_f, at_b: by device, how many forwards and backwards it has run
         self.at_f, self.at_b = [0] * len(devices), [0] * len(devices)
+        # wants_f, wants_b: by device, the microbatch whose input or gradient it waits for
         self.wants_f, self.wants_b = [_NOBODY] * len(devices), [_NOBODY] * len(devices)
         self.out: list[list[bool]] = [[] for _ in devices]
 

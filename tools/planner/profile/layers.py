@@ -206,15 +206,12 @@ class Part:
     Args:
         settings: The profiling run.
         layers: Of a transformer layer, how many in turn.
-
-    Attributes:
-        divided: Ranks over which a sequence is divided.
     """
 
     def __init__(self, settings: ProfileSettings, point: Point, layers: int = 1) -> None:
         self.settings, self.point = settings, point
         config = transformer_config(settings, point, layers)
-        self.divided = point.tp if config.sequence_parallel else 1
+        self.divided = point.tp if config.sequence_parallel else 1  # ranks over which a sequence is divided
         vocab = -(-settings.model.vocab_size // point.tp) * point.tp
         model = GPTModel(
             config=config,

@@ -17,18 +17,15 @@ from ..costs.unit import Unit
 
 
 class Load:
-    """Time of one stage as a function of its layers (microbatches split in proportion to speed).
-
-    Attributes:
-        rates: Replicas of each group, seconds of a microbatch per layer and at the ends of the model.
-        layer_s: Seconds per microbatch and layer of the whole stage.
-    """
+    """Time of one stage as a function of its layers (microbatches split in proportion to speed)."""
 
     __slots__ = ("_times", "layer_s", "rates", "units")
 
     def __init__(self, groups: tuple[Group, ...], units: list[Unit], first: float, last: float) -> None:
         self.units = units
+        # replicas of each group, seconds of a microbatch per layer and at the ends of the model
         self.rates = [(float(g.count), u.layer_f + u.layer_b, u.ends_s(first, last)) for g, u in zip(groups, units)]
+        # seconds per microbatch and layer of the whole stage
         self.layer_s = 1.0 / sum([n / t for n, t, _ in self.rates])
         self._times: dict[int, float] = {}
 
