@@ -282,17 +282,6 @@ def add_kinds(rows: Mapping[str, Mapping[str, object]]) -> None:
         found.update(filter(condition, added))
 
 
-def drop_kinds(names: Set[str]) -> None:
-    """Takes rows out of the table and of :data:`SETS` again: the last ones that were added."""
-    for name in names:
-        gone = Kind.rows.pop(name)
-        delattr(Kind, name)
-        if Kind.by_mnemonic.get(gone.mnemonic) is gone:  # not where it was refused
-            del Kind.by_mnemonic[gone.mnemonic]
-        for _, found in SETS:
-            found.discard(gone)
-
-
 SETS: list[tuple[Callable[[Kind], bool], set[Kind]]] = []
 """Sets that :func:`where` has returned, which grow with the table."""
 

@@ -336,8 +336,3 @@ class _Engine:
                 reason = f"waits for {self.graph.ops[blockers[0]]}" if blockers else "waits for its other members"
                 lines.append(f"  {describe(self.graph.program, *self.graph.where(node))} {reason}")
         raise ScheduleError("\n".join(lines))
-
-
-def peak_memory(result: Result) -> Sequence[float]:
-    """Peak bytes per device."""
-    return [use.peak_bytes for use in result.memory]

@@ -273,6 +273,17 @@ def test_context_parallelism_of_long_sequences() -> None:
     assert len(checked) > 1
 
 
+def test_kernels_of_slices_that_are_faster() -> None:
+    """In heads of 64 numbers whole attention is priced higher."""
+    model = model_of(layers=8, hidden=1024, tokens=65536, batch=1, distributed_optimizer=True, recompute=("none",))
+    estimator = with_catalog(cluster_of(("L40S", 1, 2, 100e9)), model)
+    stages = (Stage(4, (Group(0, 1, 1),)),) * 2
+    candidate = Candidate(
+        stages, 1, schedule="slimpipe", slices=32, zero_stage=1, exchange=True, rows=((0.5, 0.5),) * 2
+    )
+    check_bound(estimator, candidate, simulated_s(estimator, candidate))
+
+
 @pytest.mark.parametrize("dropless", [False, True])
 def test_expert_parallelism(dropless: bool) -> None:
     """EP 8 saves the collectives of experts that are cut, and so is faster than TP alone."""

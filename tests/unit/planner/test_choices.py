@@ -25,7 +25,7 @@ from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import finish
 from tools.planner.search import methods as choices
 from tools.planner.search.book import Book
-from tools.planner.search.methods import changes, choose, regular_pipelines, regular_with_experts
+from tools.planner.search.methods import best_regular, changes, choose, in_slices, of_kinds_together, with_experts
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 
 GOAL = Goal()
@@ -216,11 +216,41 @@ def test_regular_pipelines_fit_and_use_all_kinds() -> None:
     nodes = (NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8), NodeGroup(gpu="A100-80", count=2, gpus_per_node=8))
     model = estimator(seq_length=131072, global_batch_size=4).model
     priced = estimator_of(Cluster(nodes=nodes), model)
-    found = regular_pipelines(priced, GOAL, 3)
+    found = best_regular(priced, GOAL, in_slices(priced, GOAL))
     assert {tuple(c.gpus()) for c, _ in found} == {(0,), (1,), (0, 1)}
     for c, estimate in found:
         assert priced.fits(estimate) and c.slices >= len(c.stages)
         build_plan(priced, c, estimate)
+
+
+def of_two_kinds(first: str, second: str, **changes: object) -> Estimator:
+    nodes = tuple(
+        NodeGroup(gpu=gpu, count=n, gpus_per_node=8, network_bytes_per_s=400e9) for gpu, n in ((first, 1), (second, 2))
+    )
+    return estimator_of(Cluster(nodes=nodes), estimator(seq_length=131072, global_batch_size=1, **changes).model)
+
+
+def test_replicas_of_several_kinds_fit_and_have_all_gpus() -> None:
+    """In one stage, and in several under slices."""
+    priced = of_two_kinds("H100-SXM", "A100-80")
+    found = best_regular(priced, GOAL, of_kinds_together(priced, GOAL))
+    assert {len(c.stages) for c, _ in found} >= {1, 2}
+    for c, estimate in found:
+        assert priced.fits(estimate) and c.gpus() == {0: 8, 1: 16}
+        build_plan(priced, c, estimate)
+        by_speed = [o for o in changes(priced, GOAL, c) if o.stages[0].groups[0].parts != c.stages[0].groups[0].parts]
+        units = [priced.units_of_parts(o, o.stages[0].groups[0]) or [] for o in (c, *by_speed)]
+        seconds = [[u.layer_f + u.layer_b for u in mine] for mine in units]
+        assert min(max(mine) / min(mine) for mine in seconds) < 1.05
+    assert not [*of_kinds_together(priced.only([1]), GOAL)]
+
+
+def test_two_kinds_share_the_only_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = choices.search("auto", of_two_kinds("B200", "H100-SXM"), GOAL).best
+    assert best is not None and best.candidate.stages[0].groups[0].pools == (0, 1)
+    monkeypatch.setattr(choices, "of_kinds_together", lambda *_: iter(()))
+    other = choices.search("auto", of_two_kinds("B200", "H100-SXM"), GOAL).best
+    assert other is not None and best.iteration_s < 0.95 * other.iteration_s
 
 
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
@@ -230,12 +260,13 @@ def test_regular_plans_with_experts_are_of_each_kind_alone_too(objective: str) -
     nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=8, usd_per_gpu_hour=usd) for gpu, usd in kinds.items())
     model = estimator(experts=Experts(count=8, top_k=2, ffn_hidden_size=14336)).model
     priced, goal = estimator_of(Cluster(nodes=nodes), model), Goal(objective)
-    found = regular_with_experts(priced, goal, 3)
+    found = best_regular(priced, goal, with_experts(priced, goal))
     assert {frozenset({0}), frozenset({0, 1})} <= {frozenset(c.gpus()) for c, _ in found}
     least = min(goal.value(e) for c, e in found if set(c.gpus()) == {0})
-    alone = regular_with_experts(priced.only([0]), goal, 3)
+    one = priced.only([0])
+    alone = best_regular(one, goal, with_experts(one, goal))
     assert least == pytest.approx(min(goal.value(estimate) for _, estimate in alone))
-    near = regular_with_experts(priced, goal, 3, least / 1.25)
+    near = best_regular(priced, goal, with_experts(priced, goal), 1.04 * least)
     assert near and all(goal.value(estimate) <= 1.04 * least for _, estimate in near)
 
 

@@ -1,8 +1,10 @@
 """Shapes, costs and shorthands shared by the schedule tests."""
 
+from collections.abc import Set
 from dataclasses import replace
 
-from megatron_het.schedule import Costs, Memory, Op, Program, Shape, add_transfers, generate
+from megatron_het.schedule import Costs, Kind, Memory, Op, Program, Shape, add_transfers, generate
+from megatron_het.schedule.kinds import SETS
 from megatron_het.schedule.simulate import Result, simulate
 
 
@@ -37,3 +39,14 @@ def swapped(program: Program, device: int, i: int, j: int) -> Program:
     ops = list(program.ops[device])
     ops[i], ops[j] = ops[j], ops[i]
     return with_device(program, device, ops)
+
+
+def drop_kinds(names: Set[str]) -> None:
+    """Takes rows out of the table of kinds, and of the sets that grow with it, again: the last ones that were added."""
+    for name in names:
+        gone = Kind.rows.pop(name)
+        delattr(Kind, name)
+        if Kind.by_mnemonic.get(gone.mnemonic) is gone:  # not where it was refused
+            del Kind.by_mnemonic[gone.mnemonic]
+        for _, found in SETS:
+            found.discard(gone)

@@ -5,7 +5,7 @@ import operator
 import pickle
 
 import pytest
-from schedule_helpers import run
+from schedule_helpers import drop_kinds, run
 
 from megatron_het.features.context_exchange.kinds import EXCHANGE
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
@@ -34,7 +34,7 @@ def test_a_row_that_lacks_something_is_refused(rows: dict[str, dict[str, object]
         with pytest.raises(TypeError, match=message):
             kinds.add_kinds(rows)
     finally:
-        kinds.drop_kinds(Kind.rows.keys() - before.keys())
+        drop_kinds(Kind.rows.keys() - before.keys())
     assert Kind.rows == before
 
 
@@ -46,7 +46,7 @@ def test_sets_grow_with_the_table() -> None:
     try:
         assert updates == {Kind.OPTIMIZER_STEP, Kind.NEW} and parse_op("XX_.0.0").kind is Kind.NEW
     finally:
-        kinds.drop_kinds({"NEW"})
+        drop_kinds({"NEW"})
     assert updates == {Kind.OPTIMIZER_STEP} and "NEW" not in Kind.rows
     with pytest.raises(AttributeError, match="no kind NEW"):
         _ = Kind.NEW

@@ -187,15 +187,11 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
     """Search with a progress line on a terminal."""
     check_prices(estimator, goal, options.cluster)
     progress = Progress(limit_s=searching_s(options, estimator.cluster.total_gpus))
-    with cpu_limit(progress, options.limit_s):
-        return _shown_search(estimator, goal, options, progress)
 
-
-def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace, progress: Progress) -> Outcome:
     def text() -> str:
         return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
 
-    with shown_progress(text, options):
+    with cpu_limit(progress, options.limit_s), shown_progress(text, options):
         return search(options.search, estimator, goal, progress, options.robust)
 
 
@@ -524,7 +520,7 @@ def _misfits(
     for pool, held, limit in estimator.short_of_host_memory(estimate):
         problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
         problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
-    for node in {estimator.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups}:
+    for node in {estimator.cluster.nodes[pool].gpu for pool in candidate.gpus()}:
         device = estimator.cluster.gpu(node)
         if not device.supports(made.training.precision):
             problems.append(

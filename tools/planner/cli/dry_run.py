@@ -311,11 +311,6 @@ class RankCheck:
     capacity_bytes: float
     error: str = ""  # why there are no figures
 
-    @property
-    def is_too_large(self) -> bool:
-        """Whether the rank needs more than its GPU has."""
-        return self.needed_bytes > self.capacity_bytes
-
 
 @dataclass(slots=True)
 class Verified:
@@ -420,7 +415,7 @@ class Verifier:
                 plan = build_plan(estimator, found.candidate, found.estimate)
                 checks = self._checked(plan, found.estimate.memory, "gpu" if estimator.runtime.fused else "local")
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
-                if not worst.is_too_large:
+                if worst.needed_bytes <= worst.capacity_bytes:
                     return Verified(
                         found=found,
                         plan=plan,

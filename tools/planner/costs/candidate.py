@@ -43,6 +43,11 @@ class Group(NamedTuple):
     ep: int = 0
     parts: tuple[SequencePart, ...] = ()
 
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """All pools that a replica has ranks in."""
+        return tuple(dict.fromkeys([self.pool, *[part.pool for part in self.parts]]))
+
     def in_pools(self, pools: Sequence[int]) -> Group:
         """The group with other numbers of pools: ``pools[p]`` in place of ``p``."""
         parts = tuple(part._replace(pool=pools[part.pool]) for part in self.parts)

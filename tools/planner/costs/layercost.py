@@ -213,12 +213,6 @@ class SlicePrices:
         return Pass(*[max(0.0, t) for t in (*times, *(slices * f - w for f, w in zip(one[2:], whole[2:])))])
 
 
-def mean_of(found: Sequence[tuple[float, Pass]]) -> Pass:
-    """Returns the mean of several kinds of layers, by share."""
-    total = sum(share for share, _ in found)
-    return Pass(*[sum(share * times[i] for share, times in found) / total for i in range(4)])
-
-
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
 
 
@@ -355,7 +349,8 @@ class MeasuredCosts:
         """
         kinds = self._kinds(key, spread.kinds)
         parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in kinds]
-        more = mean_of([(of, extra) for of, extra, _ in parts])
+        total = sum(of for of, *_ in parts)
+        more = Pass(*[sum(of * extra[i] for of, extra, _ in parts) / total for i in range(4)])
         # What was measured is of layers as they were measured, not of their parts.
         exact = spread.cp == 1 and spread.ep == key.ep and all(measured for *_, measured in parts)
         if not exact and not self.gpu(key.gpu).is_processor:

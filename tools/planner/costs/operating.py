@@ -328,8 +328,8 @@ class OperatingPoints:
             return None if units is None else unit_of_parts(units)
         if stage is not None and self.model.kinds:
             return self._unit_of_layers(c, group, stage, group.pool)
-        if c.cp == c.ep == 1 and group.ep < 2:
-            return self.undivided(c, group)
+        if c.cp == c.ep == c.slices == 1 and group.ep < 2:
+            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
         ep, expert_tp = c.cut_of(group)
         at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep
         return self.unit(*at, expert_tp=expert_tp, slices=c.slices, cut=c.cuts_documents)
@@ -367,15 +367,6 @@ class OperatingPoints:
                 return None
             kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))
         return unit_of_kinds(mean_unit, tuple(kinds))
-
-    def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
-        """Returns the unit of a group without CP and EP."""
-        c = candidate
-        if c.slices == 1:
-            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
-        return self.unit(
-            group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, expert_tp=group.tp, slices=c.slices
-        )
 
     @property
     def boundary_bytes_per_sequence(self) -> float:

@@ -148,11 +148,6 @@ def _passes(
     return forward, backward, kept
 
 
-def _without_attention(rows: Rows, attention: Rows) -> Rows:
-    """Returns what is left of passes when attention, whose time depends on the slice, is told apart."""
-    return [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(rows, attention)]
-
-
 def costs_of(
     estimator: Estimator,
     whole: Candidate,
@@ -198,7 +193,10 @@ def costs_of(
             [tuple(u.of_chunks(name, plan.stages[s].layers)) for s, _, u in devices]
             for name in ("attention_f", "attention_b")
         ]
-        forward, backward = (_without_attention(*rows) for rows in zip((forward, backward), attention, strict=True))
+        forward, backward = (  # without attention, whose time depends on the slice
+            [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(*rows)]
+            for rows in zip((forward, backward), attention, strict=True)
+        )
     whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
     attention_f, attention_b = (tuple(tuple(x / whole_share for x in row) for row in rows) for rows in attention)
     return Costs(
@@ -354,7 +352,7 @@ def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     """The iteration time of :func:`simulate_block`, found in a fraction of the time; raises PlannerError."""
 
     def simulate_it() -> float:
-        key, known = _in_one_order(candidate), estimator.known_blocks
+        key, known = candidate.with_(order=ORDERS[0], depths=()), estimator.known_blocks
         if key not in known:
             if sum(block.operations for block in known.values()) > MOST_REMEMBERED:
                 known.clear()
@@ -362,10 +360,6 @@ def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
         return known[key].seconds(candidate, estimate)
 
     return estimator.simulated_s(candidate, False, simulate_it)
-
-
-def _in_one_order(candidate: Candidate) -> Candidate:
-    return candidate.with_(order=ORDERS[0], depths=())
 
 
 class _Block:

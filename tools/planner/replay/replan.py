@@ -31,7 +31,7 @@ from ..report.analysis import complete
 from ..report.tables import say, table
 from ..search.methods import search
 from ..search.outcome import Goal, Outcome, Progress, check_memory_margin, cluster_text, cpu_limit, goal_from, left_s
-from .measured import DeviceTimes, LinkTimes, Watched, find_files, load_watched
+from .measured import DeviceTimes, Watched, find_files, load_watched
 
 # Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
 #
@@ -263,19 +263,15 @@ def _slow_pairs(watched: Watched, kinds: Mapping[int, str]) -> dict[tuple[str, s
     groups = {f.name.removesuffix(" in one machine") for f in watched.active if f.what == "profile"}
     out: dict[tuple[str, str], float] = {}
     for link in watched.links:
-        factor = _longer(link)
+        if link.measured_s is None or link.predicted_s <= 0:
+            continue
+        factor = max(link.measured_s / link.predicted_s, 1e-3)
         ends = f"{watched.name_of(link.source)} -> {watched.name_of(link.target)}"
         sort = f"{watched.devices[link.source].kind} -> {watched.devices[link.target].kind}"
-        if factor is not None and (ends in named or sort in groups):
+        if ends in named or sort in groups:
             pair = tuple(sorted((kinds[link.source], kinds[link.target])))
             out[pair[0], pair[1]] = max(factor, out.get((pair[0], pair[1]), 0.0))
     return out
-
-
-def _longer(link: LinkTimes) -> float | None:
-    if link.measured_s is None or link.predicted_s <= 0:
-        return None
-    return max(link.measured_s / link.predicted_s, 1e-3)
 
 
 def _renamed(plan: Plan, kinds: Mapping[int, str]) -> Plan:

@@ -129,7 +129,7 @@ def _operating_points(
 
 def kind_of(c: Candidate) -> tuple[object, ...]:
     """Returns what makes two plans differ in kind; layers, batches and the order of stages do not."""
-    sizes = {(g.pool, g.tp) for s in c.stages for g in s.groups}
+    sizes = {(g.pools, g.tp) for s in c.stages for g in s.groups}
     return c.schedule, len(c.stages), tuple(sorted(c.gpus().items())), tuple(sorted(sizes))
 
 
@@ -184,7 +184,7 @@ def differences(estimator: Estimator, best: Candidate, other: Candidate) -> str:
 
 
 def _sizes(c: Candidate, pool: int) -> list[int]:
-    return sorted({g.tp for s in c.stages for g in s.groups if g.pool == pool})
+    return sorted({g.tp for s in c.stages for g in s.groups if pool in g.pools})
 
 
 # A plan that was found, with all that is predicted of it.
@@ -219,7 +219,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
     e, c = best.estimate, best.candidate
     nodes = estimator.cluster.nodes
     out = []
-    slow = ", ".join(sorted({nodes[g.pool].gpu for g in c.stages[e.bottleneck].groups}))
+    slow = ", ".join(sorted({nodes[p].gpu for g in c.stages[e.bottleneck].groups for p in g.pools}))
     out.append(
         f"stage {e.bottleneck} ({slow}) decides the pace: it computes {100 * e.busy_s / e.iteration_s:.0f} % of the "
         "iteration"

@@ -297,13 +297,11 @@ class Sketch:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
         key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
         if key not in self.tails:
-            self.tails[key] = self._tail_of(groups, like)
+            load = stage_load(self.estimator, groups, like, *_NO_ENDS)
+            assert load is not None  # the caller knows its load
+            found = tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
+            self.tails[key] = found
         return self.tails[key]
-
-    def _tail_of(self, groups: tuple[Group, ...], like: Candidate) -> float:
-        load = stage_load(self.estimator, groups, like, *_NO_ENDS)
-        assert load is not None  # the caller knows its load
-        return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
 
 
 def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tuple[float, float, float]:

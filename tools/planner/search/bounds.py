@@ -27,6 +27,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs.estimate import Estimator
+from ..costs.layer import FULL_HEAD
 from ..costs.unit import Unit
 from ..inputs.model import Model
 from ..inputs.model_parts import shares_left
@@ -66,6 +67,7 @@ class Bounds:
         self._seconds = cache(self._find_seconds)
         self._least_attention = _least_attention(estimator.model) if self._exchanges else 0.0
         model, nodes = estimator.model, estimator.cluster.nodes
+        self._has_narrow_heads = model.score_size < 2 * FULL_HEAD * model.num_attention_heads
         described = [node.model_dump_json(include=_OF_A_RANK) for node in nodes]
         self._alike = [described.index(text) for text in described]
         # A GPU may have more of the layers that suit it than of others, which no rate reckons with.
@@ -74,7 +76,10 @@ class Bounds:
 
     def value(self, limits: Limits) -> float:
         """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 if unknown."""
-        return self.seconds(limits) if self.goal.objective != "cost" else self._usd(limits)
+        if self.goal.objective != "cost":
+            return self.seconds(limits)
+        prices = self.estimator.price
+        return self._least(limits, lambda layers, rates: layers * min(p / r for p, r in zip(prices, rates) if r))
 
     def seconds(self, limits: Limits) -> float:
         """Returns a time that no iteration on these GPUs can beat."""
@@ -96,11 +101,6 @@ class Bounds:
     def excludes(self, limits: Limits, value: float) -> bool:
         """Whether no plan on these GPUs is better than this value."""
         return self.value(limits) >= value
-
-    def _usd(self, limits: Limits) -> float:
-        """Returns the price of the work where it is cheapest."""
-        prices = self.estimator.price
-        return self._least(limits, lambda layers, rates: layers * min(p / r for p, r in zip(prices, rates) if r))
 
     def _least(self, limits: Limits, value_of: Callable[[float, list[float]], float]) -> float:
         """The least value of plans of any recomputation and size of passes.
@@ -159,19 +159,19 @@ class Bounds:
     def _find_seconds(self, pool: int, tp: int, ep: int, size: int, recompute: str) -> _Works | None:
         """Returns what a GPU of a replica takes for one sequence of a pass, at least."""
         estimator, gpu = self.estimator, self.estimator.cluster.nodes[pool].gpu
-        unit: Unit | None = (
-            estimator.unit(pool, tp, size, recompute)
-            if ep == 1
-            else estimator.unit(pool, tp, size, recompute, 1, ep, expert_tp=tp // ep)
-        )
+        cut = {"ep": ep, "expert_tp": tp // ep}
+        unit = estimator.unit(pool, tp, size, recompute, **cut if ep > 1 else {})
         if unit is None:
             return None
         each = tp / size * estimator.costs.alone_share(gpu, size, tp)
         pass_s = unit.pass_f + unit.pass_b + 2 * estimator.runtime.operation_s
         layer_s = unit.layer_f + unit.layer_b + pass_s / estimator.model.num_layers  # of one pass through all layers
         attention_s = unit.attention_f + unit.attention_b if self._exchanges else 0.0
-        ends = unit.ends_s(True, False) * each, unit.ends_s(False, True) * each
         layer_s -= attention_s
+        if attention_s and self._has_narrow_heads:  # the kernels of slices may be faster then; two have fewest sums
+            sliced: Unit | None = estimator.unit(pool, tp, size, recompute, **cut, slices=2)
+            attention_s = min(attention_s, sliced.attention_f + sliced.attention_b) if sliced else attention_s
+        ends = unit.ends_s(True, False) * each, unit.ends_s(False, True) * each
         return _Works(layer_s * each, attention_s * each * self._least_attention, *ends)
 
 

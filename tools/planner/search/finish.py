@@ -219,7 +219,10 @@ def finish(
             placed = _placed(estimator, goal, place(candidate), candidate, estimate)
             book.progress.kept += [] if placed is None else [Found(*placed)]
         found = found or book.progress.kept[:]
-    _conclude(book, outcome, confirm(estimator, goal, found), place)
+    book.progress.finishing = False
+    outcome.found, outcome.evaluations = confirm(estimator, goal, found), book.estimator.evaluations
+    if not outcome.found and book.nearest is not None:
+        outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
 
 def _finalists(
@@ -252,7 +255,7 @@ def _finalists(
     while queues and not (best < inf and book.progress.spent):
         hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
         alike = [n for n, hope in hopes.items() if hope <= min(hopes.values()) * (1 + ALIKE)]
-        name = min(alike, key=lambda n: (_turns(n[2]), hopes[n]))
+        name = min(alike, key=lambda n: (sum([a != b for a, b in pairwise(n[2])]), hopes[n]))
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
             del queues[name]
@@ -279,25 +282,12 @@ def _finalists(
             yield entry
 
 
-def _turns(pools: tuple[tuple[int, ...], ...]) -> int:
-    """How often GPUs of another pool follow along the pipeline."""
-    return sum([a != b for a, b in pairwise(pools)])
-
-
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
     if candidate.rows:
         return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
-
-
-def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[[Candidate], Candidate]) -> None:
-    """Write down what has been found, or what came nearest."""
-    book.progress.finishing = False
-    outcome.found, outcome.evaluations = found, book.estimator.evaluations
-    if not found and book.nearest is not None:
-        outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
 
 def _improved(
@@ -395,7 +385,7 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
 
 def pools_of(candidate: Candidate) -> tuple[tuple[int, ...], ...]:
     """The pools of every stage."""
-    return tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
+    return tuple(tuple(dict.fromkeys(p for g in s.groups for p in g.pools)) for s in candidate.stages)
 
 
 def waits_for_nobody(candidate: Candidate) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import product
-from math import inf
+from itertools import combinations, product
+from math import gcd, inf
 
-from ..costs.candidate import Candidate, Group, Stage
+from ..costs.candidate import Candidate, Group, SequencePart, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, operations_of
@@ -34,6 +34,8 @@ from .seeds import sizes_over_replicas
 
 LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of activations in main memory, in the order in which they are tried
 LONG_SIZES = (1, 2, 4, 8, 16)
+MOST_SHARING = 64  # GPUs of a replica
+FINENESS = (4, 60)  # of parts by speed: those of few units fit where memory is short, and their slices are alike
 _SLICES_PER_STAGE = 4
 _LEAST_TOKENS = 1024
 _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
@@ -42,31 +44,16 @@ _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
 Regular = list[tuple[Candidate, Estimate]]
 
 
-def regular_pipelines(estimator: Estimator, goal: Goal, count: int, known: float = inf) -> Regular:
-    """The best pipelines of slices by the closed form that fit; see :func:`_best_regular`."""
-    return _best_regular(estimator, goal, count, known, _of_slices(estimator, goal))
-
-
-def regular_with_experts(estimator: Estimator, goal: Goal, count: int, known: float = inf) -> Regular:
-    """The best regular plans with experts over replicas by the closed form; see :func:`_best_regular`.
-
-    Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
-    too, and activations wait in main memory, as few as fits.
-    """
-    return _best_regular(estimator, goal, count, known, _of_experts(estimator, goal))
-
-
-def _best_regular(
-    estimator: Estimator, goal: Goal, count: int, known: float, candidates: Iterator[Candidate]
-) -> Regular:
-    """The best of these that fit, one of each number of stages, and the best on each choice of kinds of GPUs.
+def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidate], most: float = inf) -> Regular:
+    """The best by the closed form that fit, one of each number of stages, and the best on each choice of kinds of GPUs.
 
     Args:
-        known: Value of a plan that is known already: what looks worse by the factor ``FAR`` is of no use.
+        most: What looks worse is of no use.
     """
-    sketch, sequences, most = sketch_of(estimator, goal), estimator.model.global_batch_size, FAR * known
+    sketch, sequences = sketch_of(estimator, goal), estimator.model.global_batch_size
     hopes: list[tuple[float, int, Candidate]] = []
-    for i, c in enumerate(candidates):
+    zero = int(estimator.model.distributed_optimizer)
+    for i, c in enumerate(c.with_(zero_stage=zero) for c in candidates):
         computing = sketch.least(tuple(stage.groups for stage in c.stages), c)
         pieces = sequences / c.micro_batch_size / c.stages[0].groups[0].count * c.chunks * c.slices
         hopes.append((computing * (1 + (len(c.stages) - 1) / pieces), i, c))
@@ -79,11 +66,15 @@ def _best_regular(
             best[kind] = goal.value(found[1]), *found
     order = sorted(best, key=lambda kind: best[kind][0])
     first = {kinds: (kinds, stages) for kinds, stages in reversed(order)}
-    return [best[kind][1:] for i, kind in enumerate(order) if i < count or first[kind[0]] == kind]
+    return [best[kind][1:] for i, kind in enumerate(order) if i < MOST_REGULAR or first[kind[0]] == kind]
 
 
-def _of_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
-    """Regular plans with experts over replicas, with whole and with split vocabularies."""
+def with_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
+    """Regular plans with experts over replicas, with whole and with split vocabularies.
+
+    Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
+    too, and activations wait in main memory, as few as fits.
+    """
     ways = [(s, 2 if s.name == "interleaved" else 1) for s in goal.allowed if s.name in ("1f1b", "interleaved")]
     settings = [
         (schedule.name, chunks, batch, recompute, ep)
@@ -92,25 +83,86 @@ def _of_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
         for recompute in estimator.model.recompute
         for ep in sizes_over_replicas(estimator)
     ]
-    zero = 1 if estimator.model.distributed_optimizer else 0
     for is_split in (False, True) if settings else ():
         for stages, _ in _shapes(estimator, (1,), has_ends=not is_split):
             rows = rows_of((1,) * len(stages), estimator.model.tied_embeddings) if is_split else ()
             for name, chunks, batch, recompute, ep in settings:
-                like = Candidate(stages, batch, recompute, name, chunks, zero_stage=zero, rows=rows)
-                yield like.over_replicas(ep)
+                yield Candidate(stages, batch, recompute, name, chunks, rows=rows).over_replicas(ep)
 
 
-def _of_slices(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
+def in_slices(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
     """Regular pipelines under each schedule that cuts sequences and with each recomputation."""
+    for stages, cp in _shapes(estimator) if any(schedule.cuts_sequences for schedule in goal.allowed) else ():
+        yield from _sliced_pipelines(estimator, goal, stages, cp, _SLICES_PER_STAGE)
+
+
+def _sliced_pipelines(
+    estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: int, each: int
+) -> Iterator[Candidate]:
+    """Pipelines with so many slices for each stage, or a few more."""
     model, sliced = estimator.model, [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
-    zero = 1 if model.distributed_optimizer else 0
-    for stages, cp in _shapes(estimator) if sliced else ():
-        wanted = _SLICES_PER_STAGE * len(stages)
-        slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
-        if slices and model.seq_length // slices >= _LEAST_TOKENS * cp:
-            for name, recompute in product(sliced, model.recompute):
-                yield Candidate(stages, 1, recompute, name, slices=slices, zero_stage=zero, cp=cp)
+    wanted = each * len(stages)
+    slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
+    if slices and model.seq_length // slices >= _LEAST_TOKENS * cp:
+        for name, recompute in product(sliced, model.recompute):
+            yield Candidate(stages, 1, recompute, name, slices=slices, cp=cp)
+
+
+def of_kinds_together(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
+    """Regular plans whose replicas have context-parallel ranks on several kinds of GPU, with parts by their speed.
+
+    They have all GPUs of two kinds, or of all kinds, and one stage, or several in slices.
+    """
+    model = estimator.model
+    for group, replicas in _of_several_kinds(estimator):
+        cp, unit = len(group.parts), estimator.unit_of(Candidate((), 1, cp=len(group.parts)), group)
+        assert unit is not None  # its parts have been priced
+        for width in (w for w in LONG_SIZES if replicas % w == 0 and w <= model.global_batch_size):
+            count = replicas // width
+            if count > model.num_layers:
+                continue
+            ends = [0.0] * (count - 1) + [unit.head_f + unit.head_b]
+            layers = balanced(model.num_layers, [1 / (unit.layer_f + unit.layer_b)] * count, ends)
+            stages = tuple(Stage(n, (group._replace(count=width),)) for n in layers)
+            if count > 1:
+                for each in (_SLICES_PER_STAGE, 2 * _SLICES_PER_STAGE):  # more need less memory
+                    yield from _sliced_pipelines(estimator, goal, stages, cp, each)
+            elif PLAIN in goal.allowed:
+                yield from (Candidate(stages, 1, recompute, cp=cp) for recompute in model.recompute)
+
+
+def _of_several_kinds(estimator: Estimator) -> Iterator[tuple[Group, int]]:
+    """A replica with TP groups of several kinds of GPU, and how many such replicas use all GPUs of these."""
+    nodes, region = estimator.cluster.nodes, estimator.network.region
+    kinds = tuple(dict.fromkeys(node.gpu for node in nodes))
+    for chosen, tp in product(dict.fromkeys((*combinations(kinds, 2), kinds)), LONG_SIZES):
+        pools = [p for p, node in enumerate(nodes) if node.gpu in chosen and node.quota]
+        counts = [min(nodes[p].count * (nodes[p].gpus_per_node // tp), nodes[p].quota // tp) for p in pools]
+        most = gcd(*counts)
+        if not all(counts) or len({nodes[p].gpu for p in pools}) < 2 or len({region[p] for p in pools}) > 1:
+            continue
+        for replicas in (n for n in range(1, most + 1) if most % n == 0 and sum(counts) // n * tp <= MOST_SHARING):
+            mine = [pool for pool, n in zip(pools, counts) for _ in range(n // replicas)]
+            group = Group(mine[0], tp, 1, 0, tuple(SequencePart(pool, 1) for pool in mine))
+            for shared in _by_speed(estimator, Candidate((), 1, cp=len(mine)), group):
+                yield shared, replicas
+
+
+def _by_speed(estimator: Estimator, like: Candidate, group: Group) -> Iterator[Group]:
+    """Parts that take equally long, whole numbers up to each of ``FINENESS``; none where there are no figures."""
+    shares = [float(part.share) for part in group.parts]
+    for units in (*[1000] * 4, *FINENESS):  # what travels takes as long for all parts, so that they are found in steps
+        parts = [part._replace(share=max(1, round(units * s / max(shares)))) for part, s in zip(group.parts, shares)]
+        divisor = gcd(*[part.share for part in parts])
+        shared = group._replace(parts=tuple(part._replace(share=part.share // divisor) for part in parts))
+        found = estimator.units_of_parts(like, shared)
+        if found is None:
+            return
+        if units in FINENESS:
+            yield shared
+            continue
+        seconds = dict(zip(dict.fromkeys(shared.parts), [unit.layer_f + unit.layer_b for unit in found], strict=True))
+        shares = [part.share / seconds[part] for part in shared.parts]
 
 
 def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> tuple[Candidate, Estimate] | None:
@@ -141,7 +193,7 @@ def _shapes(
     """
     model, nodes = estimator.model, estimator.cluster.nodes
     for tp, cp, width in product(LONG_SIZES, cp_sizes, LONG_SIZES):
-        if width > model.global_batch_size or tp * cp > 64:
+        if width > model.global_batch_size or tp * cp > MOST_SHARING:
             continue
         pools = [p for p, n in enumerate(nodes) if tp <= n.gpus_per_node]
         counts = {p: nodes[p].count * (nodes[p].gpus_per_node // tp) // (cp * width) for p in pools}
@@ -206,9 +258,10 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     better: list[Found] = []
     progress.text = "choices"
     known = outcome.best.value(goal) if outcome.best is not None else inf
-    regular = regular_with_experts(estimator, goal, MOST_REGULAR, known)
-    if is_long:
-        regular += regular_pipelines(estimator, goal, MOST_REGULAR, known)
+    ways = {with_experts: FAR, in_slices: FAR, of_kinds_together: HOPELESS} if is_long else {with_experts: FAR}
+    regular = [
+        pair for way, far in ways.items() for pair in best_regular(estimator, goal, way(estimator, goal), far * known)
+    ]
     for found in (_simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):
@@ -318,6 +371,7 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
         yield from _layers(c)
     if estimator.model.seq_length >= LONG and not c.sizes:
         yield from _context_parallel(c)
+        yield from _shared(estimator, c)
         yield from _sliced(estimator, goal, c)
         for recompute in estimator.model.recompute:
             if recompute != c.recompute:
@@ -342,7 +396,7 @@ def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 def _context_parallel(c: Candidate) -> Iterator[Candidate]:
     """Ranks that share sequences instead of cutting matrices, or instead of running sequences of their own."""
     groups = [g for s in c.stages for g in s.groups]
-    for k in SIZES:
+    for k in SIZES if not any(g.parts for g in groups) else ():
         if all(g.tp % k == 0 for g in groups):
             yield _divided(c, c.cp * k, tp=k)
         if all(g.count % k == 0 for g in groups):
@@ -351,6 +405,13 @@ def _context_parallel(c: Candidate) -> Iterator[Candidate]:
             yield _divided(c, c.cp // k, count=Fraction(1, k))
             if all(g.tp * k <= 8 for g in groups):
                 yield _divided(c, c.cp // k, tp=Fraction(1, k))
+
+
+def _shared(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
+    """The parts of regular plans by the speed that their ranks have in these passes."""
+    group = c.stages[0].groups[0]
+    for shared in _by_speed(estimator, c, group) if group.parts else ():
+        yield c.with_(stages=tuple(Stage(s.layers, (shared,)) for s in c.stages))
 
 
 def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | int = 1) -> Candidate:

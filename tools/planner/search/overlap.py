@@ -29,8 +29,8 @@ def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, 
     """Counts different stages beyond one per kind of GPU, stages with TP over PCIe, and stages of one layer."""
     stages, intra = candidate.stages, estimator.network.intra
     shapes = {s.groups for s in stages}
-    kinds = {frozenset(g.pool for g in groups) for groups in shapes}
-    shared = sum(any(g.tp > 1 and intra[g.pool] < SHARED_BUS for g in s.groups) for s in stages)
+    kinds = {frozenset(p for g in groups for p in g.pools) for groups in shapes}
+    shared = sum(any(g.tp > 1 and intra[p] < SHARED_BUS for g in s.groups for p in g.pools) for s in stages)
     short = sum(s.layers == 1 for s in stages) if len(stages) < estimator.model.num_layers else 0
     return len(shapes) - len(kinds), shared, short
 

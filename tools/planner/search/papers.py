@@ -258,7 +258,7 @@ def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
         max((n.quota // tps[s][p] for s in range(stages) if p in tps[s]), default=0)
         for p, n in enumerate(estimator.cluster.nodes)
     )
-    degrees = [d for d in _divisors(total) if d * stages <= units]
+    degrees = [d for d in range(1, total + 1) if total % d == 0 and d * stages <= units]
     best, misses = inf, 0
     for degree in degrees if book.goal.objective == "cost" else reversed(degrees):
         if bound_s < inf and total / degree * _straggler_s(estimator, layers, tps, degree, like) > bound_s:
@@ -294,10 +294,6 @@ def _straggler_s(
         if wanted <= 0:
             return seconds
     return inf
-
-
-def _divisors(total: int) -> list[int]:
-    return [d for d in range(1, total + 1) if total % d == 0]
 
 
 def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Candidate) -> dict[int, int]:

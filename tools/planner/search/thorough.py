@@ -430,10 +430,10 @@ def _promising(
     here = book.sketch.value(tuple(s.groups for s in current.stages), current)
     most = here * (1 + effort.near) if current in book.good else inf
     clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
-    found = []
-    for i, (groups, like) in enumerate(
-        neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits, effort.spread)
-    ):
+    known = book.good[current][1] if current in book.good else book.estimator.estimate(current)
+    slowest, found = known.bottleneck if known else 0, []
+    near = neighbours(book.estimator, book.goal, current, slowest, limits, effort.spread)
+    for i, (groups, like) in enumerate(near):
         value = book.sketch.value(groups, like, most, book.simulated)
         if value < most:
             found.append((value, i, groups, like))
@@ -441,12 +441,6 @@ def _promising(
                 break
     found.sort(key=lambda item: item[:2])
     return [(groups, like) for _, _, groups, like in found[: effort.neighbours]]
-
-
-def _bottleneck(book: Book, candidate: Candidate) -> int:
-    known = book.good.get(candidate)
-    estimate = known[1] if known else book.estimator.estimate(candidate)
-    return estimate.bottleneck if estimate else 0
 
 
 def _variants(book: Book, effort: Effort, limits: Limits) -> None:

@@ -25,10 +25,10 @@ from megatron_het.runtime.executor import Executor
 from megatron_het.runtime.feature import Call, RuntimeFeature, open_features
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, dumps, loads
-from megatron_het.schedule.kinds import drop_kinds
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.test_plan import document, read
+from tests.unit.schedule.schedule_helpers import drop_kinds
 
 ROOM = "tests.unit.features.room"
 

@@ -144,7 +144,8 @@ class Schedule:
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
                 stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
-                link_s = _link_time(s, transfers)
+                # Each direction of each boundary carries one transfer per microbatch.
+                link_s = max([0.0, *transfers[max(0, s - 1) : s + 1]])
                 stall = (
                     _stall_s(stage, rt, slowest[s], cut, link_s, chunks=candidate.chunks, period_s=periods[s]) + waits_s
                 )
@@ -414,8 +415,3 @@ def _stall_s(
         idle = max(idle, link_s * k * chunks - own)
         stall = max(stall, own + idle - stage.busy_s)
     return stall
-
-
-def _link_time(s: int, transfers: Sequence[float]) -> float:
-    """The longest transfer at a stage (each direction of each boundary carries one per microbatch)."""
-    return max(transfers[s - 1] if s else 0.0, transfers[s] if s < len(transfers) else 0.0)
