@@ -70,9 +70,9 @@ def write_checksums(folder: Path, rank: int) -> Path:
     return target
 
 
-def remove_checksums(folder: Path) -> None:
-    """Forget the checksums of a folder that is about to be written again."""
-    for path in folder.glob(f"{_PREFIX}*.json"):
+def invalidate(folder: Path, *, described: bool) -> None:
+    """Remove the checksums of a folder that is about to be written again, and its description unless ``described``."""
+    for path in (*folder.glob(f"{_PREFIX}*.json"), *(folder / name for name in _DESCRIPTION if not described)):
         path.unlink(missing_ok=True)
 
 
@@ -157,20 +157,16 @@ def _short(path: Path, length: int) -> str:
     try:
         check_regular(path, path.stat().st_mode)
         size = path.stat().st_size
-    except FileError as error:
-        return f"{path.name} cannot be read ({error.problem})"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+    except (FileError, OSError) as error:
+        return f"{path.name} cannot be read ({getattr(error, 'problem', error)})"
     return f"{path.name} has {size} bytes, at least {length} are needed" if size < length else ""
 
 
 def _changed(path: Path, expected: Mapping[str, int]) -> str:
     try:
         now = checksum(path)
-    except FileError as error:
-        return f"{path.name} cannot be read ({error.problem})"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+    except (FileError, OSError) as error:
+        return f"{path.name} cannot be read ({getattr(error, 'problem', error)})"
     return "" if now == dict(expected) else f"{path.name} is not what was written (another checksum)"
 
 
@@ -182,13 +178,17 @@ class ChecksumWriter:
         self._due: list[_Save] = []
         self._thread: threading.Thread | None = None
 
-    def begin(self, folders: Iterable[Path], iteration: int) -> None:
-        """A save begins into one of the folders where checkpoints of this run are saved, of all kinds."""
+    def begin(self, folders: Sequence[Path], iteration: int) -> None:
+        """A save begins into one of the folders where checkpoints of this run are saved, of all kinds.
+
+        If it is cut short, an older checkpoint of that iteration is there in part, and must not count as whole.
+        """
         self.finish()
         for folder in folders:
             save = _Save(folder / f"iter_{iteration:07d}", iteration, _tracker(folder)[1])
             if self._rank == 0:
-                remove_checksums(save.folder)
+                # Of two kinds it is not known which one is written, and the other one stands.
+                invalidate(save.folder, described=len(folders) > 1)
             self._due.append(save)
 
     def poll(self) -> None:

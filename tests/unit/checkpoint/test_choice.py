@@ -289,7 +289,7 @@ def test_checksums_are_noted_once_a_save_is_complete(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", 2, 4)
     writer = ChecksumWriter(0)
     writer.begin([folder, folder / "non_persistent"], 4)
-    assert read_checksums(folder / "iter_0000004") == {}
+    assert read_checksums(folder / "iter_0000004") == {} and problems(folder / "iter_0000004") == []
     writer.poll()
     writer.finish()
     assert read_checksums(folder / "iter_0000004") == {}  # the tracker is that of the save before
@@ -297,6 +297,16 @@ def test_checksums_are_noted_once_a_save_is_complete(tmp_path: Path) -> None:
     writer.poll()
     writer.finish()
     assert set(read_checksums(folder / "iter_0000004")) == {"__0_0.distcp", ".metadata", "metadata.json"}
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_complete(tmp_path: Path) -> None:
+    """Files of both saves would be a checkpoint of neither, and old checksums are gone."""
+    folder = run(tmp_path / "run", 2, 4)
+    ChecksumWriter(1).begin([folder], 4)
+    assert problems(folder / "iter_0000004") == []  # the first rank's to remove
+    ChecksumWriter(0).begin([folder], 4)
+    assert problems(folder / "iter_0000004") == [".metadata is missing"]
+    assert problems(folder / "iter_0000002") == []
 
 
 def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
