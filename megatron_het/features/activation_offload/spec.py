@@ -157,7 +157,6 @@ _FLAG = "--het-offload-activations"
 class OffloadOptions:
     """How much leaves the device."""
 
-    # share of the activations of each forward that waits on the host
     ratio: float = option(
         "offload_activations",
         1.0,

@@ -91,7 +91,6 @@ def _times_problem(count: int, each: str, what: str) -> str:
 class ExchangeOptions:
     """The attention context exchange of a plan."""
 
-    # exchange units per slice
     units: int = option(
         "exchange_units",
         DEFAULT_UNITS,
@@ -102,7 +101,6 @@ class ExchangeOptions:
         problem=lambda plan: f"must be a whole number that divides the {slice_tokens(plan)} tokens of a slice",
         where="--het-exchange-units",
     )
-    # keys and values stay at the helper until their microbatch is done, instead of being sent again for every pass
     keep: bool = option(
         "exchange_keep",
         False,
@@ -111,7 +109,6 @@ class ExchangeOptions:
         "return once: less traffic, more memory",
         problem=_TRUE_OR_FALSE,
     )
-    # devices without a pass of their own in a slot help too
     idle: bool = option(
         "exchange_idle",
         False,

@@ -21,7 +21,6 @@ class ContextParallelOptions:
     """How many ranks share a sequence."""
 
     sizes: tuple[int, ...]  # of the plan's replicas, ascending; the last one is above 1
-    # ``cut`` or ``whole``
     documents: str = option(
         DOCUMENTS,
         CUT,

@@ -43,7 +43,6 @@ class SliceOptions:
         problem=_needs_number,
         where="--het-slices",
     )
-    # ``equal`` or ``work``
     lengths: str = option(
         "slice_lengths",
         EQUAL,
@@ -52,8 +51,6 @@ class SliceOptions:
         help="equal: slices are equally long (default); work: they have equal work, by the attention of every token "
         "and, with packed documents, by where documents begin",
     )
-    # with ``work``: keys that a query attends to in the time that the rest of its layer takes; 0 for the ratio of
-    # multiplications
     keys_per_token: float = option(
         "slice_keys_per_token",
         0.0,

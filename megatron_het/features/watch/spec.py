@@ -13,7 +13,6 @@ MOST_WINDOW = 100
 class WatchOptions:
     """How a run is watched."""
 
-    # ``on``, which needs a plan with the costs of its prediction, or ``off``
     state: str = option(
         "watch",
         ON,
@@ -23,7 +22,6 @@ class WatchOptions:
         "profiles (default: on where the plan carries the costs of its prediction)",
         problem=f"must be {ON} or {OFF}",
     )
-    # smallest drift that is named, as a share
     threshold: float = option(
         "watch_threshold",
         0.15,
@@ -33,7 +31,6 @@ class WatchOptions:
         accepts=lambda value, plan: 0.01 <= value <= 100,
         problem="must be at least 0.01 and at most 100",
     )
-    # iterations whose median counts
     smoothing: int = option(
         "watch_window",
         5,

@@ -37,7 +37,6 @@ class WindowOptions:
     per_layer: bool = option("per_layer", True)  # gather and reduce layer by layer instead of a whole ministage at once
     # open and release around every microbatch, as ZeRO-3 does; for comparison
     per_microbatch: bool = option("per_microbatch", False)
-    # shards live in host memory while their ministage is closed
     offload: bool = option(
         "offload",
         False,
@@ -45,7 +44,6 @@ class WindowOptions:
         flag="--het-offload-parameters",
         help="parameter shards live in host memory while their ministage is closed",
     )
-    # the optimizer's state of a ministage lives in host memory while it is not being updated
     offload_optimizer: bool = option(
         "offload_optimizer",
         False,
