@@ -333,10 +333,8 @@ class Placement:
     Megatron's own data parallelism and distributed optimizer run inside a class.
 
     Attributes:
-        path: (stage, chunk) in the order in which a microbatch visits them.
         first: (stage, chunk) of the embedding.
         last: (stage, chunk) of the output layer and the loss.
-        route: ``route[stage][microbatch]``, the replica of the stage that runs the microbatch.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -346,8 +344,9 @@ class Placement:
             for q, replica in enumerate(stage.replicas):
                 for i, rank in enumerate(replica.ranks):
                     self._where[rank] = Location(s, q, i % replica.tp, i // replica.tp)
-        self.path = plan.path
+        self.path = plan.path  # (stage, chunk) in the order in which a microbatch visits them
         self.first, self.last = self.path[0], self.path[-1]
+        # ``route[stage][microbatch]``, the replica of the stage that runs the microbatch
         self.route: tuple[tuple[int, ...], ...] = tuple(
             _route_of_stage(stage.replicas, plan.num_microbatches) for stage in plan.stages
         )

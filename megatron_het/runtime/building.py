@@ -180,12 +180,9 @@ class ChunkedBuilder:
     """Builds all chunks of the only stage of a pipeline, or of a stage that has several positions.
 
     It comes before one of Megatron's builders among the bases of a class.
-
-    Attributes:
-        wraps_with_upstream: Whether upstream wraps them with DDP; else ``_wrap`` does.
     """
 
-    wraps_with_upstream = True
+    wraps_with_upstream = True  # whether upstream wraps them with DDP; else ``_wrap`` does
     _model_config: Any
     build_model: Callable[..., Any]
 

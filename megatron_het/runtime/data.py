@@ -108,17 +108,13 @@ class Documents(Protocol):
 
 
 class Batches:
-    """A FORWARD reads a microbatch from its first token to its last.
+    """A FORWARD reads a microbatch from its first token to its last."""
 
-    Attributes:
-        cuts: Whether a FORWARD may run a part of its sequences; :meth:`whole`, :meth:`taken` and :meth:`is_last` are
-            for such readers.
-        documents: Where documents begin, where attention ends at them.
-        placing: Which documents the ranks that share sequences hold; None where their places in a slice say it.
-    """
-
+    # whether a FORWARD may run a part of its sequences; :meth:`whole`, :meth:`taken` and :meth:`is_last` are for such
+    # readers
     cuts = False
-    documents: Documents | None = None
+    documents: Documents | None = None  # where documents begin, where attention ends at them
+    # which documents the ranks that share sequences hold; None where their places in a slice say it
     placing: DocumentPlacing | None = None
 
     def __init__(self) -> None:

@@ -156,20 +156,13 @@ def _leave(over_gloo: bool) -> None:
 
 
 class Boundary:
-    """Called by a run with a plan at the places where the plan may change.  This one does nothing.
+    """Called by a run with a plan at the places where the plan may change.  This one does nothing."""
 
-    Attributes:
-        restores: Whether ``load`` is to be called where no checkpoint is to be loaded.
-        store: Where the ranks meet; None for where ``torch.distributed`` finds it by itself.
-        outlives_sessions: Whether the process goes on after a session, however it ended; then somebody else finds out
-            who has stopped.
-        plans: Of the whole job, where several take turns.
-    """
-
-    restores = False
-    store: Any = None
+    restores = False  # whether ``load`` is to be called where no checkpoint is to be loaded
+    store: Any = None  # where the ranks meet; None for where ``torch.distributed`` finds it by itself
+    # whether the process goes on after a session, however it ended; then somebody else finds out who has stopped
     outlives_sessions = False
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[Plan, ...] = ()  # of the whole job, where several take turns
 
     def prepare(self, args: Any) -> None:
         """Megatron's arguments are parsed and not validated yet."""

@@ -33,8 +33,6 @@ class Timeline:
         cause: per operation, the operation that it waited for last, -1 for none.
         posting_s: by compute operation, the time after it in which the host posts transfers.
         compute_queues: per device, the operations of its compute stream.
-        makespan_s: end of the iteration, tails included.
-        compute_s: per device, time spent in compute operations.
     """
 
     def __init__(
@@ -51,13 +49,14 @@ class Timeline:
         self.graph, self.program, self.costs = graph, graph.program, costs
         (self.start_s, self.end_s), self.cause = times, cause
         self.posting_s, self.compute_queues = posting_s, compute_queues
+        # per device, time spent in compute operations
         self.compute_s = [sum([duration[i] for i in queue]) for queue in compute_queues]
         tails = costs.tail_s or (0.0,) * len(self.program.ops)
         firsts = graph.first
         self.device_end_s = [
             max(self.end_s[firsts[d] : firsts[d + 1]], default=0.0) + tails[d] for d in range(len(self.program.ops))
         ]
-        self.makespan_s = max(self.device_end_s)
+        self.makespan_s = max(self.device_end_s)  # end of the iteration, tails included
 
     @property
     def ideal_s(self) -> float:

@@ -167,13 +167,12 @@ class Estimator(OperatingPoints):
     """Evaluates candidates for one cluster and model.
 
     Attributes:
-        evaluations: How many candidates have been evaluated.
         known_estimates, known_seconds: What was evaluated and simulated; parts of a cluster are searched again and
             again, and meet the same candidates.
         known_blocks: By candidate, what was made to simulate it in other orders too (``simulation.py``).
     """
 
-    evaluations = 0
+    evaluations = 0  # how many candidates have been evaluated
 
     @cached_property
     def known_estimates(self) -> dict[Candidate, Estimate | None]:

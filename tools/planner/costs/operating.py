@@ -193,14 +193,9 @@ class OperatingPoints:
 
     Args:
         memory_margin: Share of a GPU's memory that a plan may use.
-
-    Attributes:
-        writes_plans: Whether candidates are to be written as plans, which have a bound on passes per iteration.
-        known_stages, known_ways, known_loads, known_rooms, known_points: What the closed form and the balancing of
-            layers remember, by all that it depends on (``stages.py``, ``search/balance.py``).
     """
 
-    writes_plans = True
+    writes_plans = True  # whether candidates are to be written as plans, which have a bound on passes per iteration
 
     def __init__(
         self,
@@ -215,6 +210,8 @@ class OperatingPoints:
         self.network = Network(cluster, runtime, profile.links if profile else ())
         self.memory_margin = memory_margin
         self.unit = cache(self._unit)
+        # known_stages, known_ways, known_loads, known_rooms, known_points: what the closed form and the balancing of
+        # layers remember, by all that it depends on (``stages.py``, ``search/balance.py``)
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
         self.known_ways: dict[float, dict[object, float]] = {}
         self.known_loads: dict[object, Any] = {}

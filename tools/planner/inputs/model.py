@@ -64,35 +64,9 @@ class Model(BaseModel):
     """A model file.
 
     Attributes:
-        global_batch_size: Sequences per iteration; the planner never changes it.
-        micro_batch_sizes: Allowed micro batch sizes; all powers of two when empty.
-        gated: SwiGLU or similar (three matrices in the MLP instead of two).
-        learned_positions: Rows of a learned position table, at least ``seq_length``; 0 without one (RoPE).
-        distributed_optimizer: Whether optimizer state may be sharded over data parallelism.
         sequence_parallel: Whether norms and residuals are split over TP; on by default with experts and gated delta
             nets.
-        recompute: Allowed activation recompute granularities.
-        attention: ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere;
-            or ``fused`` everywhere.
-        head_size: Width of one attention head, where it is not ``hidden_size / num_attention_heads``.
-        attention_window, windowed_layers: Keys that a query sees in layers with a sliding window, and the share
-            of such layers.
-        document_lengths: Of documents packed into sequences that do not see each other: a mean, or a sample; none
-            where a sequence is one document.
-        experts: Mixture of experts in place of the MLP.
-        latent: Multi-head latent attention.
-        fp8: Linear layers compute in fp8 (attention, output layer and the rest in ``precision``).
-        fp4: The same in fp4 (NVFP4).
-        mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
-            trains without them.
-        pattern: Of a hybrid model: the kinds of its layers (``megatron_het/plan/schema.py``); ``num_layers`` and
-            ``mtp_num_layers`` may be left out of the file then.
         mamba, delta_net: Sizes of its layers of these kinds.
-        flags: Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
-            ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
-        lost: Fields of another format that Megatron has no flag for, with the reason: the model can be priced, and
-            not be trained.
-        unread: Fields of another format that are not known here, with their values, and small differences that stay.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
@@ -105,32 +79,48 @@ class Model(BaseModel):
     num_query_groups: int | None = Field(default=None, ge=1, le=LARGEST["num_query_groups"])
     vocab_size: int = _size("vocab_size")
     seq_length: int = _size("seq_length")
-    global_batch_size: int = _size("global_batch_size")
-    micro_batch_sizes: tuple[int, ...] = ()
+    global_batch_size: int = _size("global_batch_size")  # sequences per iteration; the planner never changes it
+    micro_batch_sizes: tuple[int, ...] = ()  # allowed micro batch sizes; all powers of two when empty
     precision: Precision = "bf16"
-    gated: bool = True
+    gated: bool = True  # SwiGLU or similar (three matrices in the MLP instead of two)
     biases: bool = False
     tied_embeddings: bool = False
+    # rows of a learned position table, at least ``seq_length``; 0 without one (RoPE)
     learned_positions: int = Field(default=0, ge=0, le=LARGEST["seq_length"])
-    distributed_optimizer: bool = False
-    experts: Experts | None = None
+    distributed_optimizer: bool = False  # whether optimizer state may be sharded over data parallelism
+    experts: Experts | None = None  # mixture of experts in place of the MLP
     delta_net: DeltaNet | None = None
     # Megatron trains both with TP under sequence parallelism only.
     sequence_parallel: bool = Field(default_factory=lambda given: bool(given.get("experts") or given.get("delta_net")))
-    recompute: tuple[Recompute, ...] = ("none", "full")
+    recompute: tuple[Recompute, ...] = ("none", "full")  # allowed activation recompute granularities
+    # ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere; or ``fused``
+    # everywhere
     attention: Literal["flash", "unfused", "fused"] = "flash"
+    # width of one attention head, where it is not ``hidden_size / num_attention_heads``
     head_size: int | None = Field(default=None, ge=1)
+    # attention_window, windowed_layers: keys that a query sees in layers with a sliding window, and the share of such
+    # layers
     attention_window: int | None = Field(default=None, ge=1)
     windowed_layers: float = Field(default=0.0, ge=0, le=1)
+    # of documents packed into sequences that do not see each other: a mean, or a sample; none where a sequence is one
+    # document
     document_lengths: Lengths | None = None
-    latent: Latent | None = None
-    fp8: bool = False
-    fp4: bool = False
+    latent: Latent | None = None  # multi-head latent attention
+    fp8: bool = False  # linear layers compute in fp8 (attention, output layer and the rest in ``precision``)
+    fp4: bool = False  # the same in fp4 (NVFP4)
+    # layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0 trains without them
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
+    # of a hybrid model: the kinds of its layers (``megatron_het/plan/schema.py``); ``num_layers`` and
+    # ``mtp_num_layers`` may be left out of the file then
     pattern: str = ""
     mamba: Mamba | None = None
+    # Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
+    # ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
     flags: dict[str, FlagValue] = {}
+    # fields of another format that Megatron has no flag for, with the reason: the model can be priced, and not be
+    # trained
     lost: dict[str, str] = {}
+    # fields of another format that are not known here, with their values, and small differences that stay
     unread: tuple[str, ...] = ()
 
     @field_validator("name")

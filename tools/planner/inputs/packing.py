@@ -185,41 +185,29 @@ class NodeKind:
     """Holds what the launcher has to know about nodes of one kind.
 
     Attributes:
-        devices: GPUs (or ranks, on CPU nodes) that one node offers.
-        count: Nodes that exist; None = as many as needed.
-        quota: Devices that may be used in all; None = those that exist.
-        gpu: Device kind, as in the plan; empty = the name of the node kind.
-        hosts: Their host names, if known; used by the torchrun scripts.
         partition, constraint, account, qos, reservation, licenses, mem: What Slurm is asked for them.
-        zone: Where they are; empty: unknown.
-        python: Their interpreter; empty: that of the launch.
-        gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
-        shared_node: Name of the nodes, where other kinds have more devices of the same nodes; empty: none.
-        numbers: Of these devices within such a node, in the order of the PCI bus.
-        exclusive: Whether the job has its nodes for itself; None: where it uses all GPUs of nodes
-            whose cores are not known.
-        cpus: Cores of a node; 0: unknown.
     """
 
-    devices: int
-    count: int | None = None
-    hosts: tuple[str, ...] = ()
+    devices: int  # GPUs (or ranks, on CPU nodes) that one node offers
+    count: int | None = None  # nodes that exist; None = as many as needed
+    hosts: tuple[str, ...] = ()  # their host names, if known; used by the torchrun scripts
     partition: str = ""
     constraint: str = ""
     account: str = ""
-    gres: str = ""
-    gpu: str = ""
-    quota: int | None = None
-    zone: str = ""
-    python: str = ""
-    shared_node: str = ""
-    numbers: tuple[int, ...] = ()
+    gres: str = ""  # Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
+    gpu: str = ""  # device kind, as in the plan; empty = the name of the node kind
+    quota: int | None = None  # devices that may be used in all; None = those that exist
+    zone: str = ""  # where they are; empty: unknown
+    python: str = ""  # their interpreter; empty: that of the launch
+    shared_node: str = ""  # name of the nodes, where other kinds have more devices of the same nodes; empty: none
+    numbers: tuple[int, ...] = ()  # of these devices within such a node, in the order of the PCI bus
     qos: str = ""
     reservation: str = ""
     licenses: str = ""
     mem: str = ""
+    # whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are not known
     exclusive: bool | None = None
-    cpus: int = 0
+    cpus: int = 0  # cores of a node; 0: unknown
 
     def cores(self, ranks: int) -> int:
         """Cores for so many ranks of a node, which share them; 0: unknown."""

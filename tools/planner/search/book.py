@@ -56,10 +56,8 @@ class _Known:
         stage: What it is taken for.
         unit: One of its replicas.
         tail_s: Gradient reduction and update of a layer.
-        figures: Those of the stage and ``tail_s`` as the compiled loops want them.
         rate: Layers per second.
         rooms: What fits into memory.
-        caps: Most layers that fit, by the replicas of later stages, or by the numbers of stages.
     """
 
     __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
@@ -67,7 +65,9 @@ class _Known:
     def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
         self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
+        # those of the stage and ``tail_s`` as the compiled loops want them
         self.figures = stage.figures + _SECONDS.pack(tail_s)
+        # most layers that fit, by the replicas of later stages, or by the numbers of stages
         self.caps: dict[int | tuple[int, int], int] = {}
 
 
@@ -83,9 +83,6 @@ class _Point:
 
     Attributes:
         like: Without stages and slack.
-        most_stages: Stages of a plan that has no more passes than a plan may have.
-        computes: All that computing depends on.
-        known: By the parts of embedding and head that stages have, and by groups; False where they cannot run.
     """
 
     __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "total")
@@ -93,8 +90,11 @@ class _Point:
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
+        # all that computing depends on
         self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
+        # stages of a plan that has no more passes than a plan may have
         self.most_stages = most_chunks(total, like.slices) // like.chunks
+        # by the parts of embedding and head that stages have, and by groups; False where they cannot run
         self.known: defaultdict[tuple[float, float], _Met] = defaultdict(dict)
 
 

@@ -51,26 +51,21 @@ class Schedule:
     Subclasses say what is different.  The instances are in ``schedules.SCHEDULES``.
 
     Attributes:
-        name: As in plans.
-        is_stock: Megatron-LM has it.
-        has_order: Replicas may decide between forwards and backwards in several ways (``Candidate.order``).
-        has_slack: More microbatches may be in flight than one per replica (``Candidate.slack``).
-        has_depths: More of them may be in flight across slow links (``Candidate.depths``).
-        shards_parameters: Under a parameter window: replicas of a stage gather and reduce inside the program.
-        needs_equal_widths: All stages need the same number of replicas.
-        cuts_sequences: Attention runs slice by slice; what was sent is given back during the iteration.
-        fills_by_stages: What a stage holds depends on the numbers of stages, not of replicas in later ones.
         mismatch: Regression coefficients of the loss where stages of different width meet (:meth:`mismatch_loss`).
     """
 
-    name: ClassVar[str] = ""
-    is_stock: ClassVar[bool] = False
+    name: ClassVar[str] = ""  # as in plans
+    is_stock: ClassVar[bool] = False  # Megatron-LM has it
+    # replicas may decide between forwards and backwards in several ways (``Candidate.order``)
     has_order: ClassVar[bool] = True
-    has_slack: ClassVar[bool] = False
-    has_depths: ClassVar[bool] = False
+    has_slack: ClassVar[bool] = False  # more microbatches may be in flight than one per replica (``Candidate.slack``)
+    has_depths: ClassVar[bool] = False  # more of them may be in flight across slow links (``Candidate.depths``)
+    # under a parameter window: replicas of a stage gather and reduce inside the program
     shards_parameters: ClassVar[bool] = False
-    needs_equal_widths: ClassVar[bool] = False
+    needs_equal_widths: ClassVar[bool] = False  # all stages need the same number of replicas
+    # attention runs slice by slice; what was sent is given back during the iteration
     cuts_sequences: ClassVar[bool] = False
+    # what a stage holds depends on the numbers of stages, not of replicas in later ones
     fills_by_stages: ClassVar[bool] = False
 
     # -- what the search may ask -------------------------------------------------------------------
