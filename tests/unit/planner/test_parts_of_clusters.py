@@ -13,7 +13,8 @@ from testing.planner_cases import cluster_of, estimator_of, model_of, random_cas
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimate import Estimate, Estimator
+from tools.planner.costs.schedules import MINISTAGES
 from tools.planner.costs.schedules.pipelines import SlimPipe
 from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 from tools.planner.errors import PlannerError
@@ -28,7 +29,7 @@ from tools.planner.search.bounds import Bounds
 from tools.planner.search.finish import _may_compute
 from tools.planner.search.moves import neighbours, trimmed
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
-from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
+from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out
 from tools.planner.search.seeds import seeds
 from tools.planner.search.thorough import Ground, thorough
 
@@ -82,39 +83,12 @@ def test_parts_of_many_pools():
         assert tuple(4 if j == i else 8 for j in range(len(nodes))) in found
 
 
-def test_a_power_of_two_of_one_pool():
+def test_parts_without_nodes_and_pools():
     cluster, model = fast_and_slow()
     estimator = estimator_of(cluster, model)
-    assert rounded_down(estimator, (24, 22)) == [(16, 22), (24, 16)]
-    assert rounded_down(estimator, (16, 2)) == [(8, 2)] and rounded_down(estimator, (8, 0)) == []
     assert nodes_left_out(estimator, (16, 2)) == [(8, 2), (16, 0)]
     assert nodes_left_out(estimator, (16, 4), 2) == [(0, 4), (8, 2), (16, 0)]
     assert pools_left_out((24, 0, 22)) == [(0, 0, 22), (24, 0, 0)] and pools_left_out((0, 8)) == []
-
-
-def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
-    """The best part has two nodes of one pool less; what is no better is not gone on from."""
-    times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5, (8, 16): 1.0}
-    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
-    searched = []
-
-    def explore(book, effort, limits):
-        searched.append(limits)
-        book.top = lambda _: [(limits, None)]
-        book.try_candidate(limits)
-
-    def price(book, candidate):
-        book.best = min(book.best, times.get(candidate, 10.0))
-
-    monkeypatch.setattr(thorough_search, "explore", explore)
-    monkeypatch.setattr(thorough_search, "_climb_by_stages", lambda *_: None)
-    monkeypatch.setattr(Book, "try_candidate", price)
-    monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
-    book = Book(ground.merged.estimator, ground.goal, ground.progress)
-    book.best = 9.0
-    thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
-    assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
-    assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
 
 
 def test_replicas_of_all_nodes_but_one_are_added():
@@ -203,6 +177,51 @@ def test_parts_of_a_small_cluster_are_searched_for_every_objective(objective, mo
     monkeypatch.setattr(auto, "_published_methods", lambda *_: None)
     search_auto(estimator_of(Cluster(nodes=nodes), fast_and_slow()[1]), Goal(objective))
     assert {(8, 8), (8, 6), (4, 8)} <= set(searched)
+
+
+def test_a_model_that_is_far_too_large_is_searched_on_the_whole_cluster_only(monkeypatch):
+    """987 GB of state in 269 GB: parts, proofs and published methods took 8 of 9 seconds to find nothing."""
+    estimator, searched = with_catalog(*random_pool(8, "experts")), []
+    assert not estimator.may_hold(all_gpus(estimator)) and with_catalog(*random_pool(20)).may_hold((1, 8, 2, 4))
+    assert not thorough_search.branch_and_bound(Book(estimator, Goal(), Progress()), 100, 0.1)
+
+    def search(ground, limits, *_, **__):
+        searched.append(limits)
+        nearest = Candidate((Stage(40, (Group(0, 1, 6),)),), 1)
+        return Outcome("auto", nearest=(nearest, estimator.estimate(nearest)))
+
+    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(auto, "_published_methods", lambda *_: pytest.fail("they are asked"))
+    assert search_auto(estimator, Goal()).nearest is not None and searched == [all_gpus(estimator)]
+
+
+def test_refinements_that_meet_go_on_once():
+    """Of 52 refinements of one search every third came by plans of another one, and took the same way again."""
+    estimator, goal, tried = with_catalog(*random_pool(20)), Goal(), list[Candidate]()
+
+    def simulate(candidate: Candidate, estimate: Estimate, _: float) -> Found:
+        tried.append(candidate)
+        return Found(candidate, estimate, estimate.iteration_s)
+
+    layers = tuple(Stage(n, (Group(1, 1, 2),)) for n in (1, 4, 8, 11))
+    start = Candidate(layers, 1, "full", zero_stage=1)
+    first = estimator.estimate(start)
+    assert first is not None
+    refined = [
+        finish.refine(estimator, goal, Found(start, first, first.iteration_s), 10**9, simulate, False) for _ in range(2)
+    ]
+    assert refined[0] == refined[1] and len(tried) == len(set(tried)) > 0
+    other = finish.refine(
+        estimator, goal, Found(tried[0], refined[0].estimate, first.iteration_s), 10**9, simulate, False
+    )
+    assert other is refined[0] and len(tried) == len(set(tried))
+
+
+def test_as_many_ministages_as_layers_are_tried():
+    """The best plan of 16 L40S had 40 ministages of one layer each, and only a published method found it."""
+    estimator = with_catalog(*random_pool(307))
+    plain = Candidate((Stage(40, (Group(1, 1, 16),)),), 4, "full", zero_stage=1)
+    assert max(c.chunks for c in MINISTAGES.variants(estimator, plain)) == 40
 
 
 def test_what_stages_compute_at_least_is_below_every_price():

@@ -213,6 +213,18 @@ class Estimator(OperatingPoints):
         found = self.estimate(candidate)
         return INFEASIBLE if found is None or not self.fits(found) else found.iteration_s
 
+    def may_hold(self, limits: Sequence[int]) -> bool:
+        """Whether so many GPUs of each pool may hold parameters, gradients and optimizer state, all of them once."""
+        free = need = 0.0
+        for pool, count in enumerate(limits):
+            unit = self.unit(pool, 1, self.model.batch_sizes[0], self.model.recompute[-1]) if count else None
+            if count and unit is None:
+                return True  # nothing is known
+            if unit is not None:
+                free += count * (self.memory_margin * unit.capacity_bytes - unit.reserved_bytes)
+                need = unit.layer_parameters * self.model.num_layers + unit.embedding_parameters + unit.head_parameters
+        return need * (self.model.element_bytes + 4.0 + self.optimizer_per_parameter) <= free
+
     def fits(self, estimate: Estimate) -> bool:
         """Whether every rank stays below the margin of its memory, and every node within its main memory."""
         return estimate.fullest <= self.memory_margin and not self.short_of_host_memory(estimate)

@@ -218,6 +218,7 @@ class OperatingPoints:
         self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
         self.known_sketches: dict[str, Any] = {}  # of plans that are changed, by objective
+        self.known_refined: dict[Any, dict[Candidate, Any]] = {}  # where refinements that came by a plan end, by goal
         self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
         mixed = model.element_bytes == 2

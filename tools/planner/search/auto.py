@@ -16,6 +16,8 @@ FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
 """For one kind of GPU in a given number, of which many are searched."""
+OVERFULL = 1.5
+"""Where nothing fits, and what comes nearest fills a GPU so many times, nothing but the whole cluster is searched."""
 MOST_IN_USE = 2  # parts that the best plans are on, to be searched
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
@@ -47,11 +49,12 @@ def search_auto(
             whole = _thorough(ground, outcome, ground.whole, known)
             outcome.exact = whole.exact
             _join(ground, outcome, whole)
-            if goal.objective != "cost" and not ground.has_many_pools:
-                _kinds_alone(ground, outcome, known)
-            if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
-                _parts_alone(ground, outcome, known)
-            _published_methods(ground, outcome, known)
+            if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # else fewer GPUs hold it even less
+                if goal.objective != "cost" and not ground.has_many_pools:
+                    _kinds_alone(ground, outcome, known)
+                if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
+                    _parts_alone(ground, outcome, known)
+                _published_methods(ground, outcome, known)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
@@ -71,10 +74,7 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
         if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
-            if ground.is_near:
-                _join(ground, outcome, _kind_alone(ground, outcome, kind, known))
-            else:
-                _join(ground, outcome, _thorough(ground, outcome, limits, known))
+            _join(ground, outcome, _thorough(ground, outcome, limits, known))
 
 
 def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
@@ -162,25 +162,6 @@ def _least(ground: Ground, outcome: Outcome, known: float) -> float:
 
 def _thorough(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal | None = None) -> Outcome:
     return thorough(ground, limits, _least(ground, outcome, known), goal)
-
-
-def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Outcome:
-    """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
-    estimator, goal, progress = ground.estimator, ground.goal, ground.progress
-    pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
-    limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
-    known = _least(ground, outcome, known)
-    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, known)
-    found = []
-    for entry in theirs.found:
-        candidate = entry.candidate.in_pools(pools)
-        estimate = estimator.estimate(candidate)
-        if estimate is not None and entry.runnable:
-            found.append(replace(entry, candidate=candidate, estimate=estimate))
-    theirs.found = found
-    theirs.exact = False  # of that kind
-    theirs.evaluations += outcome.evaluations
-    return theirs
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:

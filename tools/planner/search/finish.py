@@ -14,7 +14,7 @@ from ..costs.build import build_plan, seats
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
-from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
+from ..costs.simulation import MOST_COUPLED, block_s, is_together, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
 from .balance import balance, stage_load
 from .book import Book, Sketch, in_regions, there
@@ -46,16 +46,17 @@ def refine(
     if len(found.candidate.stages) < 3 or each * LEAST_TRIES > operations:
         return found
     current, improved = found, True
-    seen = {found.candidate}
+    seen, way, known = {found.candidate}, list[Candidate](), estimator.known_refined.setdefault(goal, {})
     sketch = sketch_of(estimator, goal) if regroups else None
-    while improved:
+    while improved and current.candidate not in known:
         improved = False
+        way.append(current.candidate)
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
             if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
             operations -= work_of(estimator, candidate)
             if operations < 0:
-                return current
+                break
             # A plan's price goes with its time.
             if least_s(estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate) > current.value(
                 goal
@@ -65,6 +66,8 @@ def refine(
             if tried is not None and tried.value(goal) < current.value(goal) * (1 - 1e-6):
                 current, improved = tried, True
                 break
+    current = known.get(current.candidate, current)  # from where another refinement has gone on
+    known.update(dict.fromkeys(way, current))
     return current
 
 
@@ -160,8 +163,9 @@ ALIKE = 0.001  # of finalists that look so nearly as fast that comes first whose
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
-HOPEFUL = 0.6  # the first finalists of a schedule are simulated if this share of their closed form is below the best
+HOPEFUL = 0.85  # the first finalists of a schedule are simulated if this share of their closed form is below the best
 UNKNOWN = 0.97  # simulation over closed form that may be hoped for in a class that nothing is known of
+MET = 4  # simulations of a schedule after which a new class is taken to be no better than the best of the others
 UNEVEN = 1.1
 """The same of large plans where stages of other schedules than 1F1B divide the microbatches in different ways: their
 closed form is far too hopeful."""
@@ -287,7 +291,8 @@ def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
     if candidate.rows:
         return operations * times * BUILT
-    return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
+    is_compiled = candidate.schedule == PLAIN.name and not is_together(candidate)
+    return operations * times // (COMPILED if is_compiled else 1)
 
 
 def _improved(
@@ -335,7 +340,7 @@ def _improved(
             break
         allowed = operations * (effort.refined if is_plain and not entry.candidate.rows else 1) // (i + 1)
         refined = refine(estimator, goal, entry, allowed, simulate, effort.regroups)
-        if refined is not entry:
+        if refined is not entry and refined not in better:
             better.append(refined)
             best = min(best, refined.value(goal))
     return better
@@ -364,7 +369,8 @@ class _Ratios:
             return self.lowest.get(name, UNEVEN)
         if self.met < self.first:
             return HOPEFUL
-        return self.lowest.get(name, UNKNOWN)
+        others = min(self.lowest.values()) if self.met >= MET else 1.0
+        return self.lowest.get(name, UNKNOWN * max(1.0, others))
 
     def add(self, name: Class, ratio: float) -> None:
         """One more simulation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -16,18 +15,7 @@ from .bounds import Bounds
 from .finish import finish
 from .moves import cut_anew, hide_transfers, neighbours, schedule_variants, trimmed
 from .outcome import Effort, Goal, Outcome, Progress, effort_for
-from .pools import (
-    MOST_POOLS,
-    Limits,
-    Merged,
-    all_gpus,
-    expand,
-    merge,
-    nodes_left_out,
-    parts,
-    pools_left_out,
-    rounded_down,
-)
+from .pools import MOST_POOLS, Limits, Merged, all_gpus, expand, merge, parts
 from .seeds import WORTH, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
@@ -148,7 +136,7 @@ def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) 
     """
     model = book.estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
-    if PLAIN not in book.goal.allowed:
+    if PLAIN not in book.goal.allowed or not book.estimator.may_hold(book.limits):
         return False
     try:
         for zero, recompute, batch in product(zeros, model.recompute, reversed(model.batch_sizes)):
@@ -164,14 +152,12 @@ def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) 
 
 CLEAR = 0.01  # a neighbour that is better by this share is taken without looking at the others
 MANY = 64  # neighbours that are looked at before a much better one is taken at once
-KEPT = 16  # plans of a further part that are remembered
-BRIEF = 100, 12, 80
-"""Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
 MOST_LEFT_OUT = 4  # nodes that are left out one after the other
 FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
 MOST_SWAPPED = 10  # stages of which two change places
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
+HOPEFUL = 1.15  # starting points that look worse than a known plan by this factor will not be better
 POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
@@ -239,7 +225,7 @@ def thorough(
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
+            _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
@@ -271,63 +257,28 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
     """Local search from the best of each number of stages: what is best may be reached from another number."""
     best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
     for score, candidate in best[: effort.counts]:
-        if score < WORTH * book.to_beat:
+        if score < WORTH * min(book.to_beat, book.simulated):
             _climb(book, effort, candidate, limits)
 
 
-def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
+def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
     """Explores every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
-    less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
-    that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
+    less or half of a pool; of each, what can be best by its bound.
     """
     # Where the whole has nothing near what is known, parts that differ by little have nothing either.
     left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
-    seen = {whole}
 
     def order(limits: Limits) -> tuple[bool, bool, float]:
         cut = any(n and n < most for n, most in zip(limits, whole))
         return sum(map(bool, limits)) > 1, cut, bounds.value(limits)
 
-    def is_better(limits: Limits, how: Effort) -> bool:
-        """Whether the part has a better plan."""
-        before = book.best
-        seen.add(limits)
-        own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
-        explore(own, how, limits)
-        _climb_by_stages(own, how, limits)
-        for candidate, _ in own.top(KEPT):
-            book.try_candidate(candidate)
-        return book.best < before
-
-    def hopeful(found: list[Limits]) -> Iterator[Limits]:
-        for limits in dict.fromkeys(found):
-            known = min(book.to_beat * (1 + effort.promising), book.simulated)
-            if limits not in seen and not bounds.excludes(limits, known):
-                yield limits
-
-    better = []
-    for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
-        seen.add(limits)
-        before = book.best
-        explore(book, smaller, limits)
-        better += [limits] if book.best < before else []
-        left -= 1
-        if not left:
-            break
-    if not is_near:
-        return
-    brief = replace(smaller, sketches=BRIEF[0], seeds=BRIEF[1], steps=BRIEF[2], counts=1)
-    further = nodes_left_out(book.estimator, whole) + rounded_down(book.estimator, whole) + pools_left_out(whole)
-    if len(whole) <= MOST_POOLS:
-        further += nodes_left_out(book.estimator, whole, 2)
-    for _ in range(MOST_LEFT_OUT):
-        better += [limits for limits in hopeful(further) if is_better(limits, brief)]
-        if not better:
-            return
-        further, better = nodes_left_out(book.estimator, better[-1]), []
+    for limits in sorted(parts(book.estimator, whole), key=order):
+        if left and not bounds.excludes(limits, min(book.to_beat * (1 + effort.promising), book.simulated)):
+            explore(book, smaller, limits)
+            left -= 1
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
@@ -470,7 +421,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
     head is long for such stages, the vocabulary is split as well.
     """
     looked_at: dict[tuple[str, bool], list[tuple[float, int, Groups, Candidate]]] = {}
-    most_of = {schedule.name: POLISHED * book.to_beat_under(schedule.name) for schedule in book.goal.allowed}
+    most_of = {s.name: min(HOPEFUL * book.simulated, POLISHED * book.to_beat_under(s.name)) for s in book.goal.allowed}
     known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
     for groups, like in with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met)):

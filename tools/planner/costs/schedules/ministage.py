@@ -75,7 +75,7 @@ class Ministage(Schedule):
         if not estimator.model.distributed_optimizer:
             return
         least = min(s.layers for s in plain.stages)
-        for chunks in (n for n in CHUNKS if n <= least):
+        for chunks in (*(n for n in CHUNKS if n < least), *([least] if least > 1 else [])):
             yield self.of(plain, chunks)
             if "full" in estimator.model.recompute:
                 yield self.of(plain, chunks, offload=True).with_(recompute="full")
