@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.links import sockets
+from testing.probe import around
 
 _HANGS_S, _SHORT_S, _WARM = 15.0, 2.0, 2
 OUTSIDE = ("full folder", "read-only folder", "second controller", "junk")
@@ -208,13 +209,11 @@ def _wrap_training(worker: Worker) -> None:
 
     from megatron_het.runtime.session import HetSession
 
-    step, read = HetSession.forward_backward, GPTDataset.__getitem__
+    step = HetSession.forward_backward
 
-    @functools.wraps(read)
-    def read_noted(self: Any, index: int | None) -> Any:
-        if self.index_split.name == "train" and index is not None:
+    def note(data: Any, index: int | None) -> None:
+        if data.index_split.name == "train" and index is not None:
             worker.samples.append(int(index))
-        return read(self, index)
 
     @functools.wraps(step)
     def step_noted(self: Any, **keywords: Any) -> Any:
@@ -233,7 +232,7 @@ def _wrap_training(worker: Worker) -> None:
             worker.note({"loss": loss})
         return result
 
-    GPTDataset.__getitem__ = read_noted
+    around(GPTDataset, "__getitem__", before=note)
     HetSession.forward_backward = step_noted  # type: ignore[method-assign]
 
 
@@ -273,53 +272,27 @@ def _wrap_operations(worker: Worker) -> None:
 
     Executor._all_handlers = watched_handlers  # type: ignore[method-assign]
     for kind in (torch.optim.Adam, torch.optim.AdamW):
-        kind.step = _then(kind.step, lambda: worker.at("update", worker.iteration))  # type: ignore[method-assign]
-
-
-def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def both(*positional: Any, **keywords: Any) -> Any:
-        result = function(*positional, **keywords)
-        after()
-        return result
-
-    return both
-
-
-def _first(before: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def both(*positional: Any, **keywords: Any) -> Any:
-        before()
-        return function(*positional, **keywords)
-
-    return both
+        around(kind, "step", after=lambda *_, **__: worker.at("update", worker.iteration))
 
 
 def _wrap_changes(worker: Worker) -> None:
     """Faults while a change goes on: before the session, before and while state moves, when a session has ended."""
-    from megatron_het.elastic import copies, sessions, state
+    from megatron_het.elastic import copies, state
     from megatron_het.elastic import worker as workers
 
-    train, run = workers.Worker._train, sessions.run_session
-
-    @functools.wraps(train)
-    def train_noted(self: Any, generation: Any, news: Any) -> Any:
+    def opening(_: Any, generation: Any, news: Any) -> None:
         worker.generation = generation.number
         worker.at("opening")
-        return train(self, generation, news)
 
-    workers.Worker._train = train_noted  # type: ignore[method-assign]
-    workers.run_session = _then(run, lambda: worker.at("left"))
-    state._change = _first(lambda: worker.at("agreeing"), state._change)
-    state.move = _first(lambda: worker.at("moving"), state.move)
-    swap = copies.Copies._swap
-    copies.Copies._swap = _first(lambda: worker.at("copy", worker.iteration), swap)  # type: ignore[method-assign]
+    around(workers.Worker, "_train", before=opening)
+    around(workers, "run_session", after=lambda *_, **__: worker.at("left"))
+    around(state, "_change", before=lambda *_, **__: worker.at("agreeing"))
+    around(state, "move", before=lambda *_, **__: worker.at("moving"))
+    around(copies.Copies, "_swap", before=lambda *_, **__: worker.at("copy", worker.iteration))
 
 
 def _wrap_save(worker: Worker) -> None:
     """Faults in the middle of a save."""
     from megatron.training import checkpointing
 
-    checkpointing.dist_checkpointing.save = _first(
-        lambda: worker.at("save", worker.iteration), checkpointing.dist_checkpointing.save
-    )
+    around(checkpointing.dist_checkpointing, "save", before=lambda *_, **__: worker.at("save", worker.iteration))

@@ -27,6 +27,35 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.)(\d+)")
 Step = Callable[..., Any]
 
 
+def around(owner: Any, name: str, before: Step | None = None, after: Step | None = None) -> None:
+    """Call something before a function of a module or class, with its arguments, or after it, with its result first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*positional: Any, **keywords: Any) -> Any:
+        if before is not None:
+            before(*positional, **keywords)
+        result = original(*positional, **keywords)
+        if after is not None:
+            after(result, *positional, **keywords)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def wrap_stock(wrap: Callable[[Step], Step]) -> None:
+    """Stock Megatron looks its forward-backward function up by this name; a plan replaces the name later."""
+    from megatron.training import training
+
+    original = training.get_forward_backward_func
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*positional: Any, **keywords: Any) -> Step:
+        return wrap(original(*positional, **keywords))
+
+    training.get_forward_backward_func = get_forward_backward_func
+
+
 def observe(
     *,
     rank: int,
@@ -47,10 +76,13 @@ def observe(
             forward step of that training iteration (both counted from 0).
         hold: (iteration, file): every rank waits before that training iteration until the file is there.
     """
+    from megatron.training import training
+
     observer = Observer(rank, Path(out) if out else None, gradients, hold)
     if kill is not None and kill[0] == rank:
         _kill_in_forward(*kill[1:], observer)
-    _wrap_stock(observer)
+    wrap_stock(observer.wrap)
+    around(training, "train_step", after=lambda result, *_, **__: observer.keep_norm(result[5]))
     _wrap_plan(observer, meter)
 
 
@@ -106,28 +138,6 @@ class Observer:
         assert self._out is not None
         path = self._out / f"losses-{self._rank}.json"
         path.write_text(json.dumps(self._kept), encoding="utf-8")
-
-
-def _wrap_stock(observer: Observer) -> None:
-    """Stock Megatron looks the function up by this name; a plan replaces the name later."""
-    from megatron.training import training
-
-    original = training.get_forward_backward_func
-
-    @functools.wraps(original)
-    def get_forward_backward_func(*positional: Any, **keywords: Any) -> Step:
-        return observer.wrap(original(*positional, **keywords))
-
-    training.get_forward_backward_func = get_forward_backward_func
-    step = training.train_step
-
-    @functools.wraps(step)
-    def train_step(*positional: Any, **keywords: Any) -> Any:
-        result = step(*positional, **keywords)
-        observer.keep_norm(result[5])
-        return result
-
-    training.train_step = train_step
 
 
 def _wrap_plan(observer: Observer, meter: bool) -> None:
@@ -231,17 +241,15 @@ def _wait_for(file: Path, limit_s: float = 120.0) -> None:
 def _kill_in_forward(iteration: int, operation: int, observer: Observer) -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    original, counts = schedules.forward_step, dict[int, int]()
+    counts: dict[int, int] = {}
 
-    @functools.wraps(original)
-    def forward_step(*positional: Any, **keywords: Any) -> Any:
-        count = counts.get(observer.iteration, 0)
-        counts[observer.iteration] = count + 1
-        if (observer.iteration, count) == (iteration, operation):
+    def count(*_: Any, **__: Any) -> None:
+        done = counts.get(observer.iteration, 0)
+        counts[observer.iteration] = done + 1
+        if (observer.iteration, done) == (iteration, operation):
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*positional, **keywords)
 
-    schedules.forward_step = forward_step
+    around(schedules, "forward_step", before=count)
 
 
 def run_script(*, path: str | None = None) -> None:
@@ -435,15 +443,7 @@ def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
 
     observe(rank=rank, out=out, gradients=True)
     clipper = _Clipper(Plan.from_json(plan), Path(out) / "clipping.json")
-    setup = training.setup_model_and_optimizer
-
-    @functools.wraps(setup)
-    def setup_model_and_optimizer(*positional: Any, **keywords: Any) -> Any:
-        built = setup(*positional, **keywords)
-        clipper.learn(built[0])
-        return built
-
-    training.setup_model_and_optimizer = setup_model_and_optimizer
+    around(training, "setup_model_and_optimizer", after=lambda built, *_, **__: clipper.learn(built[0]))
     optimizer.clip_grad_by_total_norm_fp32 = clipper.clip
 
 

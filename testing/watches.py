@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from testing.probe import pin_rank
-
-Step = Callable[..., Any]
+from testing.probe import Step, around, pin_rank, wrap_stock
 
 
 class FusedAttention(torch.nn.Module):
@@ -45,8 +43,6 @@ def watch(*, rank: int, out: str, memory: bool = False, fused: bool = False) -> 
         memory: Meter the second iteration (slow; not together with times).
         fused: Give stock's layers the fused attention.
     """
-    from megatron.training import training
-
     from megatron_het.runtime.session import HetSession
 
     if not memory:
@@ -56,13 +52,7 @@ def watch(*, rank: int, out: str, memory: bool = False, fused: bool = False) -> 
 
         LocalSpecProvider.core_attention = lambda self: FusedAttention
     watcher = Watcher(Path(out) / f"watch-{rank}.json", memory)
-    original = training.get_forward_backward_func
-
-    @functools.wraps(original)
-    def get_forward_backward_func(*positional: Any, **keywords: Any) -> Step:
-        return watcher.wrap(original(*positional, **keywords))
-
-    training.get_forward_backward_func = get_forward_backward_func
+    wrap_stock(watcher.wrap)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
 
 
@@ -146,30 +136,20 @@ def watch_documents(*, rank: int, out: str) -> None:
 
     watch(rank=rank, out=out)
     found: dict[str, Any] = {"documents": [], "pool_bytes": 0, "sent_bytes": 0}
-    send = CommutedContextParallel._send
 
-    @functools.wraps(send)
-    def counted(self: Any, messages: dict[int, torch.Tensor], *more: Any) -> Any:
+    def count(_: Any, messages: dict[int, torch.Tensor], *more: Any) -> None:
         found["sent_bytes"] += sum(message.nbytes for message in messages.values())
-        return send(self, messages, *more)
 
-    exchange, step = DocumentStarts.exchange, HetSession.forward_backward
+    def note(_: None, starts: DocumentStarts, microbatches: int, *more: Any) -> None:
+        found["documents"].append([starts.of(m) for m in range(microbatches)])
 
-    @functools.wraps(exchange)
-    def noted(self: DocumentStarts, microbatches: int, *more: Any) -> None:
-        exchange(self, microbatches, *more)
-        found["documents"].append([self.of(m) for m in range(microbatches)])
-
-    @functools.wraps(step)
-    def watched(self: HetSession, **keywords: Any) -> Any:
-        result = step(self, **keywords)
+    def write(_: Any, session: HetSession, **keywords: Any) -> None:
         found["pool_bytes"] = pool_bytes(keywords["model"])
         (Path(out) / f"packed-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-        return result
 
-    CommutedContextParallel._send = counted
-    DocumentStarts.exchange = noted
-    HetSession.forward_backward = watched
+    around(CommutedContextParallel, "_send", before=count)
+    around(DocumentStarts, "exchange", after=note)
+    around(HetSession, "forward_backward", after=write)
 
 
 # Ministage runs: one meter sees whatever operators allocate and has been shown the state that was there before, so that
@@ -189,9 +169,9 @@ def watch_window(*, rank: int, out: str) -> None:
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
     watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
-    HetSession.before_loading = watcher.load_begins(HetSession.before_loading)
-    HetSession.settle = watcher.save_begins(HetSession.settle)
-    HetSession.copies = watcher.save_ends(HetSession.copies)
+    around(HetSession, "before_loading", after=watcher.load_begins)
+    around(HetSession, "settle", before=watcher.save_begins)
+    around(HetSession, "copies", after=watcher.save_ends)
     training.setup_model_and_optimizer = watcher.start(training.setup_model_and_optimizer)
 
 
@@ -217,38 +197,18 @@ class WindowWatcher(Watcher):
 
         return metered
 
-    def load_begins(self, prepare: Step) -> Step:
-        """Returns what comes first when a checkpoint is loaded."""
+    def load_begins(self, _: Any, session: Any, *more: Any, **named: Any) -> None:
+        """Called when a checkpoint is about to be loaded."""
+        self._loads = session
+        session.feature("window").use.restart()
 
-        @functools.wraps(prepare)
-        def begun(session: Any, models: Any, optimizer: Any) -> Any:
-            result = prepare(session, models, optimizer)
-            self._loads = session
-            session.feature("window").use.restart()
-            return result
+    def save_begins(self, session: Any) -> None:
+        """Called when a checkpoint is about to be taken."""
+        session.feature("window").use.restart()
 
-        return begun
-
-    def save_begins(self, settle: Step) -> Step:
-        """Returns what comes first when a checkpoint is taken."""
-
-        @functools.wraps(settle)
-        def begun(session: Any) -> Any:
-            session.feature("window").use.restart()
-            return settle(session)
-
-        return begun
-
-    def save_ends(self, copies: Step) -> Step:
-        """Returns what comes last when a checkpoint is taken; what the window held meanwhile is put into ``found``."""
-
-        @functools.wraps(copies)
-        def ended(session: Any, parameters: Any) -> Any:
-            found = copies(session, parameters)
-            self.found["saving"] = session.feature("window").use.as_json()
-            return found
-
-        return ended
+    def save_ends(self, _: Any, session: Any, parameters: Any) -> None:
+        """Called when a checkpoint has been taken; what the window held meanwhile is put into ``found``."""
+        self.found["saving"] = session.feature("window").use.as_json()
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
         from megatron_het.device.memory import CpuMemoryMeter
