@@ -125,11 +125,11 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 73_000,
-    "all_lines": 138_000,
+    "product_lines": 72_800,
+    "all_lines": 137_700,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_700,
+        "benchmarks": 15_600,
         "examples": 2_200,
         "megatron_het": 1_600,
         "megatron_het/arguments": 1_000,
@@ -145,9 +145,9 @@ PRESENT: dict[str, Target] = {
         "megatron_het/megatron_patches": 1_300,
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
-        "megatron_het/safe_io": 800,
+        "megatron_het/safe_io": 700,
         "tests": 41_000,
-        "tools/planner": 23_500,
+        "tools/planner": 23_400,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
