@@ -173,7 +173,7 @@ ORDER_WINDOW = 0.03  # other orders are tried for plans within this share of the
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
-REFINED, MOST_REFINED = 1.06, 12
+REFINED, MOST_REFINED = 1.06, 6
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 MOST_REFINED_OF_FEW = 3  # as many plans of every other schedule, on small clusters; elsewhere only the best one
 DEEPENED = 2  # plans of schedules with depths for which these are chosen, however large the plans are
