@@ -18,6 +18,10 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
+from tools.planner.replay.measured import DeviceTimes, Times, Watched
+from tools.planner.replay.measured import Found as WatchFound
+from tools.planner.replay.replan import correct, predicted_s
+from tools.planner.replay.replan import estimator_of as replan_estimator
 
 
 def estimator(**changes: object) -> Estimator:
@@ -223,3 +227,39 @@ def test_parts_between_which_bytes_have_a_price_are_not_priced() -> None:
     plan, _ = planned_again(prices, candidate)
     with pytest.raises(PlannerError, match=r"replicas\[0\]\.cp = 2: its ranks are in regions between which bytes"):
         candidate_of(plan, Cluster(nodes=nodes, links=(link,)))
+
+
+@pytest.mark.parametrize("slow", [1.0, 2.0])
+def test_a_run_of_replicas_of_two_kinds_is_planned_again(slow: float) -> None:
+    """One of two such replicas takes longer: both its kinds are kinds of their own then."""
+    prices = two_kinds(1e15)
+    candidate = Candidate(stages(shared((0, 2), (1, 1), tp=2, count=2)), 1, cp=2, zero_stage=1)
+    plan, seconds = planned_again(prices, candidate)
+    names = "ranks 0 to 3", "ranks 4 to 7"
+    devices = tuple(
+        DeviceTimes(
+            device=q,
+            stage=0,
+            replica=q,
+            ranks=replica.ranks,
+            kind=replica.device,
+            operations={"FORWARD": Times(predicted_s=1.0, measured_s=slow if q else 1.0, reference_s=1.0)}
+            | {"BACKWARD": Times(predicted_s=2.0, measured_s=2 * slow if q else 2.0, reference_s=2.0)},
+        )
+        for q, replica in enumerate(plan.stages[0].replicas)
+    )
+    finding = WatchFound(what="device", name=names[1], factor=2.0, since=1, found=2)
+    watched = Watched(
+        plan_hash="",
+        iteration=9,
+        predicted_iteration_s=seconds,
+        iteration_s=slow * seconds,
+        findings=(finding,) if slow > 1 else (),
+        devices=devices,
+    )
+    found = correct(plan, prices.cluster, None, watched)
+    kinds = [replica.devices for replica in found.plan.stages[0].replicas]
+    ending = " slow 1" if slow > 1 else ""
+    assert kinds == [("H100-SXM", "A100-40"), (f"H100-SXM{ending}", f"A100-40{ending}")]
+    again = replan_estimator(found, prices.model, prices.runtime)
+    assert predicted_s(again, found.plan) == pytest.approx(slow * seconds, rel=0.1)

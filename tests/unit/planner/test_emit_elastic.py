@@ -351,7 +351,7 @@ def test_what_is_left_of_a_cluster_keeps_its_nodes() -> None:
 
 def test_a_slow_gpu_stays_in_its_node() -> None:
     made = cluster(2, hosts=["n1", "n2"])
-    split = _split(made, {7: ([Seat(0, 1, 2, 0)], "slow")}, [])
+    split = _split(made, [([Seat(0, 1, 2, 0)], "slow")], [])
     assert [(n.gpu, n.count, n.devices, n.hosts) for n in split.nodes] == [
         (A100, 1, (0, 1, 4, 5), ("n1",)),
         (A100, 1, (0, 1, 5), ("n2",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, groupby, product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,19 @@ def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watc
     """Put what was measured into cluster and profile; raises PlannerError if the plan does not fit the cluster."""
     seats = [seat for stage in seat_replicas(plan, rooms_of(cluster)) for seat in stage]
     own = _own_kinds(watched)
-    kinds = {d.device: own.get(d.device, d.kind) for d in watched.devices}
-    factors = _factors(watched, own)
-    notes = _notes(watched, factors, own)
-    cluster = _split(cluster, {device: (seats[device], name) for device, name in own.items()}, notes)
+    # A replica is on several kinds where its context-parallel ranks are; they are seen together only.
+    before = [replica.devices for stage in plan.stages for replica in stage.replicas]
+    kinds = [tuple(kind + own.get(device, "") for kind in names) for device, names in enumerate(before)]
+    factors = _factors(watched, own, before)
+    notes = _notes(watched, factors, {device: " and ".join(dict.fromkeys(kinds[device])) for device in own})
+    leaving = [
+        (list(here), cluster.nodes[pool].gpu + ending)
+        for device, ending in own.items()
+        for (pool, _), here in groupby(sorted(seats[device]), key=lambda seat: (seat.pool, seat.node))
+    ]
+    cluster = _split(cluster, leaving, notes)
     links = _slow_pairs(watched, kinds)
-    base = {name: watched.devices[device].kind for device, name in own.items()}
+    base = {kind + ending: kind for device, ending in own.items() for kind in before[device]}
     if profile is not None:
         profile = _corrected_profile(profile, base, factors, links)
     else:
@@ -74,30 +81,29 @@ def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watc
 
 
 def _own_kinds(watched: Watched) -> dict[int, str]:
-    """New kinds, by device."""
+    """Returns what is added to the names of kinds, by device."""
     names = {watched.name_of(d.device): d.device for d in watched.devices}
     slow = {names[f.name] for f in watched.active if f.what in ("device", "operation") and f.name in names}
     ends: set[int] = set()
     for finding in watched.active:
         if finding.what == "link":
             ends |= {names[end] for end in finding.name.split(" -> ") if end in names}
-    out = {device: f"{watched.devices[device].kind} slow {device}" for device in sorted(slow)}
-    return out | {device: f"{watched.devices[device].kind} link {device}" for device in sorted(ends - slow)}
+    out = {device: f" slow {device}" for device in sorted(slow)}
+    return out | {device: f" link {device}" for device in sorted(ends - slow)}
 
 
-def _factors(watched: Watched, own: Mapping[int, str]) -> dict[str, Factors]:
-    """By kind: its devices together where they are alike, each for itself where not."""
+def _factors(watched: Watched, own: Mapping[int, str], kinds: Sequence[tuple[str, ...]]) -> dict[str, Factors]:
+    """By kind: its devices together where they are alike, each for itself where not; those of it alone if there are."""
     out: dict[str, Factors] = {}
-    for kind in dict.fromkeys(d.kind for d in watched.devices):
-        mine = [d for d in watched.devices if d.kind == kind]
+    for kind in dict.fromkeys(kind for names in kinds for kind in names):
+        mine = [d for d in watched.devices if kind in kinds[d.device]]
+        mine = [d for d in mine if len(set(kinds[d.device])) == 1] or mine
         alike = [d for d in mine if "slow" not in own.get(d.device, "")] or mine
         out[kind] = _factor(alike, Direction.FORWARD), _factor(alike, Direction.BACKWARD)
-    for device, name in own.items():
-        one = watched.devices[device]
-        if " slow " in name:
-            out[name] = _factor([one], Direction.FORWARD), _factor([one], Direction.BACKWARD)
-        else:
-            out[name] = out[one.kind]
+    for device, ending in own.items():
+        one = [watched.devices[device]]
+        slow = (_factor(one, Direction.FORWARD), _factor(one, Direction.BACKWARD)) if " slow " in ending else None
+        out |= {kind + ending: slow or out[kind] for kind in kinds[device]}
     return out
 
 
@@ -125,12 +131,12 @@ def _notes(watched: Watched, factors: Mapping[str, Factors], own: Mapping[int, s
 # -- the cluster -----------------------------------------------------------------------------------
 
 
-def _split(cluster: Cluster, leaving: Mapping[int, tuple[list[Seat], str]], notes: list[str]) -> Cluster:
-    """The cluster with some GPUs in groups of nodes of their own."""
+def _split(cluster: Cluster, leaving: Sequence[tuple[list[Seat], str]], notes: list[str]) -> Cluster:
+    """The cluster with some GPUs, each time of one node, in groups of nodes of their own."""
     nodes: list[NodeGroup] = []
     gpus = dict(cluster.gpus)
     by_node: dict[tuple[int, int], list[tuple[list[int], str]]] = {}
-    for seats, name in leaving.values():
+    for seats, name in leaving:
         by_node.setdefault((seats[0].pool, seats[0].node), []).append(([seat.gpu for seat in seats], name))
     for pool, group in enumerate(cluster.nodes):
         touched = [n for p, n in by_node if p == pool or group.shares_nodes_with(cluster.nodes[p])]
@@ -257,7 +263,7 @@ def _slower_link(link: LinkProfile, slow: Mapping[tuple[str, str], float]) -> Li
     return replace(link, latency_s=link.latency_s * factor, bytes_per_s=link.bytes_per_s / factor)
 
 
-def _slow_pairs(watched: Watched, kinds: Mapping[int, str]) -> dict[tuple[str, str], float]:
+def _slow_pairs(watched: Watched, kinds: Sequence[tuple[str, ...]]) -> dict[tuple[str, str], float]:
     """By pair of kinds (in the order of their names), how many times as long a transfer takes."""
     named = {f.name for f in watched.active if f.what == "link"}
     groups = {f.name.removesuffix(" in one machine") for f in watched.active if f.what == "profile"}
@@ -269,18 +275,21 @@ def _slow_pairs(watched: Watched, kinds: Mapping[int, str]) -> dict[tuple[str, s
         ends = f"{watched.name_of(link.source)} -> {watched.name_of(link.target)}"
         sort = f"{watched.devices[link.source].kind} -> {watched.devices[link.target].kind}"
         if ends in named or sort in groups:
-            pair = tuple(sorted((kinds[link.source], kinds[link.target])))
-            out[pair[0], pair[1]] = max(factor, out.get((pair[0], pair[1]), 0.0))
+            for a, b in product(kinds[link.source], kinds[link.target]):
+                pair = min(a, b), max(a, b)
+                out[pair] = max(factor, out.get(pair, 0.0))
     return out
 
 
-def _renamed(plan: Plan, kinds: Mapping[int, str]) -> Plan:
+def _renamed(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> Plan:
     """The plan on the new kinds of devices."""
     stages, device = [], 0
     for stage in plan.stages:
         replicas = []
         for replica in stage.replicas:
-            replicas.append(replace(replica, device=kinds[device], zone=""))
+            names = kinds[device]
+            several = names if len(set(names)) > 1 else ()
+            replicas.append(replace(replica, device=" + ".join(dict.fromkeys(names)), cp_devices=several, zone=""))
             device += 1
         stages.append(replace(stage, replicas=tuple(replicas)))
     return replace(plan, stages=tuple(stages))
