@@ -32,6 +32,7 @@ _PREFIX = "het-checksums-"
 _DESCRIPTION = (".metadata", "metadata.json")
 _BLOCK_BYTES = 8 * 2**20
 _COMMON = "common.pt"
+_WRITER = "het-writer"
 _TRACKER_BYTES, _SETTINGS_BYTES = 64, 2**16
 
 
@@ -171,10 +172,12 @@ def _changed(path: Path, expected: Mapping[str, int]) -> str:
 
 
 class ChecksumWriter:
-    """Notes the checksums of what this rank saves, once a save is complete."""
+    """Notes the checksums of what this rank saves, once a save is complete, and that this job saves there."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._name = os.urandom(8).hex()
+        self._claimed: Path | None = None
         self._due: list[_Save] = []
         self._thread: threading.Thread | None = None
 
@@ -182,14 +185,33 @@ class ChecksumWriter:
         """A save begins into one of the folders where checkpoints of this run are saved, of all kinds.
 
         If it is cut short, an older checkpoint of that iteration is there in part, and must not count as whole.
+
+        Raises:
+            CheckpointError: Another job has saved into the first folder since this one did; on the first rank.
         """
         self.finish()
+        for folder in folders[:1] if self._rank == 0 else ():
+            self._claim(folder)
         for folder in folders:
             save = _Save(folder / f"iter_{iteration:07d}", iteration, _tracker(folder)[1])
             if self._rank == 0:
                 # Of two kinds it is not known which one is written, and the other one stands.
                 invalidate(save.folder, described=len(folders) > 1)
             self._due.append(save)
+
+    def _claim(self, folder: Path) -> None:
+        """Say in a folder which job saves there; a job takes over from the one before with its first save."""
+        with contextlib.suppress(FileError, OSError):
+            if folder == self._claimed and read_text(folder / _WRITER, _TRACKER_BYTES) != self._name:
+                raise CheckpointError(
+                    f"--save = {str(folder)!r}: another job saves there too, and files of both would be one checkpoint"
+                    ". Give each job a folder of its own, and restart this one from what it saved alone"
+                )
+        self._claimed = None
+        with contextlib.suppress(FileError, OSError):  # a full disk: the save itself will say so
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / _WRITER, self._name)
+            self._claimed = folder
 
     def poll(self) -> None:
         """Start noting what has become complete; called between iterations."""

@@ -309,6 +309,21 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_complete(tm
     assert problems(folder / "iter_0000002") == []
 
 
+def test_two_jobs_that_save_into_one_folder_are_one_error(tmp_path: Path) -> None:
+    """Files of both would be one checkpoint. A job that goes on where another one ended takes the folder over."""
+    first, second = ChecksumWriter(0), ChecksumWriter(0)
+    for iteration in (2, 4):
+        first.begin([tmp_path / "run"], iteration)
+        ChecksumWriter(1).begin([tmp_path / "run"], iteration)
+    for iteration in (4, 6):
+        second.begin([tmp_path / "run"], iteration)
+    with pytest.raises(CheckpointError, match="another job saves there too"):
+        first.begin([tmp_path / "run"], 6)
+    first.begin([tmp_path / "another"], 6)
+    (tmp_path / "run" / "het-writer").unlink()
+    second.begin([tmp_path / "run"], 8)  # somebody tidied up
+
+
 def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 2)
     note = write_checksums(path, 0)
