@@ -258,7 +258,8 @@ def _finalists(
     ratios, best = _Ratios(effort.first), bound
     while queues and not (best < inf and book.progress.spent):
         hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
-        alike = [n for n, hope in hopes.items() if hope <= min(hopes.values()) * (1 + ALIKE)]
+        nearly = min(hopes.values()) * (1 + ALIKE)
+        alike = [n for n, hope in hopes.items() if hope <= nearly]
         name = min(alike, key=lambda n: (sum([a != b for a, b in pairwise(n[2])]), hopes[n]))
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
