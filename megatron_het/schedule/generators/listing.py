@@ -38,20 +38,22 @@ def parts_of(shape: Shape) -> list[Part]:
 
     paths = list(zip(*([first + r for r in row] for first, row in zip(shape.first_device, shape.route))))
     different = set(paths)
-    apart = len({device for path in different for device in path}) - 1
+    used = sorted({device for path in different for device in path})
+    apart = len(used) - 1
     for path in different:
         for device in path[1:]:
             a, b = find(path[0]), find(device)
             if a != b:
                 leader[max(a, b)] = min(a, b)
                 apart -= 1
-        if not apart:  # all belong together already, as is soon the case where widths differ
-            break
+        if not apart:  # all belong together, as is soon the case where widths differ
+            every = range(shape.microbatches)
+            return [Part(tuple(used), tuple(every), _alone(shape, used, every))]
     members: dict[int, list[int]] = {}
     for m, path in enumerate(paths):
         members.setdefault(find(path[0]), []).append(m)
     devices: dict[int, list[int]] = {}
-    for device in sorted({device for path in paths for device in path}):
+    for device in used:
         devices.setdefault(find(device), []).append(device)
     return [
         Part(tuple(devices[first]), tuple(members[first]), _alone(shape, devices[first], members[first]))

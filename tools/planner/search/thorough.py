@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -158,6 +159,7 @@ MOST_SWAPPED = 10  # stages of which two change places
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 HOPEFUL = 1.15  # starting points that look worse than a known plan by this factor will not be better
+_Sketched = tuple[float, tuple[int, int], Groups, Candidate]  # a guess, when it was made, and of what
 POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
@@ -382,16 +384,22 @@ def _promising(
     most = here * (1 + effort.near) if current in book.good else inf
     clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
     known = book.good[current][1] if current in book.good else book.estimator.estimate(current)
-    slowest, found = known.bottleneck if known else 0, []
+    slowest, found = known.bottleneck if known else 0, list[_Sketched]()
     near = neighbours(book.estimator, book.goal, current, slowest, limits, effort.spread)
     for i, (groups, like) in enumerate(near):
         value = book.sketch.value(groups, like, most, book.simulated)
         if value < most:
-            found.append((value, i, groups, like))
-            if i >= MANY and value < clear:
-                break
-    found.sort(key=lambda item: item[:2])
-    return [(groups, like) for _, _, groups, like in found[: effort.neighbours]]
+            most = min(most, _keep(found, (value, (i, 0), groups, like), effort.neighbours))
+        if i >= MANY and min(value, most) < clear:
+            break
+    return [(groups, like) for _, _, groups, like in found]
+
+
+def _keep(best: list[_Sketched], entry: _Sketched, count: int) -> float:
+    """Sort an entry into the best so many; returns what the next one has to stay below."""
+    insort(best, entry)
+    del best[count:]
+    return best[-1][0] if len(best) == count else inf
 
 
 def _variants(book: Book, effort: Effort, limits: Limits) -> None:
@@ -420,25 +428,30 @@ def _even_seeds(book: Book, limits: Limits) -> None:
     Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.  Where the
     head is long for such stages, the vocabulary is split as well.
     """
-    looked_at: dict[tuple[str, bool], list[tuple[float, int, Groups, Candidate]]] = {}
-    most_of = {s.name: min(HOPEFUL * book.simulated, POLISHED * book.to_beat_under(s.name)) for s in book.goal.allowed}
+    looked_at: dict[tuple[str, bool], list[_Sketched]] = {}
+    most_of = {
+        (s.name, is_split): min(HOPEFUL * book.simulated, POLISHED * book.to_beat_under(s.name))
+        for s, is_split in product(book.goal.allowed, (False, True))
+    }
     known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
-    for groups, like in with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met)):
+    found = with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met))
+    for i, (groups, like) in enumerate(found):
         kind = like, len(groups), sum([g.count for g in groups[0]])
         if kind not in known:
             known[kind] = _even_variants(book, groups, like)
-        for variant in known[kind]:
+        for j, variant in enumerate(known[kind]):
             name = variant.schedule, bool(variant.rows)
-            mine, most = looked_at.setdefault(name, []), most_of[variant.schedule]
+            most = most_of[name]
             if book.sketch.least(groups, variant) > min(most, book.simulated):
                 continue
             value = book.sketch.value(groups, variant, most, book.simulated)
             if value < inf:
-                mine.append((value, len(mine), groups, variant))
+                entry = value, (i, j), groups, variant
+                most_of[name] = min(most, _keep(looked_at.setdefault(name, []), entry, 4 * MOST_EVEN_TRIED))
     for mine in looked_at.values():
         usable = 0
-        for _, _, groups, variant in sorted(mine, key=lambda item: item[:2])[: 4 * MOST_EVEN_TRIED]:
+        for _, _, groups, variant in mine:
             usable += book.try_groups(groups, variant)[0] < inf
             if usable == MOST_EVEN_TRIED:
                 break
