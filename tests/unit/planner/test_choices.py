@@ -6,7 +6,7 @@ import pytest
 
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
-from testing.planner_cases import estimator_of
+from testing.planner_cases import estimator_of, random_pool, with_catalog
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -268,6 +268,19 @@ def test_regular_plans_with_experts_are_of_each_kind_alone_too(objective: str) -
     assert least == pytest.approx(min(goal.value(estimate) for _, estimate in alone))
     near = best_regular(priced, goal, with_experts(priced, goal), 1.04 * least)
     assert near and all(goal.value(estimate) <= 1.04 * least for _, estimate in near)
+
+
+def test_regular_plans_with_experts_may_leave_slow_gpus_out() -> None:
+    """With a node more of the slow kind the plan was 13 % slower: it was only tried on all nodes of all kinds."""
+    cluster, model = random_pool(9313, "experts")
+    slow, fast = cluster.nodes
+    least = []
+    for count in (1, 2):
+        nodes = slow.model_copy(update={"count": count}), fast
+        priced = with_catalog(Cluster(nodes=nodes), model)
+        found = best_regular(priced, GOAL, with_experts(priced, GOAL))
+        least.append(min(estimate.iteration_s for _, estimate in found))
+    assert least[1] <= least[0]
 
 
 def test_plans_that_differ_in_microbatches_in_flight_only_count_as_one() -> None:

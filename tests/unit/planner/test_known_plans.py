@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner_gap import best_regular, regular_plans
 from benchmarks.published.accuracy import reference_nodes
-from testing.planner_cases import LLAMA_8B, cluster_of, estimator_of, measured, model_of, search_cases
+from testing.planner_cases import LLAMA_8B, cluster_of, estimator_of, measured, model_of, random_case, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import runtime_for
@@ -294,6 +294,15 @@ def test_what_comes_nearest_to_a_budget_is_the_cheapest_plan() -> None:
     outcome = search("auto", estimator, Goal(max_usd_per_iteration=1e-4))
     assert best is not None and outcome.best is None and outcome.nearest is not None
     assert outcome.nearest[1].usd_per_iteration <= best.usd_per_iteration * 1.02
+
+
+def test_the_fastest_plan_is_found_for_the_throughput_that_it_just_reaches() -> None:
+    cluster, model = random_case(6)
+    fastest = search("auto", estimator_of(cluster, model), Goal()).best
+    assert fastest is not None
+    goal = Goal(objective="cost", min_iterations_per_s=0.999 / fastest.iteration_s)
+    best = search("auto", estimator_of(cluster, model), goal).best
+    assert best is not None and best.usd_per_iteration <= fastest.usd_per_iteration * (1 + 1e-9)
 
 
 # Starting points of the search: replicas in proportion to layers, TP by memory, stages of equal width.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from ..costs.estimate import Estimator
-from .finish import confirm
+from .finish import confirm, is_within
 from .outcome import NORMAL, Effort, Goal, Outcome, Progress, collector_paused
 from .pools import Limits, nodes_left_out, pools_left_out
 from .thorough import MOST_LEFT_OUT, Ground, thorough
@@ -37,8 +37,9 @@ def search_auto(
         ground = Ground(estimator, goal, progress, effort)
         outcome = Outcome("auto")
         try:
-            if goal.max_usd_per_iteration is not None and goal.objective != "cost":
-                _cheapest(ground, outcome)
+            limit = goal.min_iterations_per_s if goal.objective == "cost" else goal.max_usd_per_iteration
+            if limit is not None:
+                _of_the_other_objective(ground, outcome)
                 if outcome.nearest is not None:
                     outcome.cpu_s = time.process_time() - started
                     return outcome
@@ -96,17 +97,22 @@ def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
                 _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), effort=OF_A_SIZE))
 
 
-def _cheapest(ground: Ground, outcome: Outcome) -> None:
-    """The cheapest plans join where they keep to the budget; else the cheapest is what comes nearest."""
-    progress = ground.progress
+def _of_the_other_objective(ground: Ground, outcome: Outcome) -> None:
+    """Joins the cheapest plans for a limit on the price, the fastest for one on the time, where they keep to it.
+
+    Else the best of them is what comes nearest.
+    """
+    goal, progress = ground.goal, ground.progress
     left = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
-    goal = replace(ground.goal, objective="cost", max_usd_per_iteration=None)
-    theirs = search_auto(ground.estimator, goal, left)
-    budget = ground.goal.max_usd_per_iteration
-    if theirs.best is not None and budget is not None and theirs.best.usd_per_iteration > budget:
+    limit, other = replace(goal, min_iterations_per_s=None), replace(goal, objective="cost", max_usd_per_iteration=None)
+    if goal.objective == "cost":
+        limit = replace(goal, max_usd_per_iteration=None)
+        other = replace(limit, objective="throughput", min_iterations_per_s=None)
+    theirs = search_auto(ground.estimator, other, left)
+    if theirs.best is not None and not is_within(limit, theirs.best):
         outcome.nearest = theirs.best.candidate, theirs.best.estimate
         return
-    theirs.found = [found for found in theirs.found if budget is None or found.usd_per_iteration <= budget]
+    theirs.found = [found for found in theirs.found if is_within(goal, found)]
     _join(ground, outcome, theirs)
 
 

@@ -457,18 +457,9 @@ class Book:
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
-        key = (
-            groups,
-            like.micro_batch_size,
-            like.recompute,
-            like.schedule,
-            like.chunks,
-            like.slices,
-            like.zero_stage,
-            like.offload,
-            like.experts_over,
-            bool(like.rows),
-        )
+        c = like
+        point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload
+        key = groups, *point, c.experts_over, bool(c.rows)
         found = self.scores.get(key)
         if found is None:
             if not there(self.estimator, self.limits, groups):

@@ -209,7 +209,7 @@ def finish(
             mine = {name: queue for name, queue in queues.items() if (name[0], name[3]) == (schedule, is_split)}
             known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
             for entry in _finalists(book, outcome, estimator, effort, mine, place, bound=bound, known=known):
-                if _within(goal, entry):
+                if is_within(goal, entry):
                     own.append(entry)
                     found.append(entry)
                     book.progress.kept.append(entry)
@@ -282,7 +282,7 @@ def _finalists(
         left -= _taken(placed[0], operations, tries)
         if entry is not None:
             ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
-            if _within(goal, entry):
+            if is_within(goal, entry):
                 best = min(best, entry.value(goal))
             yield entry
 
@@ -458,7 +458,7 @@ def _orders(candidate: Candidate) -> Iterator[str]:
         yield from (order for order in ORDERS if order != candidate.order)
 
 
-def _within(goal: Goal, found: Found) -> bool:
+def is_within(goal: Goal, found: Found) -> bool:
     """Constraints with the simulated time."""
     if goal.max_usd_per_iteration is not None and found.usd_per_iteration > goal.max_usd_per_iteration:
         return False
@@ -479,7 +479,7 @@ def confirm(estimator: Estimator, goal: Goal, found: list[Found], least: int = 1
     best = inf
     while waiting and (len(done) < least or waiting[0].value(goal) < best):
         entry = whole(estimator, waiting.pop(0))
-        if entry is not None and _within(goal, entry):
+        if entry is not None and is_within(goal, entry):
             done.append(entry)
             best = min(best, entry.value(goal))
     done.sort(key=lambda f: (f.value(goal), f.candidate.world_size))

@@ -45,7 +45,7 @@ Regular = list[tuple[Candidate, Estimate]]
 
 
 def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidate], most: float = inf) -> Regular:
-    """The best by the closed form that fit, one of each number of stages, and the best on each choice of kinds of GPUs.
+    """The best by the closed form that fit, one of each size of a stage, and the best on each choice of kinds of GPUs.
 
     Args:
         most: What looks worse is of no use.
@@ -59,7 +59,8 @@ def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidat
         hopes.append((computing * (1 + (len(c.stages) - 1) / pieces), i, c))
     best: dict[tuple[frozenset[str], int], tuple[float, Candidate, Estimate]] = {}
     for hope, _, c in sorted(hopes, key=lambda entry: entry[:2]):
-        kind = frozenset(estimator.cluster.nodes[p].gpu for p in c.gpus()), len(c.stages)
+        # Regular stages have one group, of equal size.
+        kind = frozenset(estimator.cluster.nodes[p].gpu for p in c.gpus()), c.world_size // len(c.stages)
         to_beat = best[kind][0] if kind in best else most
         found = _least_in_host_memory(estimator, goal, c) if hope < to_beat else None
         if found is not None and goal.value(found[1]) < to_beat:
@@ -184,8 +185,8 @@ def _shapes(
 ) -> Iterator[tuple[tuple[Stage, ...], int]]:
     """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size.
 
-    As many stages as the GPUs give, of all kinds together and of each kind alone.  Of one kind also any number that
-    divides the layers.
+    As many stages as the GPUs give, of all kinds together and of each kind alone.  Of all kinds also any number, the
+    fastest first, of one kind any that divides the layers.
 
     Args:
         cp_sizes: Those that are tried.
@@ -202,7 +203,7 @@ def _shapes(
         units = {p: u for p in counts if (u := estimator.unit_of(like, Group(p, tp, 1))) is not None}
         rate = {p: 1 / (u.layer_f + u.layer_b) for p, u in units.items()}
         whole = [p for p in sorted(units, key=lambda p: -rate[p]) for _ in range(counts[p])]
-        chosen = [whole] if len(units) == len(counts) else []
+        chosen = [whole[:n] for n in range(len(whole), 1, -1)] if len(units) == len(counts) else []
         for kind in dict.fromkeys(nodes[p].gpu for p in whole):
             mine = [p for p in whole if nodes[p].gpu == kind]
             chosen += [mine[:n] for n in range(1, len(mine) + 1) if n == len(mine) or model.num_layers % n == 0]

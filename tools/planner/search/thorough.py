@@ -173,28 +173,17 @@ class Ground:
     asked: Effort | None = None  # how hard to search; None: as suits each part
     merged: Merged = field(init=False)  # its zones as one per region
     bounds: Bounds = field(init=False)
+    whole: Limits = field(init=False)  # all GPUs
+    is_near: bool = field(init=False)  # so small that its parts are searched as if there were nothing else
+    is_small: bool = field(init=False)  # so small that even what is left of it is searched like that
     first: Book | None = None  # the book of the first search, whose sketches the others share
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)
         self.bounds = Bounds(self.merged.estimator, self.goal, of_search=True)
-
-    @property
-    def whole(self) -> Limits:
-        """All GPUs."""
-        return all_gpus(self.merged.estimator)
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the cluster is so small that its parts are searched as if there were nothing else."""
-        whole = sum(self.whole)
-        return whole <= (self.asked or effort_for(whole)).near_gpus
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it is so small that even what is left of it is searched as if there were nothing else."""
-        whole = sum(self.whole)
-        return whole <= (self.asked or effort_for(whole)).small_gpus
+        self.whole = all_gpus(self.merged.estimator)
+        effort, gpus = self.asked or effort_for(sum(self.whole)), sum(self.whole)
+        self.is_near, self.is_small = gpus <= effort.near_gpus, gpus <= effort.small_gpus
 
     @property
     def has_many_pools(self) -> bool:
