@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_het.plan import Plan
 from testing.planner_cases import cluster_of, estimator_of
 from tests.unit.planner.emit_plans import WIDE
+from tools.planner.cli import dry_run
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, SequencePart, Stage
 from tools.planner.costs.estimate import Estimator
@@ -263,3 +264,16 @@ def test_a_run_of_replicas_of_two_kinds_is_planned_again(slow: float) -> None:
     assert kinds == [("H100-SXM", "A100-40"), (f"H100-SXM{ending}", f"A100-40{ending}")]
     again = replan_estimator(found, prices.model, prices.runtime)
     assert predicted_s(again, found.plan) == pytest.approx(slow * seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 1)])
+def test_dry_runs_of_parts_stand_beside_their_own_gpus(shares: tuple[int, int]) -> None:
+    prices = two_kinds()
+    estimate = prices.estimate(candidate := Candidate(stages(shared(*enumerate(shares))), 1, cp=2, zero_stage=1))
+    assert estimate is not None
+    plan = build_plan(prices, candidate, estimate)
+    gpus = [node.gpu for node in prices.cluster.nodes]
+    kinds = dry_run.rank_kinds(plan)
+    assert [kind.ranks for kind in kinds] == [(0,), (1,)]
+    found = [dry_run._predicted(plan, kind, estimate.memory, gpus) for kind in kinds]
+    assert found == list(zip(gpus, estimate.memory, strict=True))

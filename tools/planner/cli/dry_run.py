@@ -61,7 +61,8 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
             shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q))
             for part, share in enumerate(replica.shares):
                 tokens = share / sum(replica.shares)
-                key = s, replica.cut, replica.cp, tokens, alike, replica.state_share, shape
+                device = replica.devices[part] if replica.cp_devices else ""
+                key = s, replica.cut, replica.cp, tokens, device, alike, replica.state_share, shape
                 found.setdefault(key, []).extend(replica.tp_group(part))
     return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
 
@@ -413,7 +414,9 @@ class Verifier:
             closest = 0.0
             for found in [f for f in outcome.found if f.runnable][:FINALISTS]:
                 plan = build_plan(estimator, found.candidate, found.estimate)
-                checks = self._checked(plan, found.estimate.memory, "gpu" if estimator.runtime.fused else "local")
+                gpus = [node.gpu for node in estimator.cluster.nodes]
+                kernels = "gpu" if estimator.runtime.fused else "local"
+                checks = self._checked(plan, found.estimate.memory, gpus, kernels)
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
                 if worst.needed_bytes <= worst.capacity_bytes:
                     return Verified(
@@ -438,10 +441,10 @@ class Verifier:
         hint = "Plan with a smaller --memory-margin; --no-verify writes the plan all the same"
         raise PlannerError("command line", "--verify", None, problem, hint)
 
-    def _checked(self, plan: Plan, memory: Sequence[GroupMemory], kernels: str) -> list[RankCheck]:
-        """One rank of each kind beside its GPU, in the time that is left."""
+    def _checked(self, plan: Plan, memory: Sequence[GroupMemory], gpus: Sequence[str], kernels: str) -> list[RankCheck]:
+        """One rank of each kind beside its GPU, in the time that is left; ``gpus`` are the kinds of the pools."""
         # The fullest first: where the time is over, the others hardly matter.
-        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_predicted(plan, kind, memory)[1]))
+        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_predicted(plan, kind, memory, gpus)[1]))
         left_s = self._limit_s - self._spent_s
         start_s = time.monotonic()
         with TemporaryDirectory(prefix="het-verify-") as made:
@@ -455,23 +458,31 @@ class Verifier:
         self._spent_s += time.monotonic() - start_s
         kinds.sort(key=lambda kind: kind.ranks)
         late = {"error": f"not run: --verify-limit-s {self._limit_s:g} was spent"}
-        return [_check(plan, kind, results.get(kind.ranks[0], late), memory) for kind in kinds]
+        return [_check(plan, kind, results.get(kind.ranks[0], late), memory, gpus) for kind in kinds]
 
 
-def _predicted(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory]) -> tuple[str, GroupMemory]:
+def _predicted(
+    plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]
+) -> tuple[str, GroupMemory]:
     """GPU of a kind of rank, and what the planner's formulas say of its memory."""
     rank = kind.ranks[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
     mine = [m for m in memory if m.stage == s and m.group.tp == replica.tp] or [m for m in memory if m.stage == s]
-    return replica.device, max(mine, key=_share)
+    mine = [m for m in mine if gpus[m.group.pool] == replica.device_of(rank)] or mine
+    own = next((r for r in plan.predicted.per_rank if r.rank == rank), None) if plan.predicted else None
+    if own is not None and replica.cp_shares:  # every size of part has an entry
+        mine = [m for m in mine if int(m.activation_bytes) == own.activation_bytes] or mine
+    return replica.device_of(rank), max(mine, key=_share)
 
 
 def _share(memory: GroupMemory) -> float:
     return memory.total_bytes / memory.capacity_bytes
 
 
-def _check(plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory]) -> RankCheck:
-    gpu, said = _predicted(plan, kind, memory)
+def _check(
+    plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory], gpus: Sequence[str]
+) -> RankCheck:
+    gpu, said = _predicted(plan, kind, memory, gpus)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
         rank=kind.ranks[0],
