@@ -18,7 +18,7 @@ from tools.planner.costs.simulation import block_s, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.inputs.model_parts import Experts
+from tools.planner.inputs.model_parts import Experts, Mamba
 from tools.planner.replay.measured import DeviceTimes, Times, Watched
 from tools.planner.replay.measured import Found as WatchFound
 from tools.planner.replay.replan import correct, predicted_s
@@ -277,3 +277,16 @@ def test_dry_runs_of_parts_stand_beside_their_own_gpus(shares: tuple[int, int]) 
     assert [kind.ranks for kind in kinds] == [(0,), (1,)]
     found = [dry_run._predicted(plan, kind, estimate.memory, gpus) for kind in kinds]
     assert found == list(zip(gpus, estimate.memory, strict=True))
+
+
+def test_ranks_of_recurrent_layers_scan_as_many_heads_whatever_their_parts() -> None:
+    """Three quarters of the tokens are not three quarters of the work: heads are divided evenly."""
+
+    def ratio(**changes: object) -> float:
+        prices = two_kinds(1e15, num_layers=8, **changes)
+        units = prices.units_of_parts(Candidate((), 1, cp=2), shared((0, 3), (0, 1)))
+        assert units is not None
+        return units[0].layer_f / units[1].layer_f
+
+    recurrent = {"pattern": "M" * 8, "mamba": Mamba(heads=64, state_size=1024)}  # a long scan
+    assert 1 < ratio(**recurrent) < 0.6 * ratio(pattern="-" * 8)

@@ -51,7 +51,9 @@ class LayerWork:
     routed_elements: float = 0.0  # elements of the tokens that this rank sends to experts, once each; 0 without experts
 
 
-def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, expert_tp: int = 1) -> LayerWork:
+def layer_work(
+    model: Model, tokens: float, tp: int, ep: int, experts: bool, expert_tp: int = 1, heads: float = 1.0
+) -> LayerWork:
     """One layer.
 
     Args:
@@ -59,12 +61,14 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, exp
         ep: Parts over which the experts are divided.
         experts: Whether this layer has experts (of a model that does).
         expert_tp: Ranks that cut one expert.
+        heads: What a rank of a recurrent layer scans over ``tokens``: context-parallel ranks divide its heads evenly.
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
-    products = list(_attention_products(model, tokens, tp))
+    products = list(_attention_products(model, tokens, tp, heads))
     elements = tokens * (6.0 * model.norms * h / split + 2.0 * (model.attention_size + 2 * model.kv_size) / tp)
     if model.recurrent is not None:
-        elements += 2.0 * tokens * (model.recurrent.projected + model.recurrent.convolved + model.recurrent.inner) / tp
+        moved = model.recurrent.projected + model.recurrent.convolved + model.recurrent.inner
+        elements += 2.0 * heads * tokens * moved / tp
     keys = model.mean_keys(DIAGONAL_TOKENS)
     score = model.head_dim if model.latent is None else model.latent.nope_size + model.latent.rope_size
     routed = 0.0
@@ -98,11 +102,11 @@ def _sent(spread: Spread) -> float:
     return (max(spread.cp, spread.over) - 1) / spread.over
 
 
-def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
+def _attention_products(model: Model, tokens: float, tp: int, scanned: float) -> list[Product]:
     h, x = model.hidden_size, model.latent
     r = model.recurrent
     if r is not None:
-        scan = Product(tokens, r.scan_flops / (2 * SCAN_WIDTH) / tp, SCAN_WIDTH)
+        scan = Product(scanned * tokens, r.scan_flops / (2 * SCAN_WIDTH) / tp, SCAN_WIDTH)
         return [Product(tokens, r.projected / tp, h), scan, Product(tokens, h, r.inner / tp)]
     if not model.num_attention_heads:
         return []
@@ -253,8 +257,9 @@ class CatalogCosts:
         kernels, precision = runtime.kernels, model.linear_precision
         passes = spread.slices
         tokens = batch * model.seq_length / spread.over / passes
-        whole = layer_work(model, passes * tokens, tp, spread.ep, experts, spread.expert_parts(tp))
-        work = whole if passes == 1 else layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
+        cut = tp, spread.ep, experts, spread.expert_parts(tp), spread.over / spread.cp
+        whole = layer_work(model, passes * tokens, *cut)
+        work = whole if passes == 1 else layer_work(model, tokens, *cut)
         rate = kernels.gemm * kernels.expert_gemm
         grouped = replace(kernels, gemm=rate, quantize_bytes=kernels.expert_quantize_bytes)
         products = [(kernels, p) for p in work.products] + [(grouped, p) for p in work.experts]
