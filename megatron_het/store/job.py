@@ -437,7 +437,10 @@ def _start() -> None:
     if request in _STARTED and _STARTED[request].poll() is None:
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(request + "\n")  # not in its command line, which everybody can read

@@ -389,10 +389,11 @@ MODEL = {
         ({"nodes": [{"gpu": "T4", "count": 1}]}, "nodes[0].gpus_per_node", "required"),
         ({"nodes": []}, "nodes", "at least 1"),
         ({"nodes": [{**NODE, "max_gpus": 0}, {**NODE, "max_gpus": 0}]}, "nodes", "no GPU"),
-        ({"nodes": [{**NODE, "hosts": ["a"]}]}, "nodes", "1 hosts"),
+        ({"nodes": [{**NODE, "hosts": ["a"]}]}, "nodes[0].hosts", "1 hosts for count"),
+        ({"nodes": [{**NODE, "network_bytes_per_s": 400}]}, "nodes[0].network_bytes_per_s", "100 Gbit/s is 12.5e9"),
         ({"nodes": [NODE], "gpus": {"X": {"flops": {}}}}, "gpus.X.memory_bytes", "required"),
         ({"nodes": [NODE, {**NODE, "zone": "b-1"}]}, "links", "nothing says how"),
-        ({"nodes": [NODE], "links": [{"between": ["local", "mars"], "bytes_per_s": 1}]}, "links[0].between", "mars"),
+        ({"nodes": [NODE], "links": [{"between": ["local", "mars"], "bytes_per_s": 1e9}]}, "links[0].between", "mars"),
         ([], "(document)", "mapping"),
     ],
 )

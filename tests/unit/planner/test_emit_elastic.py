@@ -268,7 +268,7 @@ def test_the_file_is_a_group_for_every_kind(tmp_path: Path) -> None:
         ({"gpus": [{"type": A100}, 3]}, "nodes[0].gpus[0].count", "required"),
         ({"gpus": [{"type": A100, "count": 1}, {"type": "A101", "count": 1}]}, "nodes[0].gpus", "A101"),
         ({"gpus": [{"type": A100, "count": 1, "hosts": "x"}]}, "nodes[0].gpus[0].hosts", "unknown key"),
-        ({"hosts": ["a", "b"]}, "nodes", "2 hosts for count = 1"),
+        ({"hosts": ["a", "b"]}, "nodes[0].hosts", "2 hosts for count = 1"),
     ],
 )
 def test_errors_name_the_entry(change: dict[str, Any], where: str, words: str) -> None:

@@ -137,6 +137,10 @@ def test_samples_and_what_is_to_be_filled_in(folder, capsys):
     assert "--rotary-base 500000" in arguments and "--pretrained-checkpoint /base" in arguments
     assert "still to be filled in" in capsys.readouterr().out
     assert to_fill_in(["--data-path", "x", "--tokenizer-type", "NullTokenizer"]) == []
+    for words in (["--tokenizer-type", "HuggingFaceTokenizer"], ["--tokenizer-type=HuggingFaceTokenizer"]):
+        assert "files of the HuggingFaceTokenizer" in to_fill_in([*words, "--mock-data"])[0]
+        assert to_fill_in([*words, "--mock-data", "--tokenizer-model", "x"]) == []
+        assert to_fill_in([*words, "--mock-data", "--tokenizer-model=x"]) == []
 
 
 @pytest.mark.parametrize(

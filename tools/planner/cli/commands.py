@@ -16,8 +16,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from megatron_het.plan import PlanError
 from megatron_het.plan.validate import most_chunks
-from megatron_het.safe_io import MAX_PASSES
+from megatron_het.safe_io import MAX_PASSES, shown
 
 from ..costs.build import as_said, candidate_of, check_same_model, rooms_of
 from ..costs.candidate import Candidate
@@ -318,7 +319,6 @@ def simulate(options: argparse.Namespace) -> int:
 def refuse_unrunnable(made: Any, file: str) -> None:
     """Refuses what the runtime refuses: such a plan has no iteration time."""
     from megatron_het.features.registry import check_plan_alone
-    from megatron_het.plan import PlanError
 
     try:
         check_plan_alone(made)
@@ -483,17 +483,22 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
     """Why the runtime would refuse the plan, whatever it is started on and with."""
     from megatron_het.features.registry import check_plan_alone
     from megatron_het.lowering.programs import build
-    from megatron_het.plan import PlanError
 
     try:
         check_plan_alone(made)
     except PlanError as error:
-        return {"key": error.where, "problem": error.problem + (f". {error.hint}" if error.hint else "")}
+        return _problem(error.where, error)
     try:
         build(made)
     except PlanError as error:
         return {"key": "schedule.name", "problem": error.problem}
     return None
+
+
+def _problem(key: str, error: PlanError | PlannerError) -> dict[str, Any]:
+    """What an error says of a key of the plan: value, problem and what would work."""
+    hint = f". {error.hint}" if error.hint else ""
+    return {"key": key, "problem": f"{shown(error.value)}: {error.problem}{hint}"}
 
 
 def _misfits(
@@ -503,7 +508,7 @@ def _misfits(
     try:
         seat_replicas(made, rooms_of(estimator.cluster), options.plan)
     except PlannerError as error:
-        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}], [], []
+        return [_problem(error.key, error)], [], []
     candidate, estimate, _ = priced(estimator, made, options)
     problems: list[dict[str, Any]] = []
     for m in estimate.memory:

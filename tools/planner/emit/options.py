@@ -71,6 +71,7 @@ _WEIGHTS = (
     "The scripts load what the job itself has saved. Weights to begin with: --extra '--pretrained-checkpoint DIR', "
     "which counts until there is a checkpoint of the job"
 )
+_FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer", "SFTTokenizer")
 _DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
 
@@ -87,7 +88,12 @@ def to_fill_in(words: Sequence[str]) -> list[str]:
     """Returns what a job still needs that no file says: data and tokenizer."""
     given = {word.split("=", 1)[0] for word in words}
     missing = [] if given & set(_DATA) else ["data (--data-path PREFIX, or --mock-data)"]
-    missing += [] if "--tokenizer-type" in given else ["a tokenizer (--tokenizer-type and --tokenizer-model)"]
+    kind = dict(zip(words, words[1:], strict=False)).get("--tokenizer-type", "")
+    kind = next((w.partition("=")[2] for w in words if w.startswith("--tokenizer-type=")), kind)
+    if not kind:
+        missing.append("a tokenizer (--tokenizer-type and --tokenizer-model)")
+    elif kind in _FROM_FILES and "--tokenizer-model" not in given:
+        missing.append(f"the files of the {kind} (--tokenizer-model)")
     return [f"still to be filled in, with --extra or in args.sh: {' and '.join(missing)}"] if missing else []
 
 
@@ -417,8 +423,9 @@ def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, N
         has_gpus = not cluster.gpu(group.gpu).is_processor
         sky = group.skypilot
         if options.target == "skypilot" and has_gpus and not sky.accelerators:
-            problem = "SkyPilot's name of the GPU is not known"
-            raise PlannerError("cluster", f"{name}: skypilot.accelerators", None, problem, "See 'sky show-gpus'")
+            problem, names = f"SkyPilot's name of {name} is not known", "'sky show-gpus' lists the names"
+            hint = f"Add 'skypilot: {{accelerators: NAME}}' to its nodes; {names}"
+            raise PlannerError("cluster file", "skypilot.accelerators", None, problem, hint)
         found[name] = PodKind(
             node_selector=group.kubernetes.node_selector,
             resource=group.kubernetes.resource if has_gpus else "",

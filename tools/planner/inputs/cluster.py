@@ -6,7 +6,7 @@ import os
 from math import log
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_het.safe_io import MAX_DEVICES
 
@@ -23,6 +23,16 @@ MAX_LINKS = 10_000  # bounds of a cluster file: beyond them a search would not e
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _in_bytes(value: float) -> float:
+    """A bandwidth that is not written in megabytes, gigabytes or bits with a prefix."""
+    if value < 1e5:
+        raise ValueError("is in bytes per second, and no link is as slow. 100 Gbit/s is 12.5e9, and 25 GB/s is 25e9")
+    return value
+
+
+Rate = Annotated[float, Field(gt=0), AfterValidator(_in_bytes)]
 
 
 def _name(value: str | None) -> str | None:
@@ -98,21 +108,21 @@ class NodeGroup(BaseModel):
     # zone, region: where they are; region defaults to the zone without its last ``-part``
     zone: str = "local"
     region: str | None = None
-    network_bytes_per_s: float = Field(default=12.5e9, gt=0)  # network bandwidth of a whole node, one direction
+    network_bytes_per_s: Rate = 12.5e9  # network bandwidth of a whole node, one direction
     # main memory of a node that training may use for what it offloads; None = no limit known
     host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     # bandwidth of one GPU to main memory; overrides the catalog's
-    host_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    host_bytes_per_s: Rate | None = None
     # what one GPU alone reaches over the network, when less than the node
-    stream_bytes_per_s: float | None = Field(default=None, gt=0)
+    stream_bytes_per_s: Rate | None = None
     # measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what so many GPUs of a node
     # reach together when each sends messages of this size
     measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=1000)
     network_latency_s: float = Field(default=20e-6, ge=0)  # latency between two nodes of the same zone
     # what one rank's collectives reach over the network, when known to be less than its share of the network (software
     # limits); None = its share
-    collective_bytes_per_s: float | None = Field(default=None, gt=0)
-    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)  # overrides the catalog's figure
+    collective_bytes_per_s: Rate | None = None
+    intra_node_bytes_per_s: Rate | None = None  # overrides the catalog's figure
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)  # price; overrides the catalog's
     # how often a node is taken away or fails; ``rent`` reckons with it
     interruptions_per_day: float = Field(default=0.0, ge=0, le=86400)
@@ -136,12 +146,14 @@ class NodeGroup(BaseModel):
 
     @field_validator("hosts")
     @classmethod
-    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_hosts(cls, hosts: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         found: list[str] = []
         for host in hosts:
             found += expanded_hosts(host)
             if len(found) > MAX_GPUS:
                 raise ValueError(f"more than {MAX_GPUS} hosts")
+        if found and len(found) != (count := info.data.get("count", len(found))):
+            raise ValueError(f"{len(found)} hosts for count = {count} nodes")
         return tuple(found)
 
     @model_validator(mode="after")
@@ -190,7 +202,7 @@ class ZoneLink(BaseModel):
     model_config = _STRICT
 
     between: tuple[str, str]
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: Rate
     latency_s: float = Field(default=1e-3, ge=0)
     usd_per_gb: float = Field(default=0.0, ge=0)
 
@@ -214,8 +226,6 @@ class Cluster(BaseModel):
                 if host in hosts and not node.shares_nodes_with(nodes[hosts[host]]):
                     raise ValueError(f"host {host} is there twice (nodes[{hosts[host]}] and nodes[{i}])")
                 hosts[host] = i
-            if node.hosts and len(node.hosts) != node.count:
-                raise ValueError(f"{len(node.hosts)} hosts for count = {node.count} nodes of {node.gpu}")
         if not any(node.quota for node in nodes):
             raise ValueError("max_gpus = 0 everywhere leaves no GPU to plan for")
         if sum(node.count * node.gpus_per_node for node in nodes) > MAX_GPUS:
@@ -301,8 +311,8 @@ class GpusOfNode(BaseModel):
     # max_gpus, usd_per_gpu_hour, intra_node_bytes_per_s, host_bytes_per_s: as of a node group, for this kind
     max_gpus: int | None = Field(default=None, ge=0)
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)
-    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
-    host_bytes_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bytes_per_s: Rate | None = None
+    host_bytes_per_s: Rate | None = None
     gres: str | None = None  # Slurm's name for this kind
 
 

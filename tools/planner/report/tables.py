@@ -91,7 +91,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty rich table; the first column is left-aligned.
+    """An empty rich table; the first column, and one of sentences, "what", are left-aligned.
 
     No column gets narrower than the longest word of its head, and what is too long for a cell goes on in the next
     line: nothing is cut off at 80 columns.
@@ -104,7 +104,8 @@ def table(title: str, *columns: str) -> Table:
     )
     for i, column in enumerate(columns):
         least = max(map(len, column.split()), default=1)
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", min_width=least)
+        left = i == 0 or column == "what"
+        out.add_column(column, justify="left" if left else "right", overflow="fold", min_width=least)
     return out
 
 
@@ -330,8 +331,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + (", offload" if body["offload"] else "")
         + "".join(f", {name}" for name in body["extras"]),
         f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
-        f"+-{100 * body['uncertainty']:.0f} %: four fifths of {seen['runs']} measured {seen['of']} were predicted as "
-        "closely",
+        f"+-{100 * body['uncertainty']:.0f} %: of {seen['runs']} measured {seen['of']}, four in five were that near to "
+        "their prediction",
         f"{body['model_tflops']:.4g} model TFLOP/s"
         + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
         *price_lines(body),
@@ -422,7 +423,7 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
             lines.append(f"at most {100 * gap:.1f} % from the best possible: {said}")
         else:
             most, left_out_s = _left_out(outcome, best, goal)
-            lines.append(f"{said}. That says little: it leaves out {most} ({left_out_s:.3g} s of this plan)")
+            lines.append(f"{said}. That bound is loose: it leaves out {most} ({left_out_s:.3g} s of this plan)")
     if best is not None:
         lines += _passed_over_lines(outcome, best)
     small: dict[str, list[str]] = {}
