@@ -15,6 +15,7 @@ from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, SequencePart, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import block_s, simulate_candidate
+from tools.planner.costs.stages import _whole
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, ZoneLink
 from tools.planner.inputs.model import Model
@@ -290,3 +291,8 @@ def test_ranks_of_recurrent_layers_scan_as_many_heads_whatever_their_parts() -> 
 
     recurrent = {"pattern": "M" * 8, "mamba": Mamba(heads=64, state_size=1024)}  # a long scan
     assert 1 < ratio(**recurrent) < 0.6 * ratio(pattern="-" * 8)
+
+
+def test_stages_without_attention_exchange_it() -> None:
+    """Of a hybrid model: nothing can be divided by their attention."""
+    assert _whole([0.0, 2.0, 4.0]) == [1, 1000, 2000]

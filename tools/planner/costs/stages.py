@@ -122,9 +122,9 @@ def extra_parameters(estimator: OperatingPoints, candidate: Candidate) -> dict[s
 
 
 def _whole(values: list[float]) -> list[int]:
-    """Whole numbers in the ratios of positive figures."""
-    unit = min(values) / _PARTS
-    return [round(value / unit) for value in values]
+    """Whole numbers in the ratios of figures; 1 where a figure is 0, as that of a stage without attention."""
+    unit = min(value for value in values if value) / _PARTS
+    return [max(1, round(value / unit)) for value in values]
 
 
 def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[float], list[float]]:
