@@ -29,7 +29,7 @@ from tools.planner.search.bounds import Bounds
 from tools.planner.search.finish import _may_compute
 from tools.planner.search.moves import neighbours, trimmed
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
-from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out
+from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.seeds import seeds
 from tools.planner.search.thorough import Ground, thorough
 
@@ -83,12 +83,39 @@ def test_parts_of_many_pools():
         assert tuple(4 if j == i else 8 for j in range(len(nodes))) in found
 
 
-def test_parts_without_nodes_and_pools():
+def test_a_power_of_two_of_one_pool():
     cluster, model = fast_and_slow()
     estimator = estimator_of(cluster, model)
+    assert rounded_down(estimator, (24, 22)) == [(16, 22), (24, 16)]
+    assert rounded_down(estimator, (16, 2)) == [(8, 2)] and rounded_down(estimator, (8, 0)) == []
     assert nodes_left_out(estimator, (16, 2)) == [(8, 2), (16, 0)]
     assert nodes_left_out(estimator, (16, 4), 2) == [(0, 4), (8, 2), (16, 0)]
     assert pools_left_out((24, 0, 22)) == [(0, 0, 22), (24, 0, 0)] and pools_left_out((0, 8)) == []
+
+
+def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
+    """The best part has two nodes of one pool less; what is no better is not gone on from."""
+    times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5, (8, 16): 1.0}
+    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
+    searched = []
+
+    def explore(book, effort, limits):
+        searched.append(limits)
+        book.top = lambda _: [(limits, None)]
+        book.try_candidate(limits)
+
+    def price(book, candidate):
+        book.best = min(book.best, times.get(candidate, 10.0))
+
+    monkeypatch.setattr(thorough_search, "explore", explore)
+    monkeypatch.setattr(thorough_search, "_climb_by_stages", lambda *_: None)
+    monkeypatch.setattr(Book, "try_candidate", price)
+    monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
+    book = Book(ground.merged.estimator, ground.goal, ground.progress)
+    book.best = 9.0
+    thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
+    assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
+    assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
 
 
 def test_replicas_of_all_nodes_but_one_are_added():

@@ -305,13 +305,9 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
     """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
-    is_built = candidate.rows or candidate.exchange or is_together(candidate)
+    is_together = any(candidate.spans(g) for stage in candidate.stages for g in stage.groups)
+    is_built = candidate.rows or candidate.exchange or is_together
     return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built else 1)
-
-
-def is_together(candidate: Candidate) -> bool:
-    """Whether replicas share experts, so that their passes are built as one program."""
-    return any(candidate.spans(g) for stage in candidate.stages for g in stage.groups)
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:

@@ -14,7 +14,7 @@ from ..costs.build import build_plan, seats
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
-from ..costs.simulation import MOST_COUPLED, block_s, is_together, operations_of, simulate_parts, work_of
+from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
 from .balance import balance, stage_load
 from .book import Book, Sketch, in_regions, there
@@ -292,8 +292,7 @@ def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
     if candidate.rows:
         return operations * times * BUILT
-    is_compiled = candidate.schedule == PLAIN.name and not is_together(candidate)
-    return operations * times // (COMPILED if is_compiled else 1)
+    return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
 
 def _improved(

@@ -67,6 +67,19 @@ def power_below(count: int) -> int:
     return 1 << (count - 1).bit_length() - 1 if count > 1 else 0
 
 
+def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
+    """A part of the cluster with the next lower power of two of GPUs of one pool.
+
+    Of these, stages of one width can be made.
+    """
+    found = []
+    for p, quota in enumerate(most):
+        power = power_below(quota)
+        if estimator.cluster.nodes[p].gpus_per_node <= power:
+            found.append((*most[:p], power, *most[p + 1 :]))
+    return found
+
+
 def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
     """One pool alone, one left out, one kind of GPU, one region, pairs of kinds."""
     nodes = estimator.cluster.nodes

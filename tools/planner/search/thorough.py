@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations, product
@@ -16,7 +17,18 @@ from .bounds import Bounds
 from .finish import finish
 from .moves import cut_anew, hide_transfers, neighbours, schedule_variants, trimmed
 from .outcome import Effort, Goal, Outcome, Progress, effort_for
-from .pools import MOST_POOLS, Limits, Merged, all_gpus, expand, merge, parts
+from .pools import (
+    MOST_POOLS,
+    Limits,
+    Merged,
+    all_gpus,
+    expand,
+    merge,
+    nodes_left_out,
+    parts,
+    pools_left_out,
+    rounded_down,
+)
 from .seeds import WORTH, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
@@ -153,6 +165,9 @@ def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) 
 
 CLEAR = 0.01  # a neighbour that is better by this share is taken without looking at the others
 MANY = 64  # neighbours that are looked at before a much better one is taken at once
+KEPT = 16  # plans of a further part that are remembered
+BRIEF = 100, 12, 80
+"""Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
 MOST_LEFT_OUT = 4  # nodes that are left out one after the other
 FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
 MOST_SWAPPED = 10  # stages of which two change places
@@ -216,7 +231,7 @@ def thorough(
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits)
+            _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
         _climb_by_stages(book, effort, limits)
         _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
@@ -248,28 +263,63 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
     """Local search from the best of each number of stages: what is best may be reached from another number."""
     best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
     for score, candidate in best[: effort.counts]:
-        if score < WORTH * min(book.to_beat, book.simulated):
+        if score < WORTH * book.to_beat:
             _climb(book, effort, candidate, limits)
 
 
-def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
+def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
     """Explores every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
-    less or half of a pool; of each, what can be best by its bound.
+    less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
+    that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
     """
     # Where the whole has nothing near what is known, parts that differ by little have nothing either.
     left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
+    seen = {whole}
 
     def order(limits: Limits) -> tuple[bool, bool, float]:
         cut = any(n and n < most for n, most in zip(limits, whole))
         return sum(map(bool, limits)) > 1, cut, bounds.value(limits)
 
-    for limits in sorted(parts(book.estimator, whole), key=order):
-        if left and not bounds.excludes(limits, min(book.to_beat * (1 + effort.promising), book.simulated)):
-            explore(book, smaller, limits)
-            left -= 1
+    def is_better(limits: Limits, how: Effort) -> bool:
+        """Whether the part has a better plan."""
+        before = book.best
+        seen.add(limits)
+        own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
+        explore(own, how, limits)
+        _climb_by_stages(own, how, limits)
+        for candidate, _ in own.top(KEPT):
+            book.try_candidate(candidate)
+        return book.best < before
+
+    def hopeful(found: list[Limits]) -> Iterator[Limits]:
+        for limits in dict.fromkeys(found):
+            known = min(book.to_beat * (1 + effort.promising), book.simulated)
+            if limits not in seen and not bounds.excludes(limits, known):
+                yield limits
+
+    better = []
+    for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
+        seen.add(limits)
+        before = book.best
+        explore(book, smaller, limits)
+        better += [limits] if book.best < before else []
+        left -= 1
+        if not left:
+            break
+    if not is_near:
+        return
+    brief = replace(smaller, sketches=BRIEF[0], seeds=BRIEF[1], steps=BRIEF[2], counts=1)
+    further = nodes_left_out(book.estimator, whole) + rounded_down(book.estimator, whole) + pools_left_out(whole)
+    if len(whole) <= MOST_POOLS:
+        further += nodes_left_out(book.estimator, whole, 2)
+    for _ in range(MOST_LEFT_OUT):
+        better += [limits for limits in hopeful(further) if is_better(limits, brief)]
+        if not better:
+            return
+        further, better = nodes_left_out(book.estimator, better[-1]), []
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
