@@ -234,13 +234,11 @@ def test_refinements_that_meet_go_on_once():
     start = Candidate(layers, 1, "full", zero_stage=1)
     first = estimator.estimate(start)
     assert first is not None
-    refined = [
-        finish.refine(estimator, goal, Found(start, first, first.iteration_s), 10**9, simulate, False) for _ in range(2)
-    ]
+    found = [Found(plan, first, first.iteration_s) for plan in (start, start)]
+    refined = [finish.refine(estimator, goal, one, 10**9, simulate, False) for one in found]
     assert refined[0] == refined[1] and len(tried) == len(set(tried)) > 0
-    other = finish.refine(
-        estimator, goal, Found(tried[0], refined[0].estimate, first.iteration_s), 10**9, simulate, False
-    )
+    met = Found(tried[0], refined[0].estimate, first.iteration_s)
+    other = finish.refine(estimator, goal, met, 10**9, simulate, False)
     assert other is refined[0] and len(tried) == len(set(tried))
 
 

@@ -496,7 +496,7 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
 
 
 def _problem(key: str, error: PlanError | PlannerError) -> dict[str, Any]:
-    """What an error says of a key of the plan: value, problem and what would work."""
+    """Problem of a key of the plan as an error says it, with the value and what would work."""
     hint = f". {error.hint}" if error.hint else ""
     return {"key": key, "problem": f"{shown(error.value)}: {error.problem}{hint}"}
 
@@ -514,14 +514,10 @@ def _misfits(
     for m in estimate.memory:
         if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
             gpu = estimator.cluster.nodes[m.group.pool].gpu
-            problems.append(
-                {
-                    "key": f"stages[{m.stage}]",
-                    "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
-                    f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
-                    f"optimizer {m.optimizer_bytes / GIB:.2f} GiB",
-                }
-            )
+            problem = f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB on {gpu} "
+            problem += f"(TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
+            problem += f"optimizer {m.optimizer_bytes / GIB:.2f} GiB"
+            problems.append({"key": f"stages[{m.stage}]", "problem": problem})
     for pool, held, limit in estimator.short_of_host_memory(estimate):
         problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
         problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
