@@ -230,8 +230,7 @@ def test_refinements_that_meet_go_on_once():
         tried.append(candidate)
         return Found(candidate, estimate, estimate.iteration_s)
 
-    layers = tuple(Stage(n, (Group(1, 1, 2),)) for n in (1, 4, 8, 11))
-    start = Candidate(layers, 1, "full", zero_stage=1)
+    start = Candidate(tuple(Stage(n, (Group(1, 1, 2),)) for n in (1, 4, 8, 11)), 1, "full", zero_stage=1)
     first = estimator.estimate(start)
     assert first is not None
     found = [Found(plan, first, first.iteration_s) for plan in (start, start)]

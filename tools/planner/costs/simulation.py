@@ -305,9 +305,8 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
     """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
-    is_built = (
-        candidate.rows or candidate.exchange or any(candidate.spans(g) for s in candidate.stages for g in s.groups)
-    )
+    groups = [g for stage in candidate.stages for g in stage.groups]
+    is_built = candidate.rows or candidate.exchange or any(map(candidate.spans, groups))
     return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built else 1)
 
 
