@@ -75,7 +75,10 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
         if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
-            _join(ground, outcome, _thorough(ground, outcome, limits, known))
+            if ground.is_near:
+                _join(ground, outcome, _kind_alone(ground, outcome, kind, known))
+            else:
+                _join(ground, outcome, _thorough(ground, outcome, limits, known))
 
 
 def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
@@ -168,6 +171,25 @@ def _least(ground: Ground, outcome: Outcome, known: float) -> float:
 
 def _thorough(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal | None = None) -> Outcome:
     return thorough(ground, limits, _least(ground, outcome, known), goal)
+
+
+def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Outcome:
+    """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
+    estimator, goal, progress = ground.estimator, ground.goal, ground.progress
+    pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
+    limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
+    known = _least(ground, outcome, known)
+    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, known)
+    found = []
+    for entry in theirs.found:
+        candidate = entry.candidate.in_pools(pools)
+        estimate = estimator.estimate(candidate)
+        if estimate is not None and entry.runnable:
+            found.append(replace(entry, candidate=candidate, estimate=estimate))
+    theirs.found = found
+    theirs.exact = False  # of that kind
+    theirs.evaluations += outcome.evaluations
+    return theirs
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
