@@ -159,15 +159,19 @@ def _short(path: Path, length: int) -> str:
         check_regular(path, path.stat().st_mode)
         size = path.stat().st_size
     except (FileError, OSError) as error:
-        return f"{path.name} cannot be read ({getattr(error, 'problem', error)})"
+        return _unreadable(path, error)
     return f"{path.name} has {size} bytes, at least {length} are needed" if size < length else ""
+
+
+def _unreadable(path: Path, error: FileError | OSError) -> str:
+    return f"{path.name} cannot be read ({error.problem if isinstance(error, FileError) else error.strerror})"
 
 
 def _changed(path: Path, expected: Mapping[str, int]) -> str:
     try:
         now = checksum(path)
     except (FileError, OSError) as error:
-        return f"{path.name} cannot be read ({getattr(error, 'problem', error)})"
+        return _unreadable(path, error)
     return "" if now == dict(expected) else f"{path.name} is not what was written (another checksum)"
 
 

@@ -295,4 +295,4 @@ def test_ranks_of_recurrent_layers_scan_as_many_heads_whatever_their_parts() -> 
 
 def test_stages_without_attention_exchange_it() -> None:
     """Of a hybrid model: nothing can be divided by their attention."""
-    assert _whole([0.0, 2.0, 4.0]) == [1, 1000, 2000]
+    assert _whole([0.0, 2.0, 4.0]) == [1, 1000, 2000] and _whole([0.0, 0.0]) == [1, 1]

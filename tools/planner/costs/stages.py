@@ -123,7 +123,7 @@ def extra_parameters(estimator: OperatingPoints, candidate: Candidate) -> dict[s
 
 def _whole(values: list[float]) -> list[int]:
     """Whole numbers in the ratios of figures; 1 where a figure is 0, as that of a stage without attention."""
-    unit = min(value for value in values if value) / _PARTS
+    unit = min((value for value in values if value), default=1.0) / _PARTS
     return [max(1, round(value / unit)) for value in values]
 
 

@@ -66,7 +66,7 @@ def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidat
         if found is not None and goal.value(found[1]) < to_beat:
             best[kind] = goal.value(found[1]), *found
     order = sorted(best, key=lambda kind: best[kind][0])
-    first = {kinds: (kinds, stages) for kinds, stages in reversed(order)}
+    first = {kinds: (kinds, size) for kinds, size in reversed(order)}
     return [best[kind][1:] for i, kind in enumerate(order) if i < MOST_REGULAR or first[kind[0]] == kind]
 
 
