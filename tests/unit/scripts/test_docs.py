@@ -99,7 +99,7 @@ def test_the_readme_is_short_and_says_how_to_contribute() -> None:
 def test_what_is_new_is_told_in_few_lines() -> None:
     """One or two lines for a change; the page that it links says the rest."""
     unreleased = prose(Path("CHANGELOG.md")).split("## [Unreleased]")[1].split("\n## [")[0]
-    assert len(unreleased.splitlines()) <= 90
+    assert len(unreleased.splitlines()) <= 60
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == Path("docs")], ids=str)
