@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks.machine import command_line, machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_hybrid import hybrid
 from testing import planner_cases as cases
-from testing.planner_cases import compare_case, nodes, promised
+from testing.planner_cases import compare_case, promised
 from tools.planner.inputs.files import write_json
 from tools.planner.report.tables import describe
 from tools.planner.search.methods import search
@@ -152,10 +152,12 @@ def gloo(saved: Path | None) -> dict[str, Any]:
     return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items() if k != "rounds"}
 
 
-def pools(options: argparse.Namespace, known: list[dict[str, Any]]) -> dict[str, Any]:
+def pools(
+    options: argparse.Namespace, known: list[dict[str, Any]], figures: Collection[str] = planner_gap.COUNTS
+) -> dict[str, Any]:
     """Random clusters: the plan against what less would give."""
     rows = [row for row in known if "objective" in row]
-    for _ in planner_gap.compared(options, rows):
+    for _ in planner_gap.compared(options, rows, figures):
         pass
     return planner_gap.summed_up(rows)
 
@@ -183,7 +185,6 @@ def main() -> None:
     out: dict[str, Any] = {}
     if options.add and options.json.exists():
         out = json.loads(options.json.read_text())
-    seeds = range(options.first, options.first + options.pools)
 
     def known(name: str) -> list[dict[str, Any]]:
         return out.get(name, {}).get("cases", [])
@@ -193,7 +194,7 @@ def main() -> None:
         "quality": lambda: quality(options.cases),
         "speed": speed,
         "pools": lambda: pools(options, known("pools")),
-        "nodes": lambda: nodes(seeds, known("nodes")),
+        "nodes": lambda: pools(options, known("nodes"), ["worse_with_a_node"]),
         "zorse": zorse,
         "gloo": lambda: gloo(options.gloo),
         "hybrid": hybrid,

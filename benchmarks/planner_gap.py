@@ -18,7 +18,7 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import combinations, product
 from math import gcd, inf
 from typing import Any
@@ -182,11 +182,12 @@ COUNTS = (
 """Shares by which a plan is worse; at most 0 where it is not."""
 
 
-def compare(row: dict[str, Any]) -> Iterator[None]:
+def compare(row: dict[str, Any], figures: Collection[str] = COUNTS) -> Iterator[None]:
     """Adds to a row what it lacks: the search's plan of a random cluster, and by how much each other one is better.
 
     Args:
         row: ``seed``, ``model`` and ``objective``, and what was found before.
+        figures: Those of ``COUNTS`` that are wanted.
     """
     cluster, model = random_pool(row["seed"], row["model"])
     goal, estimator = Goal(row["objective"]), with_catalog(cluster, model)
@@ -204,13 +205,13 @@ def compare(row: dict[str, Any]) -> Iterator[None]:
         "worse_than_fewer_schedules": lambda: best_value(cluster.nodes, model, fewer),
         "worse_than_random_search": lambda: random_search(estimator, goal, row["seed"]),
     }
-    if "worse_than_regular" not in row:
+    if "worse_than_regular" in set(figures) - row.keys():
         value, regular, count = best_regular(estimator, goal)
         row |= {"regular_plans": count, "regular": describe(estimator, regular) if regular else None}
         row["worse_than_regular"] = row["fastest"] / value - 1
         yield
     for name, other in others.items():
-        if name not in row:
+        if name in set(figures) - row.keys():
             gc.collect()  # a search leaves a million objects that refer to each other
             row[name] = row["fastest"] / other() - 1
             yield
@@ -236,9 +237,11 @@ def _planned(estimator: Estimator, goal: Goal) -> dict[str, Any]:
 def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Numbers of cases that are worse, the largest share by which one is, and the cases."""
     planned = [row for row in rows if row["found"] is not None]
-    out: dict[str, Any] = {name: sum(row.get(name, 0) > TOLERANCE for row in planned) for name in COUNTS}
-    out["compared"] = {name: sum(name in row for row in planned) for name in COUNTS}
-    out["worst"] = {name: max([0.0, *[row[name] for row in planned if name in row]]) for name in COUNTS}
+    by_name = {name: [row[name] for row in planned if name in row] for name in COUNTS}
+    by_name = {name: shares for name, shares in by_name.items() if shares}
+    out: dict[str, Any] = {name: sum(share > TOLERANCE for share in shares) for name, shares in by_name.items()}
+    out["compared"] = {name: len(shares) for name, shares in by_name.items()}
+    out["worst"] = {name: max(0.0, *shares) for name, shares in by_name.items()}
     out["plain_share"] = sum(row["is_plain"] for row in planned) / max(1, len(planned))
     ratios = [row["promised_over_emitted"] for row in planned if row["promised_over_emitted"] is not None]
     return out | {"promised_over_emitted": max(ratios, default=None), "cases": rows}
@@ -252,13 +255,15 @@ def add_arguments(parser: argparse.ArgumentParser, pools: int) -> None:
     parser.add_argument("--objectives", default="throughput", help="throughput, cost (default throughput)")
 
 
-def compared(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def compared(
+    options: argparse.Namespace, rows: list[dict[str, Any]], figures: Collection[str] = COUNTS
+) -> Iterator[list[dict[str, Any]]]:
     """All cases, known ones among them, after each figure that was not known."""
     known = {(row["seed"], row["model"], row["objective"]): row for row in rows}
     seeds = range(options.first, options.first + options.pools)
     for case in product(seeds, options.models.split(","), options.objectives.split(",")):
         row = known.get(case) or dict(zip(("seed", "model", "objective"), case))
-        for _ in compare(row):
+        for _ in compare(row, figures):
             if case not in known:
                 known[case] = row
                 rows.append(row)

@@ -10,10 +10,9 @@ import time
 from typing import Any
 
 from benchmarks.machine import command_line, machine
-from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of
-from tools.planner.costs.build import build_plan, candidate_of
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of, read_back
+from tools.planner.costs.build import build_plan
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
@@ -57,8 +56,8 @@ def case(name: str) -> dict[str, Any]:
     best = outcome.best
     if best is None:
         return {**row, "after": None}
-    emitted = _emitted_s(estimator, best)
-    return {**row, "after": _plan(estimator, best), "promised_over_emitted": emitted / best.iteration_s}
+    _, emitted_s = read_back(estimator, build_plan(estimator, best.candidate, best.estimate))
+    return {**row, "after": _plan(estimator, best), "promised_over_emitted": emitted_s / best.iteration_s}
 
 
 def _plan(estimator: Estimator, found: Found) -> dict[str, Any]:
@@ -73,14 +72,6 @@ def _plan(estimator: Estimator, found: Found) -> dict[str, Any]:
         "host_bytes_per_gpu": host,
         "recompute": c.recompute,
     }
-
-
-def _emitted_s(estimator: Estimator, found: Found) -> float:
-    plan = build_plan(estimator, found.candidate, found.estimate)
-    candidate, seated = candidate_of(plan, estimator.cluster)
-    estimate = estimator.estimate(candidate)
-    assert estimate is not None
-    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 72_800,
-    "all_lines": 137_800,
+    "all_lines": 137_700,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_600,
@@ -146,7 +146,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
-        "tests": 41_100,
+        "tests": 40_900,
         "tools/planner": 23_500,
     },
 }

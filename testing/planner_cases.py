@@ -1,15 +1,14 @@
 """Clusters and models of the Sailor and Zorse papers, small and random ones, and what the search is compared with."""
 
-import gc
 import random
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import inf
 from typing import Any
 
 from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
+from megatron_het.plan import Plan
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -452,6 +451,14 @@ def random_pool(seed: int, model: str = "dense") -> tuple[Cluster, Model]:
     return Cluster(nodes=nodes), made
 
 
+def read_back(estimator: Estimator, plan: Plan) -> tuple[Candidate, float]:
+    """The candidate that a written plan is read as, and its simulated seconds, as ``simulate`` finds them."""
+    candidate, seated = candidate_of(plan, estimator.cluster)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return candidate, simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
 def promised(estimator: Estimator, outcome: Outcome) -> float | None:
     """Simulated time of the plan that is written, read back as ``simulate`` does, over what was promised."""
     best = outcome.best
@@ -460,12 +467,11 @@ def promised(estimator: Estimator, outcome: Outcome) -> float | None:
     if operations_of(estimator, best.candidate) * best.candidate.blocks > MOST_OPERATIONS:
         return None
     plan = build_plan(estimator, best.candidate, best.estimate)
-    candidate, seated = candidate_of(plan, estimator.cluster)
-    estimate = estimator.estimate(candidate)
-    assert estimate is not None
-    if waits_for_nobody(candidate):
+    if waits_for_nobody(best.candidate):
+        estimate = estimator.estimate(candidate_of(plan, estimator.cluster)[0])
+        assert estimate is not None
         return estimate.iteration_s / best.iteration_s
-    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s / best.iteration_s
+    return read_back(estimator, plan)[1] / best.iteration_s
 
 
 def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RANDOM_CANDIDATES) -> float:
@@ -512,41 +518,6 @@ def best_value(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
 def value_of(outcome: Outcome, goal: Goal) -> float:
     """Value of the best plan, also where a plainer one was taken."""
     return min((found.value(goal) for found in outcome.found if found.runnable), default=inf)
-
-
-def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Only the comparison with one node less: how many plans a further node makes worse.
-
-    Args:
-        seeds: Of the clusters.
-        known: Rows of other clusters, which are kept.
-    """
-    rows = rows_of_pools(_with_a_node, seeds, known)
-    return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
-
-
-def _with_a_node(seed: int) -> dict[str, Any]:
-    """The plan of a cluster against that of one node less."""
-    cluster, model = random_pool(seed)
-    rng, goal = random.Random(seed), Goal()
-    less = rng.randrange(len(cluster.nodes))
-    mine = best_value(cluster.nodes, model, goal)
-    row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
-    if mine < inf:
-        row["worse"] = mine / best_value(without_one(cluster.nodes, less), model, goal) - 1
-    return row
-
-
-def rows_of_pools(
-    compare: Callable[[int], dict[str, Any]], seeds: Sequence[int], known: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Comparisons of these clusters, beside known rows of others, by seed."""
-    rows = [row for row in known if row["seed"] not in seeds]
-    for seed in seeds:
-        rows.append(compare(seed))
-        gc.collect()  # a search leaves a million objects that refer to each other
-        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
-    return sorted(rows, key=lambda row: row["seed"])
 
 
 def without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:

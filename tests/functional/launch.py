@@ -133,7 +133,6 @@ def _start(command: list[str], folder: Path, environment: dict[str, str], log: P
 
 def _die_with_parent() -> None:
     """Have the kernel kill this rank when the process that launched it is killed."""
-    assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

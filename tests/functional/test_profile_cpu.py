@@ -53,14 +53,12 @@ def test_every_point_is_there(measured: tuple[Path, Profile]) -> None:
         assert (timing.alone_s > 0) == (timing.layer == "layer" and timing.tp == 1)
         if point.layer != "embedding" and point.recompute == "none":
             double = by_point.get(point._replace(micro_batch_size=2))
-            assert double is not None
             if point.micro_batch_size == 1:
                 assert double.activation_bytes == pytest.approx(2 * timing.activation_bytes, rel=0.05)
 
 
 def test_parameters_of_a_layer_and_of_its_half(measured: tuple[Path, Profile]) -> None:
     device = measured[1].device("cpu")
-    assert device is not None
     count = {(t.layer, t.tp): t.parameters for t in device.timings}
     h, f, kv = 64, 128, 32
     matrices = h * (h + 2 * kv) + h * h + 3 * h * f
@@ -72,7 +70,6 @@ def test_parameters_of_a_layer_and_of_its_half(measured: tuple[Path, Profile]) -
 
 def test_recompute_keeps_less(measured: tuple[Path, Profile]) -> None:
     device = measured[1].device("cpu")
-    assert device is not None
     kept = {(t.tp, t.micro_batch_size, t.recompute): t.activation_bytes for t in device.timings if t.layer == "layer"}
     # With full recompute only the layer's input [s, b, h] is kept (and the random-number state).
     assert 32 * 2 * 64 * 4 <= kept[1, 2, "full"] < kept[1, 2, "none"] / 4
@@ -84,7 +81,6 @@ def test_links_and_largest_batches(measured: tuple[Path, Profile]) -> None:
         ("node", op, 2) for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter")
     }
     device = profile.device("cpu")
-    assert device is not None
     found = {(b.tp, b.recompute): b.micro_batch_size for b in device.largest_batches}
     assert set(found) == {(tp, r) for tp in (1, 2) for r in ("none", "full")}
     assert found[1, "none"] < found[1, "full"] and found[1, "none"] < found[2, "none"]
@@ -129,7 +125,6 @@ def test_experts_latent_attention_and_windows(tmp_path: Path) -> None:
         model, str(tmp_path / "profile.json"), ("cpu",), tp=(2,), ep=(1, 2), window_s=0.02, windows=2, links=False
     )
     device = run_profile(wanted, processes=2).device("cpu")
-    assert device is not None
     assert load_profile(wanted.out).model == model
     found: dict[tuple[str, int, bool], LayerTiming] = {(t.layer, t.ep, t.windowed): t for t in device.timings}
     layers = [("layer", ep, windowed) for ep in (1, 2) for windowed in (False, True)]

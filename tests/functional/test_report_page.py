@@ -51,7 +51,6 @@ def two_stages(cluster: str, model: str) -> Plan:
     estimator = Estimator(known, shape, CatalogCosts(shape, known.gpu))
     candidate = Candidate((Stage(2, (Group(1, 1, 1),)), Stage(4, (Group(0, 1, 2),))), micro_batch_size=1)
     estimate = estimator.estimate(candidate)
-    assert estimate is not None
     return build_plan(estimator, candidate, estimate)
 
 

@@ -317,7 +317,6 @@ time.sleep(600)
 def test_what_a_worker_has_started_ends_with_it(is_killed: bool):
     command = [sys.executable, "-c", WORKER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as worker:
-        assert worker.stdout is not None
         child = int(worker.stdout.readline())
         assert runs(child)
         if is_killed:

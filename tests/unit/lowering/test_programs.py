@@ -467,7 +467,6 @@ def test_a_plan_that_was_written_and_read_is_simulated_as_before() -> None:
     plan = Plan.from_json(json.loads(json.dumps(_carrying().to_json())))
     check_plan(plan)
     found = costs_of(plan)
-    assert found is not None
     program = program_of(plan)
     before, after = simulate(program, _costs()), simulate(program, found)
     assert after.makespan_s == pytest.approx(before.makespan_s, rel=1e-5)

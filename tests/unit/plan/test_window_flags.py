@@ -19,7 +19,6 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def schedule_of(*words: str) -> ScheduleSpec:
     plan = split_arguments([*FLAGS, *words])[0].plan
-    assert plan is not None
     return plan.schedule
 
 
@@ -45,7 +44,6 @@ def test_each_option_of_the_window_implies_it(words: list[str], parameters: dict
 
 def test_a_plans_parameters_stay_unless_another_schedule_is_asked_for(tmp_path: Path):
     plan = split_arguments([*FLAGS, *MINISTAGE, "--het-update", "undo"])[0].plan
-    assert plan is not None
     path = tmp_path / "plan.json"
     save_plan(plan, path)
     given = ("--het-plan", str(path))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import Plan
-from testing.planner_cases import LLAMA_8B, _random_groups, cluster_of, model_of, random_pool, with_catalog
-from tools.planner.costs.build import build_plan, candidate_of
+from testing.planner_cases import LLAMA_8B, _random_groups, cluster_of, model_of, random_pool, read_back, with_catalog
+from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES, schedule_of
-from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
+from tools.planner.costs.simulation import operations_of, simulate_block
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
@@ -214,13 +214,8 @@ def test_pipelines_of_unequal_microbatches() -> None:
     stages = tuple(Stage(2, (Group(0, 1, 1),)) for _ in range(4))
     candidate = Candidate(stages, 32)
     estimate = whole.estimate(candidate)
-    assert estimate is not None
     plan = unequal_pipeline(build_plan(whole, candidate, estimate), 96)
-    found, seated = candidate_of(plan, less.cluster)
-    estimate = less.estimate(found)
-    assert estimate is not None
-    seconds = simulate_candidate(less, found, estimate, plan, seated).iteration_s
-    assert Bounds(less, Goal(schedules=("1f1b",))).seconds((4,)) <= seconds
+    assert Bounds(less, Goal(schedules=("1f1b",))).seconds((4,)) <= read_back(less, plan)[1]
 
 
 def test_63_sequences_in_unequal_passes() -> None:

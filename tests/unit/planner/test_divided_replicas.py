@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_het.plan import Plan
-from testing.planner_cases import cluster_of, estimator_of
+from testing.planner_cases import cluster_of, estimator_of, read_back
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.cli import dry_run
 from tools.planner.costs.build import build_plan, candidate_of
@@ -39,19 +39,11 @@ def stages(*groups: Group) -> tuple[Stage, ...]:
     return tuple(Stage(8 // len(groups), (g,)) for g in groups)
 
 
-def priced(prices: Estimator, plan: Plan) -> tuple[Candidate, float]:
-    candidate, seated = candidate_of(plan, prices.cluster)
-    estimate = prices.estimate(candidate)
-    assert estimate is not None
-    return candidate, simulate_candidate(prices, candidate, estimate, plan, seated).iteration_s
-
-
 def planned(prices: Estimator, candidate: Candidate) -> tuple[Plan, float]:
     """The candidate's plan, and its simulated time as written and read again."""
     estimate = prices.estimate(candidate)
-    assert estimate is not None
     plan = build_plan(prices, candidate, estimate)
-    again, seconds = priced(prices, plan)
+    again, seconds = read_back(prices, plan)
     assert again == candidate
     assert seconds == pytest.approx(simulate_candidate(prices, candidate, estimate, plan).iteration_s, rel=1e-9)
     return plan, seconds
@@ -69,7 +61,6 @@ def test_context_parallelism_is_priced(schedule: dict[str, object]) -> None:
     most = 0.75 if schedule else 0.7  # half as long slices read their operands as often
     assert 0.45 < seconds / planned(prices, one)[1] < most
     a, b = prices.estimate(one), prices.estimate(two)
-    assert a is not None and b is not None
     assert b.memory[0].activation_bytes == pytest.approx(a.memory[0].activation_bytes / 2)
     assert b.memory[0].optimizer_bytes == pytest.approx(a.memory[0].optimizer_bytes / 2)
     assert b.memory[0].parameter_bytes == a.memory[0].parameter_bytes
@@ -100,7 +91,7 @@ def test_replicas_are_priced_with_their_own_expert_parallelism() -> None:
     plan, seconds = planned(prices, candidate)
     assert [s.replicas[0].ep for s in plan.stages] == [8, 4]
     cut = replace(plan.stages[1], replicas=(replace(plan.stages[1].replicas[0], ep=1),))
-    other, slower = priced(prices, replace(plan, stages=(plan.stages[0], cut)))
+    other, slower = read_back(prices, replace(plan, stages=(plan.stages[0], cut)))
     assert [g.ep for s in other.stages for g in s.groups] == [8, 1]
     assert slower > 1.01 * seconds
 
@@ -151,7 +142,6 @@ def test_what_is_promised_of_unequal_parts_is_written_and_simulated(candidate: C
     """Parts of a replica in one pool and with equal shares are no parts of their own, when a plan is read."""
     prices = two_kinds()
     estimate = prices.estimate(candidate)
-    assert estimate is not None
     plan, seconds = planned_again(prices, candidate)
     assert 0.7 < estimate.iteration_s / seconds < 1.4
     if len(candidate.stages) > 1:
@@ -163,10 +153,9 @@ def test_what_is_promised_of_unequal_parts_is_written_and_simulated(candidate: C
 def planned_again(prices: Estimator, candidate: Candidate) -> tuple[Plan, float]:
     """As ``planned``, where a replica of the most ranks may not be one of those of the candidate's size."""
     estimate = prices.estimate(candidate)
-    assert estimate is not None
     plan = Plan.from_json(build_plan(prices, candidate, estimate).to_json())
     promised = simulate_candidate(prices, candidate, estimate, plan).iteration_s
-    again, seconds = priced(prices, plan)
+    again, seconds = read_back(prices, plan)
     assert seconds == pytest.approx(promised, rel=1e-9)
     assert again.gpus() == candidate.gpus()
     return plan, seconds
@@ -181,7 +170,6 @@ def test_parts_by_speed_are_faster_than_equal_parts() -> None:
     def layer_s(*shares: int) -> float:
         group = shared((0, shares[0]), (1, shares[1]))
         unit = prices.unit_of(Candidate(stages(group), 1, cp=2), group)
-        assert unit is not None
         return unit.layer_f + unit.layer_b
 
     assert layer_s(1, 1) == pytest.approx(slow_s / 2, rel=0.05)
@@ -192,7 +180,6 @@ def test_parts_by_speed_are_faster_than_equal_parts() -> None:
 def test_each_part_holds_its_share_of_the_activations() -> None:
     prices = two_kinds()
     found = prices.estimate(Candidate(stages(shared((0, 3), (1, 1)), shared((0, 3), (1, 1))), 1, cp=2, zero_stage=1))
-    assert found is not None
     large, small, *_ = found.memory
     assert large.activation_bytes == pytest.approx(3 * small.activation_bytes)
     assert large.optimizer_bytes == small.optimizer_bytes
@@ -271,7 +258,6 @@ def test_a_run_of_replicas_of_two_kinds_is_planned_again(slow: float) -> None:
 def test_dry_runs_of_parts_stand_beside_their_own_gpus(shares: tuple[int, int]) -> None:
     prices = two_kinds()
     estimate = prices.estimate(candidate := Candidate(stages(shared(*enumerate(shares))), 1, cp=2, zero_stage=1))
-    assert estimate is not None
     plan = build_plan(prices, candidate, estimate)
     gpus = [node.gpu for node in prices.cluster.nodes]
     kinds = dry_run.rank_kinds(plan)
@@ -286,7 +272,6 @@ def test_ranks_of_recurrent_layers_scan_as_many_heads_whatever_their_parts() -> 
     def ratio(**changes: object) -> float:
         prices = two_kinds(1e15, num_layers=8, **changes)
         units = prices.units_of_parts(Candidate((), 1, cp=2), shared((0, 3), (0, 1)))
-        assert units is not None
         return units[0].layer_f / units[1].layer_f
 
     recurrent = {"pattern": "M" * 8, "mamba": Mamba(heads=64, state_size=1024)}  # a long scan

@@ -35,7 +35,6 @@ def estimator(**changed: object) -> Estimator:
 
 def planned(priced: Estimator, candidate: Candidate) -> tuple[Plan, float]:
     estimate = priced.estimate(candidate)
-    assert estimate is not None
     plan = build_plan(priced, candidate, estimate)
     return plan, simulate_candidate(priced, candidate, estimate, plan).iteration_s
 
@@ -66,7 +65,6 @@ def test_context_parallel_ranks_send_what_sees_keys_of_others(monkeypatch: pytes
     few = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
     monkeypatch.setattr(Model, "shared", lambda *_, **__: Shared(1.0))
     every = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
-    assert few is not None and every is not None
     assert few.layer_f < every.layer_f and few.layer_b < every.layer_b
 
 
@@ -125,7 +123,6 @@ def test_slices_have_equal_work() -> None:
     given = {**plan.schedule.parameters, "slice_lengths": "equal"}
     equal = replace(plan, schedule=replace(plan.schedule, parameters=given))
     estimate = priced.estimate(SLICED)
-    assert estimate is not None
     assert seconds < simulate_candidate(priced, SLICED, estimate, equal).iteration_s
     assert "slice_lengths" not in planned(estimator(), SLICED)[0].schedule.parameters
 

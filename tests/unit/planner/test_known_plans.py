@@ -111,7 +111,6 @@ def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
     """
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     best = search_auto(estimator, goal).best
-    assert best is not None
     assert best.candidate.depths and best.iteration_s < 1.68
 
 
@@ -221,7 +220,6 @@ def test_what_stages_wait_for_a_split_vocabulary(more: dict[str, object], error:
     cut = slices * stages if more["schedule"] == "slimpipe" else 1
     candidate = _plain(stages, rows=rows_of((1,) * stages, False), slices=cut, **more)
     estimate = estimator.estimate(candidate)
-    assert estimate is not None
     assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=error)
 
 
@@ -238,7 +236,6 @@ def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> N
     groups = ((Group(0, 2, 1),),) * 4
     whole = balance(estimator, groups, Candidate((), 1, zero_stage=1))
     split = balance(estimator, groups, Candidate((), 1, zero_stage=1, rows=((1.0, 1.0),), ep=8))
-    assert whole is not None and split is not None
     assert whole.stages[-1].layers < 6 and [s.layers for s in split.stages] == [6] * 4
     assert split.rows == ((0.25, 0.25),) * 4 and split.ep == 2
     single = balance(estimator, groups[:1], split.with_(stages=()))
@@ -267,7 +264,6 @@ def test_the_search_is_no_worse_than_regular_plans() -> None:
     model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
     estimator = estimator_of(cluster_of(("A100-40", 3, 8, 3.125e9), ("L40S", 4, 4, 3.125e9)), model)
     best = search("auto", estimator, Goal()).best
-    assert best is not None
     assert best.iteration_s <= best_regular(estimator, Goal(), 2000)[0] * 1.01
 
 
@@ -299,7 +295,6 @@ def test_what_comes_nearest_to_a_budget_is_the_cheapest_plan() -> None:
 def test_the_fastest_plan_is_found_for_the_throughput_that_it_just_reaches() -> None:
     cluster, model = random_case(6)
     fastest = search("auto", estimator_of(cluster, model), Goal()).best
-    assert fastest is not None
     goal = Goal(objective="cost", min_iterations_per_s=0.999 / fastest.iteration_s)
     best = search("auto", estimator_of(cluster, model), goal).best
     assert best is not None and best.usd_per_iteration <= fastest.usd_per_iteration * (1 + 1e-9)

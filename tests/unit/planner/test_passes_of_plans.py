@@ -58,14 +58,12 @@ def test_the_search_takes_a_plan_that_may_be_written(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(finish, "MOST_OPERATIONS", 0)
     goal = Goal(schedules=("1f1b", "interleaved", "slimpipe"))
     free = search_auto(estimator((1,)), goal).best
-    assert free is not None
     passes = 2 * len(free.candidate.stages) * free.candidate.chunks * free.candidate.slices
     passes *= BATCH // free.candidate.micro_batch_size
     assert passes > 2 * BATCH
     most(monkeypatch, 1)
     known = estimator((1,))
     best = search_auto(known, goal).best
-    assert best is not None
     plan = build_plan(known, best.candidate, best.estimate)  # raises where it is refused
     assert plan.num_microbatches * len(plan.stages) <= BATCH
 
@@ -195,7 +193,6 @@ def test_the_search_of_the_commands_prefers_it():
     estimator, goal = estimator_of(CLUSTER, MODEL), Goal()
     outcome = search("auto", estimator, goal)
     best = outcome.best
-    assert best is not None
     fastest = min(f.iteration_s for f in outcome.found if f.runnable)
     assert best.iteration_s <= fastest * (1 + SMALL)
 

@@ -270,7 +270,6 @@ def test_a_pass_has_a_cost_of_its_own() -> None:
     found = costs(model(), timing("layer", 10e-3, fixed_forward_s=2e-3, fixed_backward_s=6e-3))
     cluster = Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),))
     unit = Estimator(cluster, found.model, found).unit(0, 1, 1, "none")
-    assert unit is not None
     assert unit.forward_s(3, False, False) == pytest.approx(26e-3)
     assert unit.backward_s(3, False, False) == pytest.approx(48e-3)
     assert unit.both_s(3, False, False) == pytest.approx(74e-3)
@@ -285,7 +284,6 @@ def test_more_chunks_take_longer() -> None:
     busy = []
     for chunks in (1, 2, 4):
         estimate = estimator.estimate(Candidate(stages, 1, schedule="interleaved", chunks=chunks))
-        assert estimate is not None
         busy.append(estimate.busy_s)
     assert busy[1] - busy[0] == pytest.approx(16 * 4e-3)
     assert busy[2] - busy[1] == pytest.approx(2 * 16 * 4e-3)
@@ -381,7 +379,6 @@ def test_an_estimate_has_the_price_of_its_slices() -> None:
     for slices in (1, 2, 16):
         schedule = "1f1b" if slices == 1 else "slimpipe"
         estimate = found.estimate(Candidate(stages, 1, schedule=schedule, slices=slices))
-        assert estimate is not None
         busy[slices] = estimate.busy_s
     assert busy[1] < busy[2] < 1.5 * busy[1]
     assert busy[16] > 3 * busy[1]

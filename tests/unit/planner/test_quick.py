@@ -176,7 +176,6 @@ def most_that_fit(found: Estimator, like: Candidate, widths: tuple[int, ...], s:
         counts = (layers if i == s else like.chunks for i in range(STAGES))
         stages = tuple(Stage(n, (Group(0, 1, width),)) for n, width in zip(counts, widths))
         estimate = found.estimate(like.with_(stages=stages))
-        assert estimate is not None
         mine = next(m for m in estimate.memory if m.stage == s)
         return mine.total_bytes <= mine.capacity_bytes * found.memory_margin
 
@@ -201,7 +200,6 @@ def test_rooms_are_those_of_the_estimate(schedule: str, chunks: int, slices: int
     like = Candidate((), 2, "none", schedule=schedule, chunks=chunks, slices=slices, slack=0.0)
     for s in range(STAGES):
         rooms = layer_rooms(found, (group,), like, 32, s == 0, s == STAGES - 1, 0.0)
-        assert rooms is not None
         wanted = most_that_fit(found, like, (width,) * STAGES, s)
         assert wanted > 1 or schedule == "ministage"
         room = rooms.cap((STAGES - 1 - s) * width, STAGES - 1 - s, STAGES)
@@ -216,7 +214,6 @@ def test_rooms_of_stages_of_unequal_width(widths: tuple[int, ...]):
     found = estimator_of_rooms()
     like = Candidate((), 2, "none", schedule="slimpipe", slices=4, slack=0.0)
     first = layer_rooms(found, (Group(0, 1, widths[0]),), like, 32, True, False, 0.0)
-    assert first is not None
     cap = first.cap(sum(widths[1:]), STAGES - 1, STAGES)
     assert abs(cap - most_that_fit(found, like, widths, 0)) <= MARGIN
 
@@ -343,7 +340,6 @@ def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
     stages = tuple(Stage(n, (Group(0, 2, 2),)) for n in layers)
     candidate = Candidate(stages, 1, "full", "ministage", chunks, zero_stage=1)
     estimate = estimator.estimate(candidate)
-    assert estimate is not None
     assert simulate_block(estimator, candidate, estimate).iteration_s == pytest.approx(estimate.iteration_s, rel=0.06)
 
 

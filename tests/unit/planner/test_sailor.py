@@ -33,7 +33,6 @@ class Exhaustive:
 
     def seconds(self, s: int, pool: int) -> float:
         unit = self.estimator.unit(pool, self.tps[s][pool], self.like.micro_batch_size, self.like.recompute)
-        assert unit is not None
         return unit.both_s(self.layers[s], s == 0, s == len(self.layers) - 1)
 
     def value(self, dealt: list[Dealt]) -> float:

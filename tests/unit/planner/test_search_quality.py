@@ -17,9 +17,9 @@ from testing.planner_cases import (
     compare_case,
     estimator_of,
     model_of,
-    nodes,
     random_case,
     random_pool,
+    without_one,
 )
 from tools.planner.costs.build import build_plan, candidate_of, seats
 from tools.planner.costs.simulation import others_busy, simulate_beside
@@ -54,7 +54,6 @@ def test_one_more_gpu_is_never_worse(seed):
     )
     after = search_auto(estimator_of(Cluster(nodes=(*cluster.nodes, extra)), model), ONE).best
     if before is not None:
-        assert after is not None
         assert after.iteration_s <= before.iteration_s * (1 + 1e-6)
 
 
@@ -106,7 +105,6 @@ def test_every_method_makes_runnable_plans(method):
     cluster, model = zoned()
     estimator = estimator_of(cluster, model)
     outcome = search(method, estimator, Goal(schedules=("1f1b",)))
-    assert outcome.best is not None
     plan = build_plan(estimator, outcome.best.candidate, outcome.best.estimate)
     again, _ = candidate_of(plan, cluster)
     assert [s.layers for s in again.stages] == [s.layers for s in outcome.best.candidate.stages]
@@ -220,7 +218,6 @@ def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sh
     theirs = [f for f in search(method, estimator, goal).found if f.runnable]
     mine = search_auto(estimator, goal).best
     if theirs:
-        assert mine is not None
         assert mine.value(goal) <= theirs[0].value(goal) * (1 + 1e-9)
 
 
@@ -232,7 +229,6 @@ def test_fewer_microbatches_than_gpus(method, batch, sharded):
     nodes = (NodeGroup(gpu="A100-40", count=2, gpus_per_node=8), NodeGroup(gpu="V100-16", count=2, gpus_per_node=4))
     estimator = estimator_of(Cluster(nodes=nodes), model)
     best = search(method, estimator, Goal()).best
-    assert best is not None
     plan = build_plan(estimator, best.candidate, best.estimate)
     assert all(replica.microbatches for stage in plan.stages for replica in stage.replicas)
     if method == "poplar":
@@ -246,7 +242,6 @@ def test_a_node_group_without_quota_is_left_out(method):
     best = search(
         method, estimator_of(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), model), ONE
     ).best
-    assert best is not None
     assert 0 not in best.candidate.gpus()
 
 
@@ -342,9 +337,10 @@ def test_what_is_found_of_a_schedule_does_not_depend_on_the_others(names):
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
     """139 and 153 GPUs of several kinds, searched as ``plan`` does; ``--only nodes`` compares more of them."""
-    found = nodes([seed])
-    assert found["clusters"] == 1 and found["worse"] == 0
-    assert 100 < found["cases"][0]["gpus"] <= 200
+    cluster, model = random_pool(seed)
+    assert 100 < cluster.total_gpus <= 200
+    fewer = without_one(cluster.nodes, random.Random(seed).randrange(len(cluster.nodes)))
+    assert best_value(cluster.nodes, model, Goal()) <= 1.01 * best_value(fewer, model, Goal())
 
 
 @pytest.mark.full
@@ -367,7 +363,6 @@ def test_ministages_do_not_hide_what_is_faster_at_long_sequences():
     )
     goals = Goal(), Goal(schedules=("1f1b", "interleaved", "slimpipe"))
     every, fewer = (search_auto(estimator_of(cluster, model), goal).best for goal in goals)
-    assert every is not None and fewer is not None
     assert every.iteration_s <= TOLERANCE * fewer.iteration_s
 
 

@@ -380,7 +380,6 @@ def test_a_stage_with_more_rows_of_the_vocabulary_takes_longer_for_them_and_hold
     assert held[0] == 3 * held[1]
     assert sum(held) == unit.embedding_parameters + (0 if tied else unit.head_parameters)
     predicted = with_costs(e, again, e.estimate(again), plan, seated).predicted
-    assert predicted is not None and predicted.costs is not None
     first, last = predicted.costs.devices
     assert first.vocab_forward_s == pytest.approx(3 * last.vocab_forward_s, rel=1e-4) and last.vocab_forward_s > 0
     equal = replace(plan, schedule=replace(plan.schedule, parameters={**parameters, "vocabulary_shares": [1, 1]}))

@@ -49,7 +49,6 @@ def pipeline(*layers: int) -> Plan:
     found = estimator(len(layers))
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
     estimate = found.estimate(candidate)
-    assert estimate is not None
     plain = complete(found, Found(candidate, estimate))
     seconds = simulate_candidate(found, candidate, estimate, plain).iteration_s
     return complete(found, Found(candidate, estimate, seconds))

@@ -252,7 +252,6 @@ def test_tokens_are_added_up_at_one_point_of_one_order() -> None:
     shape = Shape(((1, 1), (1, 1)), ((0, 0, 1, 0, 0, 1), (0,) * 6), (2, 1))
     program = post_together(add_parameters(add_transfers(generate("ministage", shape)), offload=True, step="ministage"))
     places = counting_places(program)
-    assert places is not None
     done = [set(ops[:place]) for ops, place in zip(program.ops, places, strict=True)]
     for device, ops in enumerate(program.ops):
         assert all(op in done[device] for op in ops if op.kind is Kind.FORWARD)

@@ -13,7 +13,6 @@ FILE = Path(__file__).resolve().parents[2] / "upstream" / "run.py"
 @pytest.fixture(scope="module")
 def suite() -> ModuleType:
     spec = importlib.util.spec_from_file_location("upstream_suite", FILE)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

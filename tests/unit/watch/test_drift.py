@@ -261,7 +261,6 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Channels]:
 
 def _sample(ends: list[Channels], rank: int) -> Sample:
     log = ends[rank].log
-    assert log is not None
     departures, arrivals = log.take()
     received = [(a.posted, a.waited, a.ended) for a in arrivals]
     peer = 1 - rank

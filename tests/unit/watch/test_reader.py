@@ -115,7 +115,6 @@ def _iterate(watch: RankWatch, timeline: Timeline, iteration: int, forward_only:
     call: Any = SimpleNamespace(forward_only=forward_only, args=SimpleNamespace(curr_iteration=iteration - 1))
     watch.begin(call, None)  # type: ignore[arg-type]
     with timeline.measure(RankOp(Kind.FORWARD, 0, 0, 0, "F0")):
-        assert timeline.transfers is not None
         timeline.transfers.sent(1)
         arrival = timeline.transfers.receiving(1)
         arrival.waited = arrival.ended = timeline.transfers.now()
