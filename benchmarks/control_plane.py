@@ -128,7 +128,6 @@ class Meeting:
     """
 
     def __init__(self, folder: Path) -> None:
-        del folder
         self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), TOKEN_VARIABLE: TOKEN}
         with self._launched():
             self.stores = [job_store(rank, _START_S, _SOON_S) for rank in range(2)]

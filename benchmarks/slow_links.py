@@ -37,7 +37,6 @@ def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
         latency_s: Seconds from the end of sending to the arrival.
         bytes_per_s: Rate at which messages to one rank leave.
     """
-    del rank
     divert(functools.cache(lambda dst: SlowLink(latency_s, bytes_per_s)))
 
 

@@ -126,7 +126,7 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 72_800,
-    "all_lines": 137_700,
+    "all_lines": 137_600,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_600,

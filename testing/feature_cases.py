@@ -337,7 +337,6 @@ def with_sharing(cases: Sequence[Case], seed: int) -> list[Case]:
 
 def _with_later_tokens(cases: Sequence[Case], seed: int) -> list[Case]:
     """The cases with layers that predict later tokens."""
-    del seed
     return [
         replace(c, family="later-tokens", plan=replace(c.plan, model=replace(c.plan.model, mtp_num_layers=2)))
         for c in cases

@@ -41,7 +41,6 @@ def other_ranks(**options: Any) -> None:
     original = slice_attention._by_rank
 
     def by_rank(sharing: Any, placed: Any, *more: Any) -> Any:
-        del placed
         return original(sharing, None, *more)
 
     slice_attention._by_rank = by_rank

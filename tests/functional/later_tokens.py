@@ -71,7 +71,6 @@ def beyond_documents(**options: Any) -> None:
     original = LaterTokens.of.__func__
 
     def of(cls: Any, batch: Any, layers: int, *, are_packed: bool) -> LaterTokens:
-        del are_packed
         return original(cls, batch, layers, are_packed=False)
 
     LaterTokens.of = classmethod(of)

@@ -3,8 +3,6 @@
 Only argparse is imported here; every command imports what it needs, so that ``--help`` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The planner's one error type: which file, which key, which value, and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import sys

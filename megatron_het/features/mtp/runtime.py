@@ -134,7 +134,6 @@ class PartialPasses:
         self._depth += 1
 
         def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-            del input_ids, position_ids
             return embedding(input_ids=tokens, position_ids=positions)
 
         # Without documents in the pass that it knows of, the layer moves nothing.

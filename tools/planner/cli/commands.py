@@ -1,7 +1,5 @@
 """The commands ``plan`` and ``simulate``, and the way into ``profile`` and ``emit``."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """From a candidate to a Plan (rank numbers, routes, predictions) and to the nodes the ranks sit on; and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from collections.abc import Sequence

@@ -187,7 +187,6 @@ class CatalogCosts:
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """GPUs do not slow each other down."""
-        del gpu, batch, tp
         return 1.0
 
     def update_s(self, gpu: str, parameters: float) -> float:

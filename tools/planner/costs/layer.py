@@ -1,7 +1,5 @@
 """Time and memory of one layer at one operating point, and the constants of the training software behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol

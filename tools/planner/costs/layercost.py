@@ -1,7 +1,5 @@
 """Time and memory of one layer on one kind of GPU from a profile; what was not measured comes from the catalog."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of replicas at their operating points, and what moves between stages: the inputs of the closed forms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

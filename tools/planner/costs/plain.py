@@ -5,8 +5,6 @@ wants one number of many plans, most of which are such programs.  The loops are 
 compiler Python makes the same additions in the same order.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

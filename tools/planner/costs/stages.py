@@ -1,7 +1,5 @@
 """A stage's time and memory: the one place where they are computed, and remembered for other candidates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files, read and written with the planner's error under the limits of ``megatron_het.safe_io``, and names in them."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

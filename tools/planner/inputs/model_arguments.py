@@ -1,7 +1,5 @@
 """Models from the arguments in a Megatron checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ DistributedDataParallel (so that the accumulation into the gradient buffer is pa
 backward pass), and the update is Megatron's own optimizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

@@ -3,8 +3,6 @@
 Only unique pairs of kinds are measured, each between the first two ranks that form the pair.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

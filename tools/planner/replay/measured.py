@@ -1,7 +1,5 @@
 """Measurements of a run: the ``watch.json`` that its last rank writes (``megatron_het/features/watch``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

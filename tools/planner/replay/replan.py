@@ -1,7 +1,5 @@
 """The command ``replan``: cluster and profile as a run has found them, the search, and whether a change pays."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

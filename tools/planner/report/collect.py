@@ -1,7 +1,5 @@
 """Contents of a plan's page, from the cost model and the simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple

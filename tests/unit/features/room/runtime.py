@@ -23,5 +23,4 @@ class Notes(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """Nothing to open."""
-    del context
     return Notes()

@@ -1,7 +1,5 @@
 """The schedules that the planner searches, prices and writes: a module each, and its instance in ``SCHEDULES``."""
 
-from __future__ import annotations
-
 from megatron_het.schedule.ir import V_SHAPED
 
 from ..candidate import Candidate

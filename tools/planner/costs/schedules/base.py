@@ -1,7 +1,5 @@
 """Schedules as the planner knows them: one class each, this one with what most of them have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from ctypes import c_double
 from functools import lru_cache
@@ -72,22 +70,18 @@ class Schedule:
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
         """Whether the runtime can run the candidate's stages under this schedule."""
-        del estimator, candidate
         return True
 
     def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
         """The stages of a 1F1B candidate under this schedule."""
-        del estimator
         yield plain
 
     def refined(self, candidate: Candidate) -> Iterator[Candidate]:
         """Further settings to try for a very good candidate."""
-        del candidate
         yield from ()
 
     def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate, which has this schedule, with what only this schedule has set in other ways."""
-        del estimator, candidate
         yield from ()
 
     # -- time --------------------------------------------------------------------------------------
@@ -116,7 +110,6 @@ class Schedule:
             transfers: Seconds of one transfer over each boundary.
             total: Microbatches of one of the equal pipelines.
         """
-        del total
         cut = candidate.chunks * candidate.slices
         ways = [t / candidate.slices for t in transfers]
         rows = candidate.rows
@@ -199,7 +192,6 @@ class Schedule:
             like: With a split vocabulary.
             unit: A replica of the stage.
         """
-        del like, unit, stages, layers
         return 0.0
 
     def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
@@ -217,7 +209,6 @@ class Schedule:
 
     def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
         """The coefficients for :meth:`mismatch_loss`."""
-        del candidate
         return MISMATCH
 
     def ends(
@@ -229,7 +220,6 @@ class Schedule:
         found: Pipeline,
     ) -> list[float]:
         """When each stage ends its last backward: later stages one backward of every earlier one before the end."""
-        del estimator
         ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
         for s, stage in enumerate(stages):
             ends.append(found.end_s - before)
@@ -238,14 +228,12 @@ class Schedule:
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
         """Returns what of a stage's gradient reduction and update comes after its last backward."""
-        del candidate
         return sync_s, update_s
 
     # -- memory ------------------------------------------------------------------------------------
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """Microbatches (whole-stage equivalents) whose activations a replica of group ``i`` of stage ``s`` holds."""
-        del candidate
         return float(stage.in_flight[i])
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
@@ -254,7 +242,6 @@ class Schedule:
 
     def layer_share(self, unit: Unit) -> float:
         """Returns what the activations of a layer take, as a share of those of whole sequences."""
-        del unit
         return 1.0
 
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
@@ -271,28 +258,23 @@ class Schedule:
 
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """About the same per parameter, for a group of ``count`` replicas, before layers are known."""
-        del count
         mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies
         return mixed + 4.0 * (1 + copies) + estimator.optimizer_per_parameter / shards
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
         """Bytes per parameter that a rank keeps whatever its share of the stage's state."""
-        del like
         return float(estimator.model.element_bytes) + 4.0
 
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
         """Bytes on the device and in main memory of ``held`` microbatches that keep ``kept`` bytes each."""
-        del candidate
         return held * kept, 0.0
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
         """Bytes that output layer and loss keep."""
-        del held
         return head_bytes / candidate.slices
 
     def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
         """Returns the memory of the last stage's passes besides; logits are gone before the first layer's backward."""
-        del candidate
         return max(unit.workspace_bytes - unit.head_bytes, unit.head_workspace_bytes)
 
     def divide(
@@ -303,7 +285,6 @@ class Schedule:
         Args:
             counts: Parameters of a rank of each group.
         """
-        del estimator, candidate, counts
         return found
 
     # -- plan --------------------------------------------------------------------------------------
@@ -315,12 +296,10 @@ class Schedule:
             seconds: Per stage and replica, of one microbatch.
             counts: Per stage and replica, how many microbatches it gets.
         """
-        del seconds
         return [_evenly(tuple(row), total) for row in counts]
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
         """Returns what a plan says of the schedule, whose stages may all route the microbatches alike."""
-        del estimate, alike
         return {"zero_stage": candidate.zero_stage} if candidate.zero_stage >= 2 else {}
 
     def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
@@ -331,7 +310,6 @@ class Schedule:
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
         """Returns the slices of every microbatch, as ranks cut them; none where they see all before them."""
-        del model, plan
         return ()
 
 

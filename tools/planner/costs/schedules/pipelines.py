@@ -1,7 +1,5 @@
 """1F1B, interleaved and V-shaped pipelines, and SlimPipe, whose pipelines run slices of sequences."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from ctypes import c_double
