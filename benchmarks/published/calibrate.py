@@ -187,9 +187,9 @@ def dgxc_s(row: Row, runtime: Runtime = MEGATRON) -> float:
 
 
 def own_s(row: Row, runtime: Runtime = MEGATRON_HET) -> float:
-    """One run on an H200; attention in slices by the kernel that ran."""
-    runtime = replace(runtime, newest_in_slices=row["attention"] == "cudnn")
-    return _stages_s(row, dgxc_model(row), (OWN_GPUS["own"], 8, 50e9), runtime)
+    """One run on an H200; attention by the kernel that ran."""
+    kernels = replace(runtime.kernels, newest_attention=row["attention"] == "cudnn")
+    return _stages_s(row, dgxc_model(row), (OWN_GPUS["own"], 8, 50e9), replace(runtime, kernels=kernels))
 
 
 def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Runtime) -> float:

@@ -336,13 +336,9 @@ def test_a_profile_of_other_layers_is_refused(key: str, changes: dict[str, objec
 # What slices of sequences take besides whole sequences: every pass reads its operands and starts its kernels.
 
 
-ONE_KERNEL = replace(MEGATRON_HET, newest_in_slices=True)
-"""The same attention kernel for slices and for whole sequences."""
-
-
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
     cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
-    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name], ONE_KERNEL))
+    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name], MEGATRON_HET))
 
 
 def unit(of: Model, slices: int = 1, tp: int = 1) -> Unit:

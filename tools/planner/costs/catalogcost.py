@@ -285,7 +285,7 @@ class CatalogCosts:
         """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
         model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
         if self.fused(name):
-            if spread.slices > 1 and not self.runtime.newest_in_slices:
+            if spread.slices > 1 and not gpu.has_newest_in_slices:
                 kernels = replace(kernels, newest_attention=False)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
             # Every slice adds to the gradients, in fp32, of all keys and values before.

@@ -183,7 +183,6 @@ class Runtime:
     framework_bytes: float = 0.0
     kernels: Kernels = DEFAULT_KERNELS  # what its kernels make of a GPU
     fused: bool = True  # attention of whole sequences runs in a fused kernel where the GPU has one
-    newest_in_slices: bool = False  # attention of slices runs in the GPU's newest kernel; else in FlashAttention 2
     tp_overlap: float = 0.0  # share of the collectives of TP that runs beside products
     exchange_overlap: float = 0.0  # share of the all-to-alls of experts that runs beside compute
     # share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of the same pass; the rest

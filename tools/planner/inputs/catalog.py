@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -60,6 +61,12 @@ class Gpu(BaseModel):
     def has_transformer_engine(self) -> bool:
         """Whether Transformer Engine runs on it."""
         return self.flash_attention_2 if self.transformer_engine is None else self.transformer_engine
+
+    @property
+    def has_newest_in_slices(self) -> bool:
+        """Whether slices run its best attention kernel, not FlashAttention-2's: compute capability 9.0 and later."""
+        found = re.match(r"sm_(\d+)", self.architecture or "")
+        return found is not None and int(found[1]) >= 90  # ``megatron_het.attention.kernel_choice``
 
     def supports(self, precision: str) -> bool:
         """Whether the hardware computes in this precision at full speed."""
