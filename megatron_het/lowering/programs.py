@@ -196,7 +196,7 @@ def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
                 for mode in _MODES
             }
             for program in made[key].values():
-                if program.attention_units or any(op.kind in COLLECTIVES for ops in program.ops for op in ops):
+                if program.attention_units or not program.kinds.isdisjoint(COLLECTIVES):
                     return None
                 _check_operations(program, features)
                 check(program)
@@ -245,8 +245,7 @@ def assemble_compute(plan: Plan, inputs: "Inputs") -> Program | None:
         program = assemble(shape, plan.schedule.name, speeds=speeds, transfers="none", **parameters)
     except (ValueError, TypeError) as error:
         raise _refused(plan, error) from error
-    plain = all(op.kind in (Kind.FORWARD, Kind.BACKWARD) for ops in program.ops for op in ops)
-    return program if plain else None
+    return program if program.kinds <= {Kind.FORWARD, Kind.BACKWARD} else None
 
 
 Inputs = tuple[Shape, list[float], dict[str, Any]]  # of a generator: shape, speeds of the devices, parameters
@@ -347,7 +346,7 @@ def _refused(plan: Plan, error: Exception) -> PlanError:
 
 def _check_operations(program: Program, features: Chosen) -> None:
     executors = {"compute", "transfer", *(feature.name for feature, _ in features)}
-    unknown = {op.kind for ops in program.ops for op in ops if op.kind.executor not in executors}
+    unknown = {kind for kind in program.kinds if kind.executor not in executors}
     if unknown:
         names = ", ".join(sorted(kind.name for kind in unknown))
         raise ValueError(f"it uses {names}, which can be simulated but not executed")

@@ -15,7 +15,7 @@ FORWARD: kept, and on the device or elsewhere.  Features add states of their own
 gathered and released, gradients that are reduced, keys and values of others.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from megatron_het.schedule.ir import Op, Program, Shape
@@ -63,6 +63,9 @@ class State:
         """The end of the list."""
 
 
+_HOOKS = ("computes", "uses", "has_parameters", "makes_gradients")  # of states
+
+
 class Lifetimes:
     """Walks one device's list: says what each operation waits for, and what does not fit."""
 
@@ -73,6 +76,8 @@ class Lifetimes:
         self.compute = -1  # the last operation that computed, -1 before the first
         self._program, self._kinds = program, kinds
         self._states: dict[type[State], State] = {}
+        self._hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in _HOOKS}  # those that do something
+        self._whole = [frozenset(range(max(count, 1))) for count in self.layers]
         self._effects = {kind: kind.effect.lifetime(self) for kind in kinds if kind.effect.lifetime is not None}
 
     @staticmethod
@@ -85,6 +90,9 @@ class Lifetimes:
         found = self._states.get(state)
         if found is None:
             found = self._states[state] = state(self, self._program, self._kinds)
+            for name, hooks in self._hooks.items():
+                if getattr(state, name) is not getattr(State, name):
+                    hooks.append(getattr(found, name))
         assert isinstance(found, state)
         return found
 
@@ -110,11 +118,11 @@ class Lifetimes:
         for state in self._states.values():
             state.finish()
 
-    def whole(self, chunk: int) -> set[int]:
+    def whole(self, chunk: int) -> Set[int]:
         """All layers of a chunk; one that has none counts as one."""
-        return set(range(max(self.layers[chunk], 1)))
+        return self._whole[chunk]
 
-    def covered(self, op: Op) -> set[int]:
+    def covered(self, op: Op) -> Set[int]:
         """The layers of its chunk that an operation is about; without a range all."""
         return self.whole(op.chunk) if op.start < 0 else set(range(op.start, op.stop))
 
@@ -126,22 +134,23 @@ class Lifetimes:
         """A part of a layer that devices share uses the parameters of the chunk that has its rows."""
         chunk = chunk_of(op.kind, op.chunk, len(self.layers))
         self._computes(node, chunk, found)
-        for state in self._states.values():
-            state.has_parameters(node, chunk)
-            if op.kind.direction is Direction.BACKWARD:
-                state.makes_gradients(node, chunk)
+        for hook in self._hooks["has_parameters"]:
+            hook(node, chunk)
+        for hook in self._hooks["makes_gradients"] if op.kind.direction is Direction.BACKWARD else ():
+            hook(node, chunk)
 
     def _computes(self, node: int, chunk: int, found: list[int]) -> None:
-        for state in self._states.values():
-            state.computes(node, chunk, found)
+        for hook in self._hooks["computes"]:
+            hook(node, chunk, found)
         self.compute = node
 
     def keep(self, node: int, op: Op, found: list[int]) -> None:
         """A FORWARD leaves activations."""
-        self._computes(node, op.chunk, found)
-        for state in self._states.values():
-            state.has_parameters(node, op.chunk)
-        self.kept[op.microbatch, op.slice, op.chunk] = False
+        _, microbatch, piece, chunk, _, _, _, _ = op
+        self._computes(node, chunk, found)
+        for hook in self._hooks["has_parameters"]:
+            hook(node, chunk)
+        self.kept[microbatch, piece, chunk] = False
 
     def use_up(self, node: int, op: Op, found: list[int]) -> None:
         """A backward uses activations for the last time."""
@@ -150,22 +159,23 @@ class Lifetimes:
 
     def use(self, node: int, op: Op, found: list[int], *, parameters: bool = True) -> None:
         """A backward uses activations, and parameters too or not."""
-        key = (op.microbatch, op.slice, op.chunk)
-        self._computes(node, op.chunk, found)
-        for state in self._states.values():
-            state.uses(key, found)
-            if parameters:
-                state.has_parameters(node, op.chunk)
+        _, microbatch, piece, chunk, _, _, _, _ = op
+        key = (microbatch, piece, chunk)
+        self._computes(node, chunk, found)
+        for hook in self._hooks["uses"]:
+            hook(key, found)
+        for hook in self._hooks["has_parameters"] if parameters else ():
+            hook(node, chunk)
         elsewhere = self.kept.get(key)
         if elsewhere is None:
             self.unfit(node, "its FORWARD has not run, or its activations are already released")
         elif elsewhere:
             self.unfit(node, "its activations are on the host (no fetch before it)")
-        for state in self._states.values():
-            state.makes_gradients(node, op.chunk)
+        for hook in self._hooks["makes_gradients"]:
+            hook(node, chunk)
 
 
-def shown_ranges(numbers: set[int]) -> str:
+def shown_ranges(numbers: Set[int]) -> str:
     """Numbers in words, a run of them by its ends."""
     ordered = sorted(numbers)
     if ordered and ordered == list(range(ordered[0], ordered[-1] + 1)):

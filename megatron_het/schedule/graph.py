@@ -19,7 +19,7 @@ from megatron_het.schedule.deps import (
     brought,
     explain,
 )
-from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
+from megatron_het.schedule.ir import RECEIVES, Op, Program
 from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, TOGETHER, Making, Role, Stream
 
 
@@ -48,6 +48,9 @@ def describe(program: Program, device: int, position: int) -> str:
     ]
     left, right = "... " if position > 2 else "", " ..." if position + 3 < len(ops) else ""
     return f"device {program.devices[device]}, position {position}: {left}{' '.join(around)}{right}"
+
+
+KEPT: "list[Graph]" = []  # of the program that was made last, if its graph was needed for that
 
 
 class Graph:
@@ -83,7 +86,7 @@ class Graph:
         self._open = open_sends
         self.deps = Dependencies.of(program)
         self.ops: list[Op] = []  # all operations, device after device
-        self.kinds = {op.kind for ops in program.ops for op in ops}
+        self.kinds = program.kinds
         # ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end
         self.first = [0]
         self.device: list[int] = []  # ``device[i]`` is the device of operation ``i``
@@ -101,6 +104,12 @@ class Graph:
         # ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send)
         self.waits = self._edges(deliveries)
 
+    @classmethod
+    def of(cls, program: Program) -> "Graph":
+        """The graph of a program, which a pass may have left in :data:`KEPT`; raises ScheduleError."""
+        kept, KEPT[:] = KEPT[:], []
+        return kept[0] if kept and kept[0].program is program else cls(program)
+
     def where(self, node: int) -> tuple[int, int]:
         """(device, position) of an operation."""
         device = self.device[node]
@@ -109,16 +118,15 @@ class Graph:
     def _index(self) -> list[dict[tuple[object, ...], int]] | None:
         """Finds producers; pairs transfers.  Returns who delivers what to each device, None without transfers."""
         deliveries: list[dict[tuple[object, ...], int]] = []
-        sends: dict[tuple[int, Op], int] = {}
+        sends: dict[tuple[int, ...], int] = {}  # by their receives, as device and operation
         receives: list[int] = []
         ops, transfer, once = self.ops, Role.TRANSFER, Making.ONCE
         for d in range(len(self.program.ops)):
             made: dict[tuple[int, ...], int] = {}
             delivered: dict[tuple[object, ...], int] = {}
             for i in range(self.first[d], self.first[d + 1]):
-                op = ops[i]
-                kind, microbatch, piece, chunk, peer, _, _, _ = op
-                value = kind.makes
+                kind, microbatch, piece, chunk, peer, peer_chunk, start, stop = ops[i]
+                value, other_end = kind.makes, kind.other_end
                 if value is not None:
                     key: Key = (value, microbatch, piece, chunk)
                     if value.for_a_peer:
@@ -126,81 +134,71 @@ class Graph:
                     if key in made and kind.making is once:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
                     made[key] = i
-                if kind in SENDS:
-                    if (d, op) in sends:
-                        raise ScheduleError(f"{describe(self.program, *self.where(i))}: sent twice")
-                    sends[d, op] = i
-                elif kind in RECEIVES:
+                if other_end is None:
+                    continue
+                if kind in RECEIVES:
                     receives.append(i)
                     if kind.role is transfer:
                         delivered[kind, microbatch, piece, chunk] = i
+                    continue
+                receive = (peer, other_end, microbatch, piece, peer_chunk, d, chunk, start, stop)
+                if receive in sends:
+                    raise ScheduleError(f"{describe(self.program, *self.where(i))}: sent twice")
+                sends[receive] = i
             self.index.append(made)
             deliveries.append(delivered)
-        self._pair(sends, receives)
-        return deliveries if receives or (sends and not self._open) else None
-
-    def _pair(self, sends: dict[tuple[int, Op], int], receives: list[int]) -> None:
         for i in receives:
-            partner = self.ops[i].partner(self.device[i])
-            j = sends.pop(partner, -1)
+            j = sends.pop((self.device[i], *self.ops[i]), -1)
             if j < 0:
                 self.missing.append((i, None))
                 continue
             self.other_end[i], self.other_end[j] = j, i
-        if not self._open:
-            self.missing += [(j, None) for j in sends.values()]
+        unpaired = [] if self._open else [(j, None) for j in sends.values()]
+        self.missing += unpaired
+        return deliveries if receives or unpaired else None
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
         """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
         waits: list[Sequence[int]] = []
-        kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
-        ops, other_end = self.ops, self.other_end
-        for d in range(len(self.program.ops)):
+        kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
+        stateful = Lifetimes.matter(kinds)
+        steps = {kind for kind in kinds if kind.is_issued or kind.meets or kind.effect.lifetime is not None}
+        rows = {kind: (kind.needs.own, kind.fed_by, kind in RECEIVES, kind in steps, rules[kind]) for kind in kinds}
+        for d, ops in enumerate(self.program.ops):
             state = Lifetimes(self.program, d, kinds) if stateful else None
-            made = self.index[d]
-            for i in range(self.first[d], self.first[d + 1]):
-                op = ops[i]
-                kind = op.kind
-                own = kind.needs.own
-                found: list[int] | None = None
-                if kind in RECEIVES:
+            made, delivered = index[d], None if deliveries is None else deliveries[d]
+            for i, op in enumerate(ops, self.first[d]):
+                kind, microbatch, piece, chunk, _, _, _, _ = op
+                own, receive, is_receive, is_step, rule = rows[kind]
+                maker = None if own is None else made.get((own, microbatch, piece, chunk))
+                if is_receive:
                     found = [other_end[i]] if other_end[i] >= 0 else []
-                elif own is not None:  # a short cut: no dependency but this one
-                    maker = made.get((own, op.microbatch, op.slice, op.chunk))
-                    found = None if maker is None else [maker]
-                if found is None:
-                    found = self._found(d, i, op, deliveries)
-                if state is not None:
+                elif maker is not None:  # a short cut: no dependency but this one
+                    found = [maker]
+                else:
+                    found = []
+                    for need in rule(d, op):
+                        source, key = need
+                        if source != d and delivered is not None and receive is not None and key[0] in DELIVERED:
+                            j = delivered.get((receive, microbatch, piece, chunk))
+                        else:
+                            j = index[source].get(key)
+                        if j is None:
+                            self.missing.append((i, need))
+                        else:
+                            found.append(j)
+                    if kind in AFTER_BEGINNING:
+                        for source, key in self.deps.begun(d, op):
+                            found += self._before(source, index[source].get(key))
+                    if kind in HELPED_BY_RECEIVE and (helped := made.get(brought(op))) is not None:
+                        found.append(helped)
+                if state is not None and is_step:
                     state.step(i, op, found)
                 waits.append(found)
             if state is not None:
                 state.finish()
                 self.unfit += state.problems
         return waits
-
-    def _found(self, d: int, i: int, op: Op, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[int]:
-        """Operations that make or deliver what an operation requires."""
-        found = []
-        kind = op.kind
-        receive = kind.fed_by
-        for need in self.deps.rules[kind](d, op):
-            source, key = need
-            if deliveries is not None and source != d and receive is not None and key[0] in DELIVERED:
-                j = deliveries[d].get((receive, op.microbatch, op.slice, op.chunk))
-            else:
-                j = self.index[source].get(key)
-            if j is None:
-                self.missing.append((i, need))
-            else:
-                found.append(j)
-        if kind in AFTER_BEGINNING:
-            for source, key in self.deps.begun(d, op):
-                found += self._before(source, self.index[source].get(key))
-        if kind in HELPED_BY_RECEIVE:
-            j = self.index[d].get(brought(op))
-            if j is not None:
-                found.append(j)
-        return found
 
     def _before(self, device: int, node: int | None) -> list[int]:
         """The operation before a node on its device's compute stream."""
@@ -221,14 +219,13 @@ class Graph:
         replicas, places = self.program.shape.replicas, self.program.devices
         teams: dict[tuple[object, ...], list[int]] = {}
         seen: dict[tuple[object, ...], int] = {}
-        for i, op in enumerate(self.ops):
-            if op.kind in COLLECTIVES:
-                d = self.device[i]
-                stage = places[d].stage
-                if replicas[stage] > 1:
-                    name = (stage, op.kind, op.chunk, op.start, op.stop)
-                    turn = seen[d, *name] = seen.get((d, *name), -1) + 1
-                    teams.setdefault((*name, turn), []).append(i)
+        for i in [i for i, op in enumerate(self.ops) if op[0] in COLLECTIVES]:
+            d, op = self.device[i], self.ops[i]
+            stage = places[d].stage
+            if replicas[stage] > 1:
+                name = (stage, op.kind, op.chunk, op.start, op.stop)
+                turn = seen[d, *name] = seen.get((d, *name), -1) + 1
+                teams.setdefault((*name, turn), []).append(i)
         for team in teams.values():
             if len(team) != replicas[places[self.device[team[0]]].stage]:
                 where = describe(self.program, *self.where(team[0]))
@@ -373,10 +370,10 @@ def passes_together(graph: Graph) -> list[list[int]]:
     return found
 
 
-def waits_to_meet(graph: Graph) -> list[Sequence[int]]:
-    """``graph.waits`` where a meeting begins when all devices have come to it."""
+def waits_to_meet(graph: Graph, found: Sequence[Sequence[int]] | None = None) -> list[Sequence[int]]:
+    """``graph.waits`` where a meeting, of those found or of all, begins when all devices have come to it."""
     waits = list(graph.waits)
-    for nodes in meetings(graph):
+    for nodes in meetings(graph) if found is None else found:
         before = [node - 1 for node in nodes if node > graph.first[graph.device[node]]]
         for node in nodes:
             waits[node] = [*waits[node], *(other for other in before if other != node - 1)]
@@ -385,8 +382,9 @@ def waits_to_meet(graph: Graph) -> list[Sequence[int]]:
 
 def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     """``waits_to_meet`` where nobody goes on before all have met."""
-    waits = waits_to_meet(graph)
-    for nodes in meetings(graph):
+    found = meetings(graph)
+    waits = waits_to_meet(graph, found)
+    for nodes in found:
         for node in nodes:
             if node + 1 < graph.first[graph.device[node] + 1]:
                 waits[node + 1] = [*waits[node + 1], *(other for other in nodes if other != node)]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES, shown
@@ -301,13 +302,17 @@ class Program:
     @property
     def embedding(self) -> bool:
         """Whether the word embeddings are split over the devices of a microbatch (EMBED_* operations)."""
-        return any(op.kind in WORD_PARTS for ops in self.ops for op in ops)
+        return not self.kinds.isdisjoint(WORD_PARTS)
 
     @property
     def has_transfers(self) -> bool:
         """Whether transfers were added; keys and values to send are there before, but their receives are not."""
-        kinds = {op.kind for ops in self.ops for op in ops}
-        return any(kind.role is Role.TRANSFER or kind in RECEIVES for kind in kinds)
+        return any(kind.role is Role.TRANSFER or kind in RECEIVES for kind in self.kinds)
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """The kinds of its operations."""
+        return set(map(itemgetter(0), chain.from_iterable(self.ops)))
 
     @property
     def devices(self) -> tuple[Device, ...]:

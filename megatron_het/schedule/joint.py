@@ -13,7 +13,6 @@ The same holds wherever the host waits for the device, as it does when a kernel 
 it waits for was posted for earlier events.  Hence what replicas gather and reduce together is an event, too.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -114,6 +113,9 @@ class _Events:
         for nodes in (*meetings(graph), *together):
             for node in nodes:
                 self.parent[self.of(node)] = self.of(nodes[0])
+        self.event_of = [self.of(node) for node in self.parent]  # by operation
+        # the same, and for one that is not an event the last event of its device before it
+        self.carrier_of = [self.event_of[self._carrier(node)] for node in range(len(self.parent))]
 
     def of(self, node: int) -> int:
         """The event of an operation."""
@@ -123,10 +125,8 @@ class _Events:
             node = parent[node]
         return node
 
-    def carrier(self, node: int) -> int:
-        """The operation itself; for one that is not an event, the last event of its device before it."""
-        first = self.graph.first[self.graph.device[node]]
-        while node in self.skipped and node > first:
+    def _carrier(self, node: int) -> int:
+        while node in self.skipped and node > self.graph.first[self.graph.device[node]]:
             node -= 1
         return node
 
@@ -147,44 +147,43 @@ def event_places(
         extra: Pairs of operations, the first of which comes before the second.
     """
     events, spans = _Events(graph, together), spans or {}
-    event_of = [events.of(node) for node in range(len(graph.ops))]
-    after: defaultdict[int, set[int]] = defaultdict(set)
-    count: dict[int, int] = {}
+    skipped, event_of, carrier_of = events.skipped, events.event_of, events.carrier_of
+    after: list[list[int]] = [[] for _ in event_of]
+    count = [0] * len(event_of)
 
     def put(first: int, second: int) -> None:
-        if event_of[first] != event_of[second]:
-            after[event_of[first]].add(event_of[second])
+        if first != second:
+            after[first].append(second)
+            count[second] += 1
 
-    for d in range(len(graph.program.ops)):
-        nodes = [i for i in range(graph.first[d], graph.first[d + 1]) if i not in events.skipped]
-        count.update(dict.fromkeys([event_of[node] for node in nodes], 0))
-        for first, second in pairwise(node for node in nodes if node not in spans):
-            put(first, second)
-        for b in nodes:  # values that are not the pipeline's transfers, e.g. of the vocabulary
-            for a in graph.waits[b]:
-                if graph.device[a] != d:
-                    put(events.carrier(a), b)
-    for first, second in extra:
-        put(first, second)
-    for node, (lows, highs) in spans.items():
-        for low in lows:
-            put(low, node)
-        for high in highs:
-            put(node, high)
-    for targets in after.values():
-        for target in targets:
-            count[target] += 1
-    free = [(key(event), event) for event, n in count.items() if n == 0]
+    for first, end in pairwise(graph.first):
+        last = -1
+        for node in range(first, end):
+            if node in skipped:
+                continue
+            event = event_of[node]
+            if node not in spans:
+                put(event if last < 0 else last, event)
+                last = event
+            for other in graph.waits[node]:  # values that are not the pipeline's transfers, e.g. of the vocabulary
+                if not first <= other < end:
+                    put(carrier_of[other], event)
+    below = [(low, node) for node, (lows, _) in spans.items() for low in lows]
+    above = [(node, high) for node, (_, highs) in spans.items() for high in highs]
+    for low, high in (*extra, *below, *above):
+        put(event_of[low], event_of[high])
+    there = dict.fromkeys(event for node, event in enumerate(event_of) if node not in skipped)
+    free = [(key(event), event) for event in there if count[event] == 0]
     heapify(free)
-    place: dict[int, int] = {}
+    place, turn = [-1] * len(event_of), 0
     while free:
         _, event = heappop(free)
-        place[event] = len(place)
-        for target in after.get(event, ()):
+        place[event], turn = turn, turn + 1
+        for target in after[event]:
             count[target] -= 1
             if count[target] == 0:
                 heappush(free, (key(target), target))
-    return [place.get(event_of[events.carrier(node)], -1) for node in range(len(graph.ops))]
+    return [place[event] for event in carrier_of]
 
 
 def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterator[int]:
@@ -193,11 +192,35 @@ def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterat
     Args:
         together: See :func:`event_places`.
     """
-    places = event_places(graph, together)
-    for first, end in zip(graph.first, graph.first[1:]):
-        stuck = next((node for node in range(first, end) if places[node] < 0), None)
-        if stuck is not None:
-            yield stuck
+    events = _Events(graph, together)
+    skipped, event_of, carrier_of = events.skipped, events.event_of, events.carrier_of
+    left = [0] * len(event_of)  # by event, operations that have not come to it
+    for node, event in enumerate(event_of):
+        left[event] += node not in skipped
+    bounds = list(pairwise(graph.first))
+    position, newest = graph.first[:-1], [-1] * len(bounds)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(bounds)))
+    while ready:
+        d = ready.pop()
+        (first, end), i, last = bounds[d], position[d], newest[d]
+        while i < end:
+            event = event_of[i]
+            if i not in skipped:
+                blocker = last if last not in (-1, event) and left[last] else -1
+                for other in graph.waits[i] if blocker < 0 else ():
+                    if not first <= other < end and carrier_of[other] != event and left[carrier_of[other]]:
+                        blocker = carrier_of[other]
+                if blocker >= 0:
+                    waiting.setdefault(blocker, []).append(d)
+                    break
+                last, left[event] = event, left[event] - 1
+                if left[event] == 0:
+                    ready += waiting.pop(event, ())
+            i += 1
+        position[d], newest[d] = i, last
+    for first, end in bounds:
+        yield from [node for node in range(first, end) if left[carrier_of[node]]][:1]
 
 
 # From where on Megatron may reduce a chunk's gradients while backward passes still run (``--overlap-grad-reduce``).
@@ -246,7 +269,7 @@ def counting_places(program: Program) -> list[int] | None:
     Returns:
         None without updates inside the iteration.  Each device's own place where receives are posted early.
     """
-    if not any(op.kind in _UPDATES for ops in program.ops for op in ops):
+    if program.kinds.isdisjoint(_UPDATES):
         return None
     graph = Graph(program)
     own = [last_before_losses_are_known(ops) for ops in program.ops]

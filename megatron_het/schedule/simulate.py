@@ -10,15 +10,13 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from megatron_het.schedule.cost import Costs, durations, message_bytes
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe, passes_together
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
 from megatron_het.schedule.kinds import Stream, Value, where
 from megatron_het.schedule.memory import MemoryUse, Timeline, memory_use
-
-# The result of a simulation: its timeline, and what follows from it.
-
 
 # The causes of idle time in a simulated iteration.
 
@@ -139,7 +137,7 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
         ScheduleError: the program lacks something or its operations wait for each other.
     """
     costs.check(program.shape)
-    graph = graph or Graph(program)
+    graph = graph or Graph.of(program)
     graph.check_complete()
     engine = _Engine(graph, costs)
     engine.run()
@@ -177,6 +175,7 @@ class _Engine:
         self.team_of = {i: team for team in (*graph.teams(), *passes_together(graph)) for i in team}
         self._fill_queues()
         self._fill_edges()
+        self.special = self.link.keys() | self.team_of.keys()
 
     def _fill_queues(self) -> None:
         graph, devices = self.graph, len(self.graph.program.ops)
@@ -194,36 +193,37 @@ class _Engine:
         receives: dict[tuple[int, int], list[int]] = {}
         blocks = self.costs.host_blocks
         before, last = [-1] * (len(ops) if blocks else 0), -1
+        for i, op in enumerate(ops) if blocks else ():
+            last = i if op.kind in COMPUTE else last
+            before[i] = last if last >= 0 and device_of[last] == device_of[i] else -1
         posted = self._posting() if blocks and self.costs.post_s else {}
         uneven = bool(graph.program.shape.sizes)
-        for i, op in enumerate(ops):
-            kind = op.kind
-            if kind in SENDS:
+        for i in [i for i, j in enumerate(other) if j >= 0]:
+            op = ops[i]
+            if op.kind in SENDS:
                 sends.setdefault((device_of[i], op.peer), []).append(other[i])
-            elif kind in RECEIVES:
+            else:
                 receives.setdefault((op.peer, device_of[i]), []).append(i)
-            elif blocks and kind in COMPUTE:
-                last = i
-            if blocks:
-                before[i] = last if last >= 0 and device_of[last] == device_of[i] else -1
         for edge, queue in receives.items():
             if sends[edge] != queue:
                 bad = next(i for i, j in zip(queue, sends[edge]) if i != j)
                 raise ScheduleError(
                     f"{describe(graph.program, *graph.where(bad))}: received in another order than sent"
                 )
-            link, sizes = self.costs.link(*edge), {}
+            link = self.costs.link(*edge)
+            sizes: dict[tuple[int, ...], float] = {}
             for i in queue:
-                op = ops[i]
-                size_key = (op.kind, op.peer_chunk, op.start, op.stop, op.microbatch if uneven else -1)
-                if size_key not in sizes:
-                    sizes[size_key] = message_bytes(self.costs, graph.program, edge[0], op) / link.bytes_per_s
-                occupied = sizes[size_key]
-                late = posted.get(other[i], 0.0)
+                j, (kind, microbatch, _, _, _, peer_chunk, first, stop) = other[i], ops[i]
+                size_key = (kind, peer_chunk, first, stop, microbatch if uneven else -1)
+                occupied = sizes.get(size_key)
+                if occupied is None:
+                    occupied = message_bytes(self.costs, graph.program, edge[0], ops[i]) / link.bytes_per_s
+                    sizes[size_key] = occupied
+                late = posted.get(j, 0.0)
                 self.duration[i] = occupied + link.latency_s + late
-                self.waits[i] = graph.waits[other[i]]
-                if before and (before[i] >= 0 or before[other[i]] >= 0):
-                    self.waits[i] = [*self.waits[i], *(j for j in (before[i], before[other[i]]) if j >= 0)]
+                self.waits[i] = graph.waits[j]
+                if before and (before[i] >= 0 or before[j] >= 0):
+                    self.waits[i] = [*self.waits[i], *(node for node in (before[i], before[j]) if node >= 0)]
                 if link.latency_s or link.shared or late:
                     self.occupied[i] = occupied
                 if link.shared:
@@ -258,9 +258,9 @@ class _Engine:
             if not self.heap:
                 break
             self._start_shared(*heapq.heappop(self.heap))
-        for i, j in enumerate(self.graph.other_end):
-            if j >= 0 and self.graph.ops[i].kind in SENDS:
-                self.start[i], self.end[i], self.cause[i] = self.start[j], self.end[j], self.cause[j]
+        for i in chain.from_iterable(self.queues[len(_QUEUES) * len(self.graph.program.ops) :]):
+            j = self.graph.other_end[i]  # the send of a receive
+            self.start[j], self.end[j], self.cause[j] = self.start[i], self.end[i], self.cause[i]
         if min(self.end, default=0.0) < 0:
             self._stuck()
 
@@ -269,7 +269,7 @@ class _Engine:
         queue, start, end, waits, cause = self.queues[q], self.start, self.end, self.waits, self.cause
         duration, waiting, occupied = self.duration, self.waiting, self.occupied
         at, now, last = self.position[q], self.free[q], self.newest[q]
-        special = bool(self.link or self.team_of)
+        special = self.special
         while at < len(queue):
             i = queue[at]
             begin, why = now, last
@@ -281,7 +281,7 @@ class _Engine:
                 if other >= begin:
                     begin, why = other, j
             else:
-                if special and (i in self.link or i in self.team_of):
+                if i in special:
                     self.position[q], self.free[q], self.newest[q] = at, now, last
                     self._meet(q, i, begin, why)
                     return
@@ -298,15 +298,14 @@ class _Engine:
 
     def _meet(self, q: int, i: int, begin: float, why: int) -> None:
         """The head of a queue could start but for shared links or the other members of a collective."""
+        if i in self.offered:
+            return
+        self.offered.add(i)
         if i in self.link:
-            if i not in self.offered:
-                self.offered.add(i)
-                heapq.heappush(self.heap, (begin, i, q, why))
+            heapq.heappush(self.heap, (begin, i, q, why))
             return
         team = self.team_of[i]
         members = self.arrived.setdefault(team[0], [])
-        if any(member[1] == i for member in members):
-            return
         members.append((begin, i, q, why))
         if len(members) == len(team):
             begin, _, _, why = max(members)

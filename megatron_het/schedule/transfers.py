@@ -105,21 +105,18 @@ def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
         peer, receive = op.partner(device)
         return op, peer, receive
     send, value = kind.sent_by, kind.makes
-    if send is not None and value is not None:
-        if graph.index[device][value, op.microbatch, op.slice, op.chunk] != node:
-            return None  # a later operation completes this one
-        target = graph.deps.target(device, op)
-        if target is None or target[0] == device:
-            return None
-        peer, chunk = target
-        receive_kind = send.other_end
-        assert receive_kind is not None
-        return (
-            Op(send, op.microbatch, op.slice, op.chunk, peer, chunk),
-            peer,
-            Op(receive_kind, op.microbatch, op.slice, chunk, device, op.chunk),
-        )
-    return None
+    if send is None or value is None:
+        return None
+    _, microbatch, piece, chunk, _, _, _, _ = op
+    if graph.index[device][value, microbatch, piece, chunk] != node:
+        return None  # a later operation completes this one
+    target = graph.deps.target(device, op)
+    if target is None or target[0] == device:
+        return None
+    peer, to = target
+    receive_kind = send.other_end
+    assert receive_kind is not None
+    return (Op(send, microbatch, piece, chunk, peer, to), peer, Op(receive_kind, microbatch, piece, to, device, chunk))
 
 
 def _place_global(

@@ -13,8 +13,7 @@ from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, D
 # Can a program deadlock?  Models of how transfers are executed.
 #
 # * ``blocking``: a send or receive returns when the transfer is done, as with plain ``send`` and ``recv``, and the
-# parts
-#   of a split vocabulary begin when all devices have come to them (``graph.meetings``).
+#   parts of a split vocabulary begin when all devices have come to them (``graph.meetings``).
 # * ``rank``: transfers are posted without waiting and run one after the other in one queue per device (one
 #   communicator for the whole pipeline).  A compute operation waits for the receives that it needs.
 # * ``pair``: the same with one queue per pair of devices (NCCL's communicators for unbatched send and receive).
@@ -253,7 +252,7 @@ def validate(
         if found:
             return found
     try:
-        graph = graph or Graph(program)
+        graph = graph or Graph.of(program)
     except ScheduleError as error:
         return [Problem("completeness", -1, -1, None, str(error))]
     for step in (_missing, _lifetimes, _local_order):

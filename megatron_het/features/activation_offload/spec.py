@@ -123,7 +123,7 @@ def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
         raise ValueError(f"ahead = {ahead}: must be at least 1")
     if program.forward_only:
         raise ValueError(f"program {program.name} is forward only and keeps no activations")
-    if any(op.kind is Kind.ACT_OFFLOAD for ops in program.ops for op in ops):
+    if Kind.ACT_OFFLOAD in program.kinds:
         raise ValueError(f"program {program.name} offloads activations already")
     return replace(program, ops=tuple(_device(ops, ahead) for ops in program.ops))
 
@@ -131,7 +131,7 @@ def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
 def _device(ops: tuple[Op, ...], ahead: int) -> tuple[Op, ...]:
     forwards = {(op.microbatch, op.slice, op.chunk): i for i, op in enumerate(ops) if op.kind.makes is Value.OUTPUT}
     backwards = [i for i, op in enumerate(ops) if Work.INPUT in op.kind.work]
-    offloads: dict[int, Op] = {}
+    offloads: dict[int, list[Op]] = {}
     fetches: dict[int, list[Op]] = {}
     for j, position in enumerate(backwards):
         _, microbatch, piece, chunk, *_ = ops[position]
@@ -139,15 +139,14 @@ def _device(ops: tuple[Op, ...], ahead: int) -> tuple[Op, ...]:
         place = backwards[j - ahead] if j >= ahead else -1
         if place - forward < 2:
             continue
-        offloads[forward] = Op(Kind.ACT_OFFLOAD, microbatch, piece, chunk)
+        offloads[forward] = [Op(Kind.ACT_OFFLOAD, microbatch, piece, chunk)]
         fetches.setdefault(place, []).append(Op(Kind.ACT_FETCH, microbatch, piece, chunk))
     out: list[Op] = []
-    for i, op in enumerate(ops):
-        out += fetches.get(i, ())
-        out.append(op)
-        if i in offloads:
-            out.append(offloads[i])
-    return tuple(out)
+    at = 0
+    for i in sorted(offloads.keys() | fetches.keys()):
+        out += (*ops[at:i], *fetches.get(i, ()), ops[i], *offloads.get(i, ()))
+        at = i + 1
+    return (*out, *ops[at:])
 
 
 _FLAG = "--het-offload-activations"

@@ -66,11 +66,10 @@ class Parameters(State):
 
     def has_parameters(self, node: int, chunk: int) -> None:
         """They must be gathered."""
-        if self._gathers:
+        if self._gathers and not self.held.whole(chunk) <= self.gathered[chunk]:
             missing = self.held.whole(chunk) - self.gathered[chunk]
-            if missing:
-                text = f"the parameters of layers {shown_ranges(missing)} of chunk {chunk} are not gathered"
-                self.held.unfit(node, text)
+            text = f"the parameters of layers {shown_ranges(missing)} of chunk {chunk} are not gathered"
+            self.held.unfit(node, text)
 
     def makes_gradients(self, node: int, chunk: int) -> None:
         """They must not be reduced yet."""
@@ -89,7 +88,7 @@ class Parameters(State):
             if self.held.whole(chunk) - self.reduced[chunk]:
                 self.held.unfit(-1, f"the gradients of chunk {chunk} are never (or not all) reduced")
 
-    def _in_chunk(self, node: int, op: Op) -> set[int]:
+    def _in_chunk(self, node: int, op: Op) -> Set[int]:
         """The layers of an operation, which must be in its chunk."""
         layers = self.held.covered(op)
         if not layers <= self.held.whole(op.chunk):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.features.window.kinds import PARAMETER_KINDS, ZERO_STAGES
-from megatron_het.schedule.graph import Graph, ScheduleError, replay
+from megatron_het.schedule.graph import KEPT, Graph, ScheduleError, replay
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program
 from megatron_het.schedule.joint import event_places, stuck_events
 from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, PARTS, Direction, Role, chunk_of, where
@@ -51,7 +51,7 @@ def add_sharded_passes(
     """
     if zero not in ZERO_STAGES or prefetch < 0:
         raise ValueError(f"zero = {zero}, prefetch = {prefetch}: zero is 2 or 3, prefetch >= 0")
-    if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
+    if not program.kinds.isdisjoint(PARAMETER_KINDS):
         raise ValueError(f"program {program.name} has parameter operations already")
     if program.shape.stages != 1:
         raise ValueError(f"program {program.name} has {program.shape.stages} stages: passes are for one")
@@ -161,7 +161,7 @@ STEPS = ("end", "ministage", "none")
 _USERS = where(lambda kind: kind in COMPUTE or kind in PARTS)  # operations that use parameters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Visit:
     """A run of operations that use one chunk; ``first`` and ``last`` are positions in the device's list."""
 
@@ -207,7 +207,7 @@ def add_parameters(
     """
     if prefetch < 0 or step not in STEPS:
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
-    if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
+    if not program.kinds.isdisjoint(PARAMETER_KINDS):
         raise ValueError(f"program {program.name} has parameter operations already")
     visits = [
         _visits(row, len(program.shape.layers[device.stage]), keep_at_turn, per_operation)
@@ -235,7 +235,7 @@ def _visits(ops: Sequence[Op], chunks: int, keep_at_turn: bool, per_operation: b
         backward = backward or is_backward
         same = visits and visits[-1].chunk == chunk and not per_operation
         if same and (keep_at_turn or not turn):
-            visits[-1] = _Visit(chunk, visits[-1].first, i)
+            visits[-1].last = i
         else:
             visits.append(_Visit(chunk, i, i))
     return visits
@@ -321,11 +321,11 @@ class _Window:
         ops: Sequence[Op], before: dict[int, list[Op]], after: dict[int, list[Op]], tail: Sequence[Op]
     ) -> tuple[Op, ...]:
         out: list[Op] = []
-        for i, op in enumerate(ops):
-            out += before.get(i, ())
-            out.append(op)
-            out += after.get(i, ())
-        return tuple(out) + tuple(tail)
+        at = 0
+        for i in sorted(before.keys() | after.keys()):
+            out += (*ops[at:i], *before.get(i, ()), ops[i], *after.get(i, ()))
+            at = i + 1
+        return (*out, *ops[at:], *tail)
 
 
 _COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
@@ -344,11 +344,12 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
     Args:
         speeds: See :func:`~megatron_het.schedule.transfers.add_transfers`.
     """
-    if not program.has_transfers:
+    if not program.has_transfers or max(program.shape.replicas) == 1:
         return program
     graph = Graph(program)
     teams = graph.teams()
     if not teams or next(stuck_events(graph, teams), None) is None:
+        KEPT[:] = [graph]
         return program
     found = _in_order(graph, teams)
     if found is None:

@@ -353,7 +353,7 @@ def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
         )
     if forward_only:
         return forward_program(MINISTAGE, shape, orders)
-    ops = tuple(tuple(order + [op._replace(kind=Kind.BACKWARD) for op in reversed(order)]) for order in orders)
+    ops = tuple(tuple(order + [Op(Kind.BACKWARD, *op[1:]) for op in reversed(order)]) for order in orders)
     return Program(MINISTAGE, shape, ops)
 
 

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,9 @@ from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.graph import Graph, ScheduleError, meetings
+from megatron_het.schedule.graph import KEPT, Graph, ScheduleError, meetings
 from megatron_het.schedule.ir import RECEIVES, SENDS, dumps, loads
-from megatron_het.schedule.joint import counting_places, last_makers, stuck_events, sync_points
+from megatron_het.schedule.joint import counting_places, event_places, last_makers, stuck_events, sync_points
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
@@ -267,6 +268,21 @@ def test_without_early_updates_nothing_is_counted() -> None:
     assert counting_places(add_transfers(generate("1f1b", Shape.uniform(2, 2)))) is None
 
 
+def _first_without_a_place(graph: Graph) -> list[int]:
+    """The first operation of each device that has no place in an order of all events."""
+    places = event_places(graph, graph.teams())
+    rows = [[node for node in range(*bounds) if places[node] < 0] for bounds in pairwise(graph.first)]
+    return [row[0] for row in rows if row]
+
+
+def test_a_kept_graph_is_for_its_program_only() -> None:
+    one, other = (add_transfers(generate("1f1b", Shape.uniform(2, count))) for count in (2, 3))
+    KEPT[:] = [kept := Graph(other)]
+    assert Graph.of(one).program is one and not KEPT
+    KEPT[:] = [kept]
+    assert Graph.of(other) is kept and Graph.of(other) is not kept
+
+
 @pytest.mark.parametrize("options", [{}, {"offload": True}, {"per_layer": True, "prefetch": 0}], ids=str)
 def test_collectives_of_replicas_are_points_of_one_order(options: dict[str, Any]) -> None:
     """Wherever the host of a replica waits for its device, the others come to what is under way without it."""
@@ -275,9 +291,11 @@ def test_collectives_of_replicas_are_points_of_one_order(options: dict[str, Any]
         for layers in (((1, 2), (1, 1)), ((1, 1, 1), (1, 2, 1))):
             shape = Shape(layers, (route, (0,) * 6), (2, 1))
             program = add_parameters(add_transfers(generate("ministage", shape)), **options)
+            graph = Graph(program)
+            assert list(stuck_events(graph, graph.teams())) == _first_without_a_place(graph)
             ordered = post_together(program)
             graph = Graph(ordered)
-            assert list(stuck_events(graph, graph.teams())) == []
+            assert list(stuck_events(graph, graph.teams())) == [] == _first_without_a_place(graph)
             assert validate(ordered) == []
             assert [sorted(map(str, ops)) for ops in ordered.ops] == [sorted(map(str, ops)) for ops in program.ops]
             moved += ordered != program

@@ -30,9 +30,6 @@ from .schedules import PLAIN, schedule_of
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 from .unit import Unit
 
-# The simulator's costs of a plan, from the same per-layer figures as the closed form.
-
-
 # What the operations of a plan's features take on every device, for the simulation of its real program.
 
 
