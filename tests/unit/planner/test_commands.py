@@ -384,7 +384,7 @@ def test_what_a_plan_prints(files, capsys):
     text = " ".join(out.out.split())
     assert "prices of the catalog, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
     assert "idle GPUs: 4 RTX-3090 (lab-a)" in text
-    assert "bubble" not in text and "busy s" not in text
+    assert "bubble" not in text and "busy s" not in text and "sequence_parallel" not in text
     assert all(len(line) <= 80 for line in out.out.splitlines() if set(line) <= {"─", " "})  # of tables
     code, out = call(capsys, "simulate", files / "p.json", *common(files))
     body = json.loads(out.out)
@@ -393,6 +393,10 @@ def test_what_a_plan_prints(files, capsys):
     assert body["uncertainty_of"]["runs"] > 10
     planned = json.loads((files / "p.json").read_text())["predicted"]
     assert planned["bubble_fraction"] == pytest.approx(body["bubble_fraction"], abs=0.02)  # one quantity, one name
+    (files / "m.yaml").write_text(yaml.safe_dump(MODEL | {"recompute": ["full"]}))
+    tight = ["--cluster", files / "c.yaml", "--model", files / "m.yaml", "--out", files / "q.json"]
+    code, out = call(capsys, "plan", *tight, "--schedules", "1f1b", "--no-verify")
+    assert code == 0 and "sequence_parallel is false in the model: with true, " in out.out
 
 
 def test_what_a_comparison_prints(files, capsys):

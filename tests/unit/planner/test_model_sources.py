@@ -43,6 +43,7 @@ def test_published_sizes(tmp_path, name, billions):
     model = load_model(file, seq_length=4096, global_batch_size=256)
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert model.not_run == [] and model.precision == "bf16" and model.name == "model"
+    assert model.distributed_optimizer and model.sequence_parallel
     assert load_model(tmp_path / "model", seq_length=4096, global_batch_size=256) == model
 
 

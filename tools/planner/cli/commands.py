@@ -168,6 +168,9 @@ def plan(options: argparse.Namespace) -> int:
         tables += verified_lines(checked)
     else:
         tables += unverified_lines(options, estimator)
+    tight = best.candidate.recompute != "none" or max(g.tp for s in best.candidate.stages for g in s.groups) > 1
+    if tight and not estimator.model.sequence_parallel:
+        tables.append("sequence_parallel is false in the model: with true, plans with TP need less memory and time.")
     if options.profile is None:
         tables.append(
             f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."

@@ -66,7 +66,8 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     for rule in RULES:
         _apply(rule, reading)
     reading.document["name"] = _name(config, file)
-    reading.document["distributed_optimizer"] = True
+    # What everybody switches on; training stays the same.
+    reading.document |= {"distributed_optimizer": True, "sequence_parallel": True}
     unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - set(SHAPES_ONLY))
     found = {
         "flags": reading.flags,
