@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.schema import read_record
 from megatron_het.safe_io import FileError, read_json
 from megatron_het.store import Documents
 
@@ -217,7 +218,6 @@ def grouped(answers: Mapping[int, Any]) -> dict[Any, list[int]]:
 # reading a cluster file needs more than ranks have.
 
 FORMAT, VERSION = "megatron_het.expectations", 1
-MAX_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,42 +302,14 @@ def from_json(document: Any) -> Expectations:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise PlanError("--expect", found, f"no {FORMAT} of version {VERSION}", "Write it with emit --doctor")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
-    model = body.pop("model", None)
-    links, layers = body.pop("links", []), body.pop("layers", [])
-    text = body.pop("plan_hash", "")
-    if body or not isinstance(text, str):
-        raise PlanError("--expect", next(iter(body), "plan_hash"), "unknown key or wrong type")
-    return Expectations(
-        text,
-        tuple(_entry(LinkExpectation, entry, f"links[{i}]") for i, entry in enumerate(_list(links, "links"))),
-        tuple(_entry(LayerExpectation, entry, f"layers[{i}]") for i, entry in enumerate(_list(layers, "layers"))),
-        None if model is None else _entry(LayerModel, model, "model"),
-    )
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
-        raise PlanError(f"--expect: {where}", type(value).__name__, f"a list of at most {MAX_ENTRIES} is needed")
-    return value
-
-
-def _entry(kind: Any, value: Any, where: str) -> Any:
-    """One dataclass of numbers and names from a JSON object."""
-    where = f"--expect: {where}"
-    if not isinstance(value, dict):
-        raise PlanError(where, value, "expected an object")
-    known = kind.__dataclass_fields__
-    if unknown := value.keys() - known.keys():
-        raise PlanError(where, sorted(unknown)[0], "unknown key")
-    for name, entry in value.items():
-        wanted = known[name].type
-        if not isinstance(entry, (int, float) if wanted is float else wanted) or isinstance(entry, bool):
-            raise PlanError(f"{where}.{name}", entry, f"expected {wanted.__name__}")
-        if wanted is not str and not (math.isfinite(entry) and entry >= 0):
-            raise PlanError(f"{where}.{name}", entry, "must be a finite number that is not negative")
-        if name == "bytes_per_s" and entry == 0:
-            raise PlanError(f"{where}.{name}", entry, "must be positive")
-    try:
-        return kind(**value)
-    except TypeError:
-        raise PlanError(where, sorted(value), "a key is missing", f"It needs {', '.join(known)}") from None
+    found: Expectations = read_record(Expectations, body, "--expect")
+    models = () if found.model is None else (found.model,)
+    for part, entries in (("links", found.links), ("layers", found.layers), ("model", models)):
+        for i, entry in enumerate(entries):
+            for name, value in asdict(entry).items():
+                where = f"--expect.{part}[{i}].{name}"
+                if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                    raise PlanError(where, value, "must be a finite number that is not negative")
+                if name == "bytes_per_s" and value == 0:
+                    raise PlanError(where, value, "must be positive")
+    return found

@@ -485,7 +485,7 @@ class Plan:
             problem = f"unknown plan version; this release reads version {PLAN_VERSION}"
             raise PlanError("version", version, problem, "Make the plan again with this release's planner")
         body = {k: v for k, v in document.items() if k not in ("format", "version")}
-        return typing.cast(Plan, _read(Plan, body, ""))
+        return typing.cast(Plan, read_record(Plan, body, ""))
 
 
 @functools.cache
@@ -510,8 +510,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Convert a JSON value to ``kind``, naming ``where`` on any mismatch."""
+def read_record(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as a dataclass or one of its fields.
+
+    Args:
+        kind: Type to read.
+        where: Place of the value in its document.
+
+    Raises:
+        PlanError: An unknown or missing key, a wrong type; it names the place.
+    """
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, where)
@@ -519,10 +527,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise PlanError(where, value, "expected a list")
         item = typing.get_args(kind)[0]
-        return tuple(_read(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(read_record(item, v, f"{where}[{i}]") for i, v in enumerate(value))
     if origin in (types.UnionType, typing.Union):
         options = [o for o in typing.get_args(kind) if o is not type(None)]
-        return None if value is None else _read(options[0], value, where)
+        return None if value is None else read_record(options[0], value, where)
     if origin is dict:
         if not isinstance(value, dict):
             raise PlanError(where, value, "expected an object of names and values")
@@ -552,7 +560,7 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     arguments: dict[str, Any] = {}
     for name, spec in known.items():
         if name in value:
-            arguments[name] = _read(hints[name], value[name], f"{prefix}{name}")
+            arguments[name] = read_record(hints[name], value[name], f"{prefix}{name}")
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             raise PlanError(f"{prefix}{name}", None, "missing", f"Every {kind.__name__} needs it")
     return kind(**arguments)

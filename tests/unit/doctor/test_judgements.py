@@ -1,6 +1,7 @@
 """What the answers of all ranks mean: every check's judgement on data that people can check by hand."""
 
 import json
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
@@ -323,15 +324,19 @@ def test_expectations_file(tmp_path):
     assert given.link(1, 0) == given.links[0] and given.link(0, 2) is None
 
 
+LAYER = asdict(LayerExpectation("new", 1, 32, "none", 1.0, 2.0))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"format": "x"}, "no megatron_het.expectations"),
-        ({"links": {}}, "a list"),
-        ({"links": [{"first": 0}]}, "a key is missing"),
+        ({"links": {}}, "expected a list"),
+        ({"links": [{"first": 0}]}, "missing"),
         ({"links": [{"first": 0, "second": 1, "latency_s": 0, "bytes_per_s": 0}]}, "must be positive"),
         ({"links": [{"first": True}]}, "expected int"),
         ({"links": [{"last": 1}]}, "unknown key"),
+        ({"layers": [LAYER | {"forward_s": -1.0}]}, r"layers\[0\].forward_s = -1.0: must be a finite"),
         ({"layers": [7]}, "expected an object"),
         ({"more": 1}, "unknown key"),
     ],
