@@ -299,8 +299,8 @@ def load_expectations(path: str | os.PathLike[str]) -> Expectations:
 def from_json(document: Any) -> Expectations:
     """Expectations of parsed JSON; see ``load_expectations`` for the errors."""
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise PlanError("--expect", found, f"no {FORMAT} of version {VERSION}", "Write it with emit --doctor")
+        said = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise PlanError("--expect", said, f"no {FORMAT} of version {VERSION}", "Write it with emit --doctor")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
     found: Expectations = read_record(Expectations, body, "--expect")
     models = () if found.model is None else (found.model,)

@@ -116,34 +116,26 @@ def _without(body: dict[str, Any], key: str) -> dict[str, Any]:
     return body
 
 
-# (path to the value, new value or a function of the whole document, words the error must name)
+# (path to the value, new value or a function of the whole document, words the error must name); the records of
+# refusals (``tests/golden``) have more
 BAD: list[tuple[str, Any, list[str]]] = [
     ("format", "other", ["format", "other"]),
-    ("version", 99, ["version", "99"]),
-    ("version", True, ["version", "True"]),
     ("model.num_layers", 5, ["stages[*].layers", "num_layers is 5"]),
     ("model.num_layers", "4", ["model.num_layers", "expected int"]),
-    ("model.num_layers", True, ["model.num_layers", "expected int"]),
     ("model.seq_length", 0, ["model.seq_length", "at least 1"]),
     ("model.num_query_groups", 3, ["model.num_query_groups", "3"]),
     ("model.num_attention_heads", None, ["model.num_attention_heads"]),
     ("training.global_batch_size", 7, ["training.global_batch_size", "multiple of"]),
     ("training.precision", "fp64", ["training.precision", "fp64"]),
     ("training.recompute", "some", ["training.recompute", "some"]),
-    ("stages", [], ["stages"]),
     ("stages.0.replicas", [], ["stages[0].replicas", "at least one replica"]),
     ("stages.0.layers", [0], ["stages[0].layers"]),
     ("stages.0.layers", [-1], ["stages[0].layers"]),
     ("stages.0.replicas.0.ranks", [1, 0], ["stages[0].replicas[0].ranks", "ascending"]),
-    ("stages.0.replicas.0.ranks", [0, 2], ["rank 2 is already used"]),
-    ("stages.1.replicas.1.ranks", [7], ["rank 4 is missing"]),
     ("stages.1.replicas.1.ranks", [], ["stages[1].replicas[1].ranks", "at least one rank"]),
     ("stages.1.replicas.1.microbatches", [], ["stages[1].replicas[1].microbatches", "without microbatches"]),
-    ("stages.1.replicas.1.microbatches", [3], ["microbatch 3 already belongs"]),
     ("stages.1.replicas.1.microbatches", [9], ["9", "0 to 3"]),
     ("stages.1.replicas.0.microbatches", [0, 3, 1], ["ascending"]),
-    ("stages.1.replicas.0.microbatches", [0, 1], ["microbatch 3", "no replica"]),
-    ("stages.1.replicas.1.speed", 0.0, ["speed", "positive"]),
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
     ("stages.1.replicas.0.ep", 3, ["stages[1].replicas[0].ep", "must divide the TP size", "which is 2"]),
     ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "at least 1"]),

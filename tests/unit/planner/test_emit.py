@@ -298,30 +298,9 @@ def test_kinds_that_no_build_of_pytorch_serves_get_their_own_interpreters() -> N
 # Which node and GPU every rank of a plan gets.
 
 
-def test_nodes_are_filled_in_rank_order() -> None:
-    nodes = place(even_plan(), KINDS)
-    assert [(n.kind, n.ranks, n.host) for n in nodes] == [
-        ("big", (0, 1, 2, 3), "n1"),
-        ("small", (4, 5), "n3"),
-        ("small", (6, 7), "n4"),
-    ]
-    assert [(c.kind, c.per_node, len(c.nodes)) for c in components(nodes, KINDS)] == [("big", 4, 1), ("small", 2, 2)]
-
-
 def test_a_tp_group_never_straddles_nodes() -> None:
     plan = make_plan(((4,), [((0,), (0, 1, 2, 3), "small")]), ((4,), [((1, 2), (0, 1, 2, 3), "small")]))
     assert [n.ranks for n in place(plan, KINDS)] == [(0,), (1, 2)]
-
-
-def test_all_ranks_of_context_parallel_replicas_get_a_device() -> None:
-    """On nodes of two GPUs the parts of a sequence are on two nodes; a TP group is not."""
-    assert [(n.kind, n.ranks) for n in place(context_parallel_plan(), KINDS)] == [
-        ("big", (0, 1, 2, 3)),
-        ("small", (4, 5)),
-        ("small", (6, 7)),
-    ]
-    with pytest.raises(PlannerError, match="4 of them, more than the cluster has"):
-        place(context_parallel_plan(), {**KINDS, "small": NodeKind(devices=2, count=1)})
 
 
 def test_parts_of_a_sequence_are_on_the_kinds_that_the_plan_names() -> None:
