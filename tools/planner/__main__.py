@@ -4,6 +4,7 @@ Only argparse is imported here; every command imports what it needs, so that ``-
 """
 
 import argparse
+import difflib
 import importlib
 import io
 import json
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_het.safe_io import MAX_DEVICES, add_options, amount, count, ends_with_its_reader, shown, split_words
 
@@ -73,6 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says on one line what is wrong with a command line, an unknown option before one that is missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does, and ends at an option that the command does not have."""
+        for word in (w.partition("=")[0] for w in args if self.get_default("run")):
+            if word.startswith("--") and not any(name.startswith(word) for name in self._option_string_actions):
+                near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+                self.error(f"{word} is no option of this command" + (f", {near[0]} is" if near else ""))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2."""
+        self.exit(2, f"error: {message}; see '{self.prog} --help'\n")
+
+
 def _joined(words: Sequence[str]) -> list[str]:
     """The command line with ``--extra`` joined to its value."""
     joined: list[str] = []
@@ -96,7 +113,7 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
 
 def parser_of_all(chosen: Collection[str]) -> argparse.ArgumentParser:
     """Returns the parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
-    parser = argparse.ArgumentParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
+    parser = _Parser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

@@ -63,6 +63,10 @@ def validated(model: type[Any], document: Any, file: str, place: tuple[str | int
         raise PlannerError(file, _key(place) or "(document)", document, str(error)) from None
 
 
+# What a file is that has this key, and is not the one that is needed.
+_MARKS = {"stages": "a plan", "devices": "a profile", "nodes": "a cluster file", "num_layers": "a model file"}
+
+
 def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequence[Any], model: Any) -> PlannerError:
     """One of pydantic's error records as a PlannerError that names file, key and value.
 
@@ -79,6 +83,9 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     elif first["type"] == "extra_forbidden":
         problem = "unknown key"
         known = _known_keys(model.json_schema(), first["loc"][:-1])
+        unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden" and not place]
+        if mark := next((key for key in _MARKS if (key,) in unknown), ""):
+            return PlannerError(file, mark, None, f"this is the key of {_MARKS[mark]}. Here another file is needed")
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.75)
         hint = (
             f"Did you mean {_key((*place, *first['loc'][:-1], *near))}?" if near else f"Keys here: {', '.join(known)}"

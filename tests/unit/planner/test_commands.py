@@ -125,6 +125,27 @@ def test_numbers_out_of_range_are_refused_by_the_option(files, capsys):
     assert "--max-usd-per-iteration: '-1': a number from 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan"], "required: --cluster, --model"),
+        (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
+        (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
+    ],
+)
+def test_a_wrong_command_line_takes_one_line(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_files_that_change_places_are_named(files, capsys):
+    for words in (["--cluster", files / "m.yaml"], ["--model", files / "c.yaml"], ["--profile", files / "c.yaml"]):
+        code, out = call(capsys, "plan", *common(files), *words)
+        assert code == 2 and any(word in out.out for word in ("of a model file", "of a cluster file", "Is it YAML"))
+
+
 def test_costs_need_prices(files, capsys):
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4}]}))
     code, out = call(capsys, "plan", *common(files), "--objective", "cost", "--out", files / "p.json")

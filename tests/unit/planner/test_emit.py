@@ -72,10 +72,10 @@ def test_parameters_that_stock_megatron_does_not_miss() -> None:
         (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
         (context_parallel_plan(), "context-parallel size 2"),
         (with_expert_parallel(even_plan(), [[1, 1], [2, 2]]), "expert-parallel sizes [1, 2] differ"),
-        (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "schedule parameter vocabulary"),
+        (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "its schedule sets 'vocabulary'"),
         (
             replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})),
-            "parameter offload_activations",
+            "sets 'offload_activations'",
         ),
     ],
 )

@@ -354,5 +354,6 @@ def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: 
         assert "torch" in json.loads(archive.read("versions.json"))
         log = archive.read("002-rank-0.log")
     assert len(log) == 1 << 20 and log.endswith(b"the end")
-    assert main(["support", str(run), "--out", str(out)]) == 2
-    assert "the file is there" in capsys.readouterr().err
+    assert main(["support", str(run), "--out", str(out)]) == main(["support", str(run / "text.bin")]) == 2
+    said = capsys.readouterr().err
+    assert "the file is there" in said and "text.bin: (file): is not packed" in said

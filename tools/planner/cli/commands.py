@@ -80,7 +80,7 @@ def support(options: argparse.Namespace) -> int:
                     archive.writestr(f"{number:03}-{file.name}", stream.read(_MOST_BYTES))
     except FileExistsError:
         raise PlannerError(str(options.out), "--out", None, "the file is there", "Name another one") from None
-    sys.stdout.write(f"wrote {options.out}: versions and {len(kept)} files. Look into it before you send it\n")
+    sys.stdout.write(f"wrote {options.out}: versions and files: {len(kept)}. Look into it before you send it\n")
     return 0
 
 
@@ -93,6 +93,8 @@ def _texts(given: Path) -> Iterator[Path]:
         is_text = file.suffix in _TEXTS and not any(part.startswith("iter_") for part in file.parts)
         if is_text and stat.S_ISREG(os.lstat(file).st_mode):
             yield file
+        elif file == given:
+            raise PlannerError(str(given), "(file)", None, f"is not packed: its name ends in none of {_TEXTS}")
 
 
 def _versions() -> dict[str, str]:

@@ -40,10 +40,8 @@ def quickstart(options: argparse.Namespace) -> int:
 
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
-        raise PlannerError(
-            "command line", "--out", str(out), "is there already", "Name another folder, or give --force"
-        )
-    body = _known(options.model)
+        raise PlannerError("command line", "--out", str(out), "is there already", "Name another folder, or --force")
+    body, is_new = _known(options.model), not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     if body is not None:
         write_text(out / "config.json", json.dumps(body, indent=1) + "\n")
@@ -54,6 +52,8 @@ def quickstart(options: argparse.Namespace) -> int:
         sys.stdout.write(f"\n$ {command()} {shlex.join(words)}\n")
         sys.stdout.flush()
         if code := options.main(words):
+            if is_new and {file.name for file in out.iterdir()} <= {"config.json"}:  # so that it can be tried again
+                shutil.rmtree(out)
             return code
     start = "When that is filled in, start" if to_fill_in(shlex.split(options.extra or "")) else "Start"
     sys.stdout.write(f"\n{start} the job with:\n{_start(out / 'job')}\n")
@@ -188,8 +188,9 @@ def ask(command: Sequence[str]) -> str | None:
         raise PlannerError(command[0], "(answer)", None, f"cannot be started: {error.strerror}") from None
     said = done.stdout[:_MOST].decode("utf-8", "replace")
     if done.returncode:
-        reason = (done.stderr[:2000].decode("utf-8", "replace") or said).strip()
-        raise PlannerError(command[0], "(answer)", None, f"failed with exit code {done.returncode}: {reason}")
+        reason = (done.stderr[:2000].decode("utf-8", "replace") or said).strip().rpartition("\n")[2]
+        problem = f"failed with exit code {done.returncode}: {reason}"
+        raise PlannerError(command[0], "(answer)", None, problem, _ASK_NOBODY)
     return said
 
 
@@ -282,7 +283,7 @@ def host_names(text: str) -> tuple[str, ...]:
     try:
         return tuple(dict.fromkeys(expanded_hosts(text)))
     except ValueError as error:
-        raise PlannerError("command line", "--hosts", text, str(error), "Like n1,n2 or n[01-16]") from None
+        raise PlannerError("command line", "--hosts", text, str(error)) from None
 
 
 def _main_memory() -> float | None:
@@ -312,19 +313,15 @@ def _number(file: Path, pattern: str) -> float | None:
     return float(found.group(1)) if found else None
 
 
-__all__ = ["GIB", "Nodes", "Seen", "ask", "host_names", "slurm_nodes", "this_machine"]
-
-
 UNKNOWN = "FILL-IN"
+_ASK_NOBODY = "Else say what there is: --gpu A100-40 --gpus-per-node 8 --hosts n[1-4]"
 
 
 def init(options: argparse.Namespace) -> int:
     """Ask, write, say what is left to do."""
     check_target(options.out, "--out", (".yaml", ".yml"))
     if os.path.lexists(options.out) and not options.force:
-        raise PlannerError(
-            "command line", "--out", options.out, "this file is there already", "Give another name, or --force"
-        )
+        raise PlannerError("command line", "--out", options.out, "is there already", "Name another file, or --force")
     found, source, left_out = _found(options)
     text = cluster_text(found, source)
     todo = [gpu.name for nodes in found for gpu in nodes.gpus if gpu.gpu is None]
@@ -376,8 +373,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
         "--from",
         options.source,
         "no GPU was found: neither sinfo nor nvidia-smi lists one",
-        "Run it on a node with GPUs or where Slurm's commands work, or say what there is: "
-        "--gpu A100-40 --gpus-per-node 8 --hosts n[1-4]",
+        f"Run it on a node with GPUs or where Slurm's commands work. {_ASK_NOBODY}",
     )
 
 

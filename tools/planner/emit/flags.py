@@ -187,7 +187,7 @@ def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
         reasons.append(f"schedule {plan.schedule.name}")
     # Slack only matters where stages divide microbatches differently, which is a reason of its own.
     reasons += [
-        f"schedule parameter {name}" for name, value in plan.schedule.parameters.items() if value and name != "slack"
+        f"its schedule sets '{name}'" for name, value in plan.schedule.parameters.items() if value and name != "slack"
     ]
     reasons += filter(None, (feature.beyond_stock(plan, options) for feature, options in features_of(plan)))
     sizes = {r.tp for s in plan.stages for r in s.replicas}

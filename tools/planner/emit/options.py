@@ -415,8 +415,9 @@ def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, N
     volumes = {}
     for text in options.volume:
         name, _, folder = text.rpartition(":")
-        if not name or not folder.startswith("/") or text_problem(text, 1000):
-            raise PlannerError("emit", "--volume", text, "is not NAME:/FOLDER")
+        is_bucket, needed = "://" in name, "s3://BUCKET" if options.target == "skypilot" else "CLAIM"
+        if not name or not folder.startswith("/") or text_problem(text, 1000) or is_bucket != ("://" in needed):
+            raise PlannerError("emit", "--volume", text, f"is not {needed}:/FOLDER")
         volumes[folder] = name
     found = {}
     for name, group in zip(kinds, cluster.nodes, strict=True):

@@ -168,7 +168,8 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
                         return base / place / candidate
         if required:
             problem = f"there is no {' and no '.join(names)} in {folder}"
-            hint = "'emit' leaves the files of a run in its folder; give the path of another one"
+            who = "a run writes it into --het-report or --save" if name == "watch" else "'emit' writes it into --out"
+            hint = f"Give the path: {who}"
             raise PlannerError("command line", f"--{name}", None, problem, hint)
         return None
 

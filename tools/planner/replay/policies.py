@@ -152,7 +152,7 @@ class _Row:
             raise self.error(column, "is no number") from None
         if not (least <= value <= most and value < inf) or (whole and value != int(value)):
             what = "a whole number" if whole else "a time after that of the line before"
-            limit = "" if most == inf else f", at most the cluster file's {most:g}"
+            limit = f", at most the cluster file's {most:g}" if whole else ""
             raise self.error(column, f"must be {what}, at least {least:g}{limit}")
         return value
 

@@ -279,7 +279,7 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
                 "gpu": node.gpu,
                 "zone": node.zone,
                 "iteration_s": seconds,
-                "usd_per_iteration": found.usd_per_iteration,
+                "usd_per_iteration": None if unpriced(estimator, found.candidate) else found.usd_per_iteration,
                 "change": seconds / best.iteration_s - 1,
             }
         )
