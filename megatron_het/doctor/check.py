@@ -304,7 +304,8 @@ def from_json(document: Any) -> Expectations:
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
     found: Expectations = read_record(Expectations, body, "--expect")
     models = () if found.model is None else (found.model,)
-    for part, entries in (("links", found.links), ("layers", found.layers), ("model", models)):
+    parts: dict[str, tuple[Any, ...]] = {"links": found.links, "layers": found.layers, "model": models}
+    for part, entries in parts.items():
         for i, entry in enumerate(entries):
             for name, value in asdict(entry).items():
                 where = f"--expect.{part}[{i}].{name}"
