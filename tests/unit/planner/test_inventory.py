@@ -180,7 +180,6 @@ def test_a_program_that_fails_or_hangs_is_named(tools, tmp_path, capsys, monkeyp
     tools("nvidia-smi", "NVIDIA-SMI has failed: no driver", code=9)
     code, said = run(tmp_path, capsys)
     assert code == 2 and said["error"]["file"] == "nvidia-smi" and "no driver" in said["error"]["problem"]
-    assert "--gpu A100-40" in said["error"]["hint"]
     monkeypatch.setattr(probes, "LIMIT_S", 0.2)
     file = tmp_path / "bin" / "nvidia-smi"
     file.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
