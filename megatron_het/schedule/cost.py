@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_het.schedule.cutting import SlicePart
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.ir import COMPUTE, Op, Program, Shape
+from megatron_het.schedule.ir import Op, Program, Shape
 
 PerChunk = tuple[tuple[float, ...], ...]  # ``[device][chunk]``
 
@@ -303,12 +303,13 @@ def durations(graph: Graph, costs: Costs) -> list[float]:
     relief_of = {kind: kind.price.relief(prices) for kind in graph.kinds if kind.price.relief is not None}
     out: list[float] = []
     known: dict[tuple[int, int, int, int, int], float] = {}
+    alike = {kind for kind in graph.kinds - relief_of.keys() if kind.fields.names_pass and not kind.fields.has_peer}
     for d, ops in enumerate(program.ops):
         given = 0.0
         for op in ops:
             kind = op.kind
             price = seconds_of.get(kind)
-            if kind in COMPUTE:
+            if kind in alike:
                 key = (d, kind, op.slice, op.chunk, op.microbatch if costs.parts else 0)
                 seconds = known.get(key)
                 if seconds is None:

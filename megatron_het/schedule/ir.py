@@ -10,7 +10,7 @@ Nothing in here knows about tensors, ranks or time.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -294,10 +294,12 @@ class Program:
     forward_only: bool = False  # an evaluation program: no backward operation is expected
     splits_output: bool = False  # the output layer is split over the devices of a microbatch (VOCAB_* operations)
     attention_units: int = 0  # units per slice in which attention moves between devices, 0 where none does
+    kinds: Set[Kind] = field(init=False, repr=False, compare=False)  # of its operations
 
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.shape.devices):
             raise ValueError(f"{len(self.ops)} operation lists for {len(self.shape.devices)} devices")
+        object.__setattr__(self, "kinds", frozenset(map(itemgetter(0), chain.from_iterable(self.ops))))
 
     @property
     def embedding(self) -> bool:
@@ -308,11 +310,6 @@ class Program:
     def has_transfers(self) -> bool:
         """Whether transfers were added; keys and values to send are there before, but their receives are not."""
         return any(kind.role is Role.TRANSFER or kind in RECEIVES for kind in self.kinds)
-
-    @property
-    def kinds(self) -> set[Kind]:
-        """The kinds of its operations."""
-        return set(map(itemgetter(0), chain.from_iterable(self.ops)))
 
     @property
     def devices(self) -> tuple[Device, ...]:

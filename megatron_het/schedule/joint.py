@@ -100,22 +100,20 @@ class _Events:
 
     def __init__(self, graph: Graph, together: Iterable[Sequence[int]] = ()) -> None:
         self.graph = graph
-        self.parent = list(range(len(graph.ops)))
+        self.parent = parent = [max(node, other) for node, other in enumerate(graph.other_end)]  # of both ends one
         self.skipped: set[int] = set()
-        for node, other in enumerate(graph.other_end):
-            if other > node:  # of both ends one
-                self.parent[self.of(node)] = self.of(other)
         for rules in RULES:
             skipped, pairs = rules.joined(graph)
             self.skipped |= skipped
             for first, second in pairs:
-                self.parent[self.of(first)] = self.of(second)
+                parent[self.of(first)] = self.of(second)
         for nodes in (*meetings(graph), *together):
             for node in nodes:
-                self.parent[self.of(node)] = self.of(nodes[0])
-        self.event_of = [self.of(node) for node in self.parent]  # by operation
+                parent[self.of(node)] = self.of(nodes[0])
+        self.event_of = [up if parent[up] == up else self.of(up) for up in parent]  # by operation
         # the same, and for one that is not an event the last event of its device before it
-        self.carrier_of = [self.event_of[self._carrier(node)] for node in range(len(self.parent))]
+        carriers = range(len(parent)) if not self.skipped else map(self._carrier, range(len(parent)))
+        self.carrier_of = list(map(self.event_of.__getitem__, carriers))
 
     def of(self, node: int) -> int:
         """The event of an operation."""

@@ -220,10 +220,7 @@ def test_replicas_must_complete_their_gradients_in_one_order() -> None:
     check_overlap(plan, program, early=True)
     ops = list(program.ops[1])
     place = last_makers(ops)[Kind.BACKWARD, 1]
-    moved = Program(
-        **{n: getattr(program, n) for n in program.__dataclass_fields__}
-        | {"ops": (program.ops[0], (*ops[:place], *ops[place + 1 :], ops[place]), *program.ops[2:])}
-    )
+    moved = with_device(program, 1, [*ops[:place], *ops[place + 1 :], ops[place]])
     with pytest.raises(PlanError, match="--overlap-grad-reduce.*replicas of stage 0.*different orders"):
         check_overlap(plan, moved, early=True)
     check_overlap(plan, moved, early=False)
