@@ -195,7 +195,7 @@ class ChecksumWriter:
         """
         self.finish()
         for folder in folders[:1] if self._rank == 0 else ():
-            self._claim(folder)
+            self._claim(folder, iteration)
         for folder in folders:
             save = _Save(folder / f"iter_{iteration:07d}", iteration, _tracker(folder)[1])
             if self._rank == 0:
@@ -203,27 +203,49 @@ class ChecksumWriter:
                 invalidate(save.folder, described=len(folders) > 1)
             self._due.append(save)
 
-    def _claim(self, folder: Path) -> None:
+    def _claim(self, folder: Path, iteration: int) -> None:
         """Say in a folder which job saves there; a job takes over from the one before with its first save."""
-        with contextlib.suppress(FileError, OSError):
-            if folder == self._claimed and read_text(folder / _WRITER, _TRACKER_BYTES) != self._name:
-                raise CheckpointError(
-                    f"--save = {str(folder)!r}: another job saves there too, and files of both would be one checkpoint"
-                    ". Give each job a folder of its own, and restart this one from what it saved alone"
-                )
+        if folder == self._claimed:
+            self._check_claim()
         self._claimed = None
         with contextlib.suppress(FileError, OSError):  # a full disk: the save itself will say so
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / _WRITER, self._name)
+            write_text(folder / _WRITER, f"{self._name} {iteration}")
             self._claimed = folder
 
+    def _check_claim(self, saves: "Iterable[_Save]" = ()) -> None:
+        """Raise CheckpointError if another job saves into the folder, too.
+
+        Args:
+            saves: Complete ones.  One of an iteration that the other job has begun to save meanwhile is undone.
+        """
+        if self._claimed is None:
+            return
+        with contextlib.suppress(FileError, OSError):
+            name, _, iteration = read_text(self._claimed / _WRITER, _TRACKER_BYTES).partition(" ")
+            if name == self._name:
+                return
+            for save in saves:
+                if iteration == str(save.iteration):
+                    write_text(self._claimed / _WRITER, f"both {iteration}")  # for the other job to find
+                    invalidate(save.folder, described=False)
+            raise CheckpointError(
+                f"--save = {str(self._claimed)!r}: another job saves there too, and files of both would be one "
+                "checkpoint. Give each job a folder of its own, and restart this one from what it saved alone"
+            )
+
     def poll(self) -> None:
-        """Start noting what has become complete; called between iterations."""
+        """Start noting what has become complete; called between iterations.
+
+        Raises:
+            CheckpointError: Another job has begun to save into the first folder meanwhile; on the first rank.
+        """
         if self._thread is not None and self._thread.is_alive():
             return
         complete = [save for save in self._due if save.is_complete()]
         if complete:
             self._due = []  # of several kinds of checkpoints one was written
+            self._check_claim(complete)
             self._thread = threading.Thread(target=self._write, args=(complete,), daemon=True)
             self._thread.start()
 

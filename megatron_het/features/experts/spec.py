@@ -31,7 +31,10 @@ class Experts(Feature):
     always = True  # models without experts give it nothing to do
     refused_by_plans = (
         Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
-        Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
+        *(
+            Refusal(f"moe_router_force_{what}", "it draws experts at random on every rank")
+            for what in ("load_balancing", "biased")
+        ),
         Refusal("moe_single_grouped_weight", "replicas of different TP or EP exchange the experts one by one"),
         Refusal("moe_single_grouped_bias", "replicas of different TP or EP exchange the experts one by one"),
         Refusal(

@@ -106,6 +106,8 @@ def test_accepted() -> None:
         ),
         ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards = 2.*makes groups"),
         ({"num_experts": 2, "moe_router_force_load_balancing": True}, "at random"),
+        ({"num_experts": 2, "moe_router_force_biased": 0.1}, "--moe-router-force-biased = 0.1.*at random"),
+        ({"ddp_average_in_collective": True}, "--ddp-average-in-collective.*divided once"),
         ({"num_experts": 2, "moe_mlp_glu_interleave_size": 32}, "halves of a gated MLP"),
         ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
         ({"num_experts": 2, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size = 2.*has TP 1"),
