@@ -327,24 +327,15 @@ def test_two_jobs_that_save_into_one_folder_are_one_error(tmp_path: Path) -> Non
 def test_two_jobs_that_save_an_iteration_at_the_same_time_leave_no_checkpoint_of_it(tmp_path: Path) -> None:
     """Also when it is the first save of both: whoever ends last removes the description that the other one wrote."""
     folder = run(tmp_path / "run", 2)
-    first, second = ChecksumWriter(0), ChecksumWriter(0)
-    for writer in (first, second):
-        writer.begin([folder], 4)
-    for writer in (first, second):
-        checkpoint(folder, 4)
-        (folder / TRACKER).write_text("4")
-        with pytest.raises(CheckpointError, match="another job saves there too"):
-            writer.poll()
-        assert problems(folder / "iter_0000004") == [".metadata is missing"]
-    third, fourth = ChecksumWriter(0), ChecksumWriter(0)
-    third.begin([folder], 6)
-    fourth.begin([folder], 4)  # another iteration: the third one's is whole
-    checkpoint(folder, 6)
-    (folder / TRACKER).write_text("6")
-    with pytest.raises(CheckpointError, match="another job saves there too"):
-        third.poll()
-    assert problems(folder / "iter_0000006") == []
-    fourth.begin([folder], 8)
+    for iterations, ended, left in (((4, 4), 2, [".metadata is missing"]), ((8, 6), 1, [])):
+        writers = [ChecksumWriter(0), ChecksumWriter(0)]
+        for writer, iteration in zip(writers, iterations):
+            writer.begin([folder], iteration)
+        for writer, iteration in zip(writers[:ended], iterations):
+            (folder / TRACKER).write_text(checkpoint(folder, iteration).name.removeprefix("iter_"))
+            with pytest.raises(CheckpointError, match="another job saves there too"):
+                writer.poll()
+            assert problems(folder / f"iter_{iteration:07d}") == left
 
 
 def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
