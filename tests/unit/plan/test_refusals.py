@@ -56,6 +56,10 @@ def test_accepted() -> None:
     check_arguments(made(), arguments(recompute_modules=["core_attn", "mlp"], decoder_seq_length=64), 2)
 
 
+TWO_LOSSES: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
+SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -74,16 +78,10 @@ def test_accepted() -> None:
         ({"logits_save_dir": "x"}, "--logits-save-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"logits_load_dir": "x"}, "--logits-load-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
-        (
-            {"defer_embedding_wgrad_compute": True},
-            "--defer-embedding-wgrad-compute.*output layer would get no gradient",
-        ),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute.*output layer would get no"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading.*when an iteration ends"),
-        (
-            {"overlap_param_gather_with_optimizer_step": True, "overlap_param_gather": True},
-            "--overlap-param-gather-with-optimizer-step.*--ckpt-format torch only",
-        ),
+        ({"overlap_param_gather_with_optimizer_step": True}, "-gather-with-optimizer-step.*--ckpt-format torch only"),
         ({"overlap_param_gather": True}, "--overlap-param-gather.*with training.distributed_optimizer"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
@@ -92,18 +90,8 @@ def test_accepted() -> None:
         ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
         ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
-        (
-            {
-                "num_experts": 2,
-                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-                "moe_aux_loss_coeff": [0.1],
-            },
-            "--moe-aux-loss-coeff = '0.1'.*1 coefficients for 2 losses",
-        ),
-        (
-            {"num_experts": 2, "expert_tensor_parallel_num_weight_shards": 2},
-            "--expert-tensor-parallel-num-weight-shards",
-        ),
+        (TWO_LOSSES | {"moe_aux_loss_coeff": [0.1]}, "--moe-aux-loss-coeff = '0.1'.*1 coefficients for 2 losses"),
+        ({"num_experts": 2, "expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-sh"),
         ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards = 2.*makes groups"),
         ({"num_experts": 2, "moe_router_force_load_balancing": True}, "at random"),
         ({"num_experts": 2, "moe_router_force_biased": 0.1}, "--moe-router-force-biased = 0.1.*at random"),
@@ -111,10 +99,7 @@ def test_accepted() -> None:
         ({"num_experts": 2, "moe_mlp_glu_interleave_size": 32}, "halves of a gated MLP"),
         ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
         ({"num_experts": 2, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size = 2.*has TP 1"),
-        (
-            {"save": "folder", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": "local"},
-            "--non-persistent-ckpt-type = 'local'.*Use global",
-        ),
+        (SAVING | {"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type = 'local'.*Use global"),
     ],
 )
 def test_refused(changed: dict[str, Any], reason: str) -> None:
@@ -134,6 +119,7 @@ def test_an_unknown_transport_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "--het-transport" in (said := capsys.readouterr().err) and "pigeon" in said
 
 
+OF_ALL: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["global_aux_loss"]}
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_impl": "transformer_engine"}
 
 
@@ -150,14 +136,7 @@ GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_
         ({"num_experts": 2}, "number of tokens of every expert.*attn moe_router"),
         ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*failed on a GPU.*HET_TRY_GRAPHS=1"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl = 'local'.*not been tried on a GPU.*HET_TRY_GRAPHS=1"),
-        (
-            {
-                "num_experts": 2,
-                "cuda_graph_modules": ["moe_router"],
-                "moe_router_load_balancing_type": ["global_aux_loss"],
-            },
-            "--cuda-graph-modules = 'moe_router'.*balancing losses",
-        ),
+        (OF_ALL | {"cuda_graph_modules": ["moe_router"]}, "--cuda-graph-modules = 'moe_router'.*balancing losses"),
     ],
 )
 def test_graphs_of_layers_refused(changed: dict[str, Any], reason: str) -> None:
@@ -171,9 +150,7 @@ def test_graphs_of_layers_leave_the_attention_of_slices_outside(monkeypatch: pyt
     plan = plan_from_flags([*FLAGS, "--het-slices", "2"], 2, ScheduleSpec("slimpipe", {"slices": 2}))[0]
     check_arguments(plan, arguments(**GRAPHS, cuda_graph_modules=["mlp"]), 2)
     for parts in ([], ["attn"], ["attn", "mlp"]):
-        with pytest.raises(
-            PlanError, match=r"as many as have been computed.*--cuda-graph-modules mlp.*HET_TRY_GRAPHS=1"
-        ):
+        with pytest.raises(PlanError, match=r"as have been computed.*--cuda-graph-modules mlp.*HET_TRY_GRAPHS=1"):
             check_arguments(plan, arguments(**GRAPHS, cuda_graph_modules=parts), 2)
     with pytest.raises(PlanError, match="as many as have been computed"):
         check_arguments(plan, arguments(**GRAPHS | {"cuda_graph_impl": "local"}), 2)
@@ -251,7 +228,6 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
 
 def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the second plan's when its turn comes."""
-
     four, eight = with_batch(4), with_batch(8)
     changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9, eval_interval=1)
 
@@ -298,12 +274,8 @@ def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **tra
     """A plan of four layers over stages of one replica each."""
     replicas = [Replica(tuple(range(s * tp, s * tp + tp)), tuple(range(8)), ep=ep) for s in range(stages)]
     layers = 4 // stages // chunks
-    plan = made()
-    return replace(
-        plan,
-        stages=tuple(Stage((layers,) * chunks, (replica,)) for replica in replicas),
-        training=replace(plan.training, **training),
-    )
+    stages_of_all = tuple(Stage((layers,) * chunks, (replica,)) for replica in replicas)
+    return replace(made(), stages=stages_of_all, training=replace(made().training, **training))
 
 
 def of_mixed_tp() -> Plan:
