@@ -313,7 +313,7 @@ def _token(file: Path, *, create: bool) -> str:
     try:
         return token_of_file(file, create=create)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"--token-file {error}") from None
 
 
 def _planner(options: Any) -> Planner:

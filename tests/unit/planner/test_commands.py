@@ -131,10 +131,13 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
         assert ended.value.code == 2 and said in error and error.count("\n") == 1
 
 
-def test_files_that_change_places_are_named(files, capsys):
+def test_files_and_machines_that_change_places_are_named(files, capsys, monkeypatch):
     for words in (["--cluster", files / "m.yaml"], ["--model", files / "c.yaml"], ["--profile", files / "c.yaml"]):
         code, out = call(capsys, "plan", *common(files), *words)
         assert code == 2 and any(word in out.out for word in ("of a model file", "of a cluster file", "Is it YAML"))
+    monkeypatch.setattr("tools.planner.profile.settings.device_kind", lambda: "CPU")
+    words = ["--model", files / "m.yaml", "--kind", "A100-40", "--out", files / "profile.json"]
+    assert main(["profile", *map(str, words)]) == 2 and "sees no GPU here" in capsys.readouterr().err
 
 
 def test_costs_need_prices(files, capsys):

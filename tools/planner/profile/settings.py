@@ -20,6 +20,7 @@ from megatron_het.safe_io import add_options, amount, count
 from megatron_het.store import free_port
 
 from ..errors import PlannerError, validated
+from ..inputs.catalog import catalog
 from ..inputs.files import check_target, text_problem
 from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile, ProfiledModel, load_profile
 
@@ -327,14 +328,18 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSettings:
-    """Settings from parsed options and the model's dimensions."""
+    """Settings from parsed options and the model's dimensions; raises PlannerError."""
+    found, known = device_kind(), catalog().get(options.kind)
+    if known and not known.is_processor and found == "CPU":
+        problem = "PyTorch sees no GPU here, so this machine's processor would be measured"
+        raise PlannerError("profile", "--kind", options.kind, problem, "Run it on a node with such GPUs")
     slices = parse_numbers(options.slice_tokens, "--slice-tokens")
     if slices and model.seq_length not in slices:
         slices = (model.seq_length, *slices)
     return ProfileSettings(
         model=model,
         out=str(options.out),
-        kinds=(options.kind or device_kind(),),
+        kinds=(options.kind or found,),
         micro_batch_sizes=parse_numbers(options.micro_batch_sizes, "--micro-batch-sizes"),
         tp=parse_numbers(options.tp, "--tp"),
         ep=parse_numbers(options.ep, "--ep"),
