@@ -113,8 +113,7 @@ def test_explain_and_compare(files, capsys):
 def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, options, key):
     few = [] if "--schedules" in options else ["--schedules", "1f1b"]
     code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", *few, *options)
-    assert code == 2
-    assert json.loads(out.out)["error"]["key"] == key
+    assert code == 2 and json.loads(out.out)["error"]["key"] == key
     assert not (files / "p.json").exists()
 
 
@@ -143,8 +142,7 @@ def test_files_and_machines_that_change_places_are_named(files, capsys, monkeypa
 def test_costs_need_prices(files, capsys):
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4}]}))
     code, out = call(capsys, "plan", *common(files), "--objective", "cost", "--out", files / "p.json")
-    assert code == 2
-    assert json.loads(out.out)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
+    assert code == 2 and json.loads(out.out)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
 
 
 def test_help_imports_nothing_heavy():
@@ -169,8 +167,7 @@ def test_help_imports_nothing_heavy():
 def test_places_that_cannot_be_written_are_refused_first(files, capsys, command, options, key):
     words = [option.format(files) for option in options]
     code, out = call(capsys, command, *(["plan.json"] if command == "simulate" else []), *common(files), *words)
-    assert code == 2
-    assert json.loads(out.out)["error"]["key"] == key
+    assert code == 2 and json.loads(out.out)["error"]["key"] == key
     assert sorted(p.name for p in files.iterdir()) == ["c.yaml", "m.yaml"]
 
 
