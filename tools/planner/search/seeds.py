@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from heapq import nsmallest
 from itertools import chain, product
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 from ..costs.candidate import Candidate, Group
@@ -306,7 +306,10 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     if guess < book.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= book.simulated:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
-    for _, _, chosen, point in nsmallest(count, found):
+    best = nsmallest(count, found)
+    if book.best == inf or PLAIN.name not in book.goal.schedules:  # the fastest ones may need too much memory
+        best += nsmallest(count, [entry for entry in found if entry[3].recompute == model.recompute[-1]])
+    for _, _, chosen, point in best:
         for order in dict.fromkeys((chosen, chosen[::-1])):
             yield order, point
 
