@@ -1,4 +1,7 @@
-"""Files that may be anything: read within limits, shown within limits, written to regular files only."""
+"""Files that may be anything: read within limits, shown within limits, written to regular files only.
+
+The records of refusals (``tests/golden``) have more: ambiguous words of YAML, aliases that multiply, special places.
+"""
 
 import json
 import os
@@ -64,25 +67,16 @@ def test_depth_is_found_in_linear_time() -> None:
     ("text", "problem"),
     [
         ("a: 1\na: 2", "line 2: the key 'a' is there twice"),
-        ("a: yes", "means different things"),
-        ("a: 010", "means different things"),
-        ("a: 1:30", "means different things"),
         ("a: .nan", "not a number"),
         ("a: -.inf", "not a number"),
         ("a: 1e999", "too large"),
         ("a: " + "7" * 500, "500 digits"),
-        ("a: !!set {b}", "tag"),
         ('a: !!python/object/apply:os.system ["true"]', "tag"),
         ("1: 2", "not a text"),
         ("a: &x [*x]", "alias"),
         ("--- 1\n--- 2", "second document"),
         ("[" * 50, "deep"),
         ("a: [", "not YAML"),
-        (
-            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
-            + "".join(f"{c}: &{c} [{','.join([f'*{b}'] * 10)}]\n" for b, c in zip("abcdef", "bcdefg")),
-            "values",
-        ),
     ],
 )
 def test_yaml_that_is_refused(text: str, problem: str) -> None:
@@ -122,12 +116,6 @@ def test_special_files_are_neither_read_nor_written(make: Callable[[Path], Any],
             use(path)
     assert stat.S_IFMT(os.lstat(path).st_mode) == stat.S_IFMT(before.st_mode)
     assert os.lstat(path).st_ino == before.st_ino and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("path", ["/dev/het-test-none", "/proc/self/comm", "/sys/none", "/etc/passwd/x", "x" * 300])
-def test_places_where_nothing_is_written(path: str) -> None:
-    with pytest.raises(FileError):
-        check_target(path)
 
 
 def test_too_large_and_not_text(tmp_path: Path) -> None:
