@@ -3,8 +3,6 @@
 The ranks run in a subprocess, ``python -m megatron_het.dry_run``, which needs torch and Megatron; this module does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util
@@ -338,7 +336,7 @@ class Verified:
         return body | {"ranks": [asdict(check) for check in self.ranks]}
 
 
-def verifier_of(options: argparse.Namespace, estimator: Estimator) -> Verifier | None:
+def verifier_of(options: argparse.Namespace, estimator: Estimator) -> "Verifier | None":
     """Who runs the finalists dry; None where ``--no-verify`` was given, or nothing was and no dry run is possible.
 
     Raises:

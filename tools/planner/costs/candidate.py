@@ -1,7 +1,5 @@
 """Candidates, which the search varies (plans without rank numbers), and figures of the closed form."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from array import array
@@ -48,7 +46,7 @@ class Group(NamedTuple):
         """All pools that a replica has ranks in."""
         return tuple(dict.fromkeys([self.pool, *[part.pool for part in self.parts]]))
 
-    def in_pools(self, pools: Sequence[int]) -> Group:
+    def in_pools(self, pools: Sequence[int]) -> "Group":
         """The group with other numbers of pools: ``pools[p]`` in place of ``p``."""
         parts = tuple(part._replace(pool=pools[part.pool]) for part in self.parts)
         return self._replace(pool=pools[self.pool], parts=parts)
@@ -109,7 +107,7 @@ class Candidate(NamedTuple):
     # context-parallel ranks have the same places of every slice, whatever documents are there
     cuts_documents: bool = False
 
-    def with_(self, **changes: object) -> Candidate:
+    def with_(self, **changes: object) -> "Candidate":
         """A changed copy; with other stages or chunks all stages have equally many chunks."""
         stages = changes.get("stages", self.stages)
         if self.chunk_counts and (
@@ -125,11 +123,11 @@ class Candidate(NamedTuple):
         """Model chunks of a stage."""
         return self.chunk_counts[s] if self.chunk_counts else self.chunks
 
-    def as_of(self, s: int) -> Candidate:
+    def as_of(self, s: int) -> "Candidate":
         """Returns the candidate for callers that look at one stage only: its number of chunks is that of all."""
         return self._replace(chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
-    def in_pools(self, pools: Sequence[int]) -> Candidate:
+    def in_pools(self, pools: Sequence[int]) -> "Candidate":
         """Returns the candidate with other numbers of pools: ``pools[p]`` in place of ``p``."""
         stages = [Stage(s.layers, tuple(sorted(g.in_pools(pools) for g in s.groups))) for s in self.stages]
         groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
@@ -168,7 +166,7 @@ class Candidate(NamedTuple):
         ep = group.ep or gcd(self.ep, group.tp)
         return ep, max(1, group.tp // ep)
 
-    def over_replicas(self, ep: int) -> Candidate:
+    def over_replicas(self, ep: int) -> "Candidate":
         """Returns the candidate with experts over so many ranks of a stage, or as many as a stage's ranks allow.
 
         Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
@@ -243,7 +241,7 @@ class Candidate(NamedTuple):
             return 1
         return gcd(*[g.count for s in self.stages for g in s.groups])
 
-    def block(self) -> Candidate:
+    def block(self) -> "Candidate":
         """One of the equal pipelines."""
         n = self.blocks
         if n == 1:

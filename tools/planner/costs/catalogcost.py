@@ -1,7 +1,5 @@
 """Time and memory of one layer without a profile: kernels of the catalog's GPUs (see ``docs/costs.md``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache
@@ -179,7 +177,7 @@ class CatalogCosts:
             whole += count * activation_bytes(model, "layer", batch, tp, recompute, self.fused(gpu))
         return sliced / whole
 
-    def of_kind(self, kind: str) -> CatalogCosts:
+    def of_kind(self, kind: str) -> "CatalogCosts":
         """Returns the costs of a model of one layer of a kind."""
         if kind not in self._of_kind:
             self._of_kind[kind] = CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)

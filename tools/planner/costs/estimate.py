@@ -3,8 +3,6 @@
 ``docs/cost_model.md`` derives the formulas and says where the schedule simulator differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -202,7 +200,7 @@ class Estimator(OperatingPoints):
             raise found
         return found
 
-    def only(self, pools: Sequence[int]) -> Estimator:
+    def only(self, pools: Sequence[int]) -> "Estimator":
         """Returns the estimator of these pools of the cluster, in this order."""
         nodes = tuple(self.cluster.nodes[p] for p in pools)
         cluster = Cluster(name=self.cluster.name, nodes=nodes, links=self.cluster.links, gpus=self.cluster.gpus)

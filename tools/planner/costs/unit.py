@@ -1,7 +1,5 @@
 """Figures of replicas at their operating points: what a microbatch takes and keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +33,7 @@ class Unit:
     attention_b: float = 0.0
     pass_f: float = 0.0
     pass_b: float = 0.0
-    kinds: tuple[tuple[Unit, tuple[int, ...]], ...] = ()
+    kinds: "tuple[tuple[Unit, tuple[int, ...]], ...]" = ()
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
         """A figure of a layer, summed over the layers of every chunk of a stage."""

@@ -1,7 +1,5 @@
 """Options of ``het-plan emit``, the settings of a launch, and what is refused before a file is written."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -140,7 +138,7 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
         raise PlannerError(file, "stages", wide, problem, "Plan again")
 
 
-def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
+def check_launch(launch: "LaunchOptions", kinds: Mapping[str, NodeKind]) -> None:
     """Every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
         ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
@@ -368,7 +366,7 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
+def launch_options(options: argparse.Namespace, plan: Plan) -> "LaunchOptions":
     """Returns the settings of the scripts; raises PlannerError for options of a container without one."""
     iterations = options.train_iters
     if options.train_samples is not None:

@@ -5,8 +5,6 @@ kind plus the pod's index; an elastic job's pods run an agent, and one more pod 
 value of the file and never part of a command.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ class PodOptions:
     volumes: Mapping[str, str] = field(default_factory=dict)
     queue: str = ""  # kueue's queue; empty: none
     restarts: int = 10  # how often a JobSet starts again after a failure
-    kinds: Mapping[str, PodKind] = field(default_factory=dict)  # what tells the nodes of each kind apart, by its name
+    kinds: "Mapping[str, PodKind]" = field(default_factory=dict)  # what tells the nodes of each kind apart, by its name
 
 
 @dataclass(frozen=True, slots=True)

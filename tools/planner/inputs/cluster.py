@@ -1,7 +1,5 @@
 """The cluster file: which nodes there are, where, how they are connected and what they cost."""
 
-from __future__ import annotations
-
 import os
 from math import log
 from typing import Annotated, Any
@@ -157,13 +155,13 @@ class NodeGroup(BaseModel):
         return tuple(found)
 
     @model_validator(mode="after")
-    def _has_its_devices(self) -> NodeGroup:
+    def _has_its_devices(self) -> "NodeGroup":
         wanted = self.gpus_per_node if self.shared_node else 0
         if len(set(self.devices)) != wanted or len(self.devices) != wanted:
             raise ValueError(f"a group {'with' if wanted else 'without'} shared_node has {wanted} different devices")
         return self
 
-    def shares_nodes_with(self, other: NodeGroup) -> bool:
+    def shares_nodes_with(self, other: "NodeGroup") -> bool:
         """Whether both are GPUs of the same nodes."""
         return bool(self.shared_node) and self.shared_node == other.shared_node
 
@@ -238,7 +236,7 @@ class Cluster(BaseModel):
         return _name(value)
 
     @model_validator(mode="after")
-    def _regions(self) -> Cluster:
+    def _regions(self) -> "Cluster":
         seen: dict[str, str] = {}
         for node in self.nodes:
             if seen.setdefault(node.zone, node.where) != node.where:

@@ -1,7 +1,5 @@
 """The model file: the shape of a decoder-only transformer, its batch and its numerics, and what they imply."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from functools import cached_property
@@ -138,7 +136,7 @@ class Model(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> Model:
+    def _consistent(self) -> "Model":
         check_sizes(self)
         return self
 
@@ -148,10 +146,10 @@ class Model(BaseModel):
         return kinds_of(layers_of(self.pattern))
 
     @cached_property
-    def _alone(self) -> dict[str, Model]:
+    def _alone(self) -> "dict[str, Model]":
         return {}
 
-    def of_kind(self, symbol: str) -> Model:
+    def of_kind(self, symbol: str) -> "Model":
         """The model of one layer of a kind: what that kind lacks has no size."""
         if symbol not in self._alone:
             values = {name: getattr(self, name) for name in type(self).model_fields}

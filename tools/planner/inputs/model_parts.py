@@ -1,7 +1,5 @@
 """Parts of the model file beyond a plain decoder layer: documents, experts, latent attention, other kinds of layers."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import random
@@ -263,7 +261,7 @@ class Experts(BaseModel):
             raise ValueError(f"experts.dense_layers = {self.dense_layers} is more than num_layers = {num_layers}")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Experts:
+    def _consistent(self) -> "Experts":
         if self.top_k > self.count:
             raise ValueError(f"top_k = {self.top_k} is more than count = {self.count}")
         return self
@@ -417,7 +415,7 @@ class DeltaNet(BaseModel):
         return self.key_heads % tp == 0 and self.value_heads % tp == 0
 
     @model_validator(mode="after")
-    def _consistent(self) -> DeltaNet:
+    def _consistent(self) -> "DeltaNet":
         if self.value_heads % self.key_heads:
             raise ValueError(f"key_heads = {self.key_heads} does not divide value_heads = {self.value_heads}")
         return self

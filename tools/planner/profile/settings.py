@@ -1,7 +1,5 @@
 """The command ``profile`` and its settings: what to measure, at which operating points, and what is already there."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -125,7 +123,7 @@ class ProfileSettings:
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> ProfileSettings:
+    def from_json(text: str) -> "ProfileSettings":
         """Inverse of ``to_json``."""
         settings: ProfileSettings = validated(ProfileSettings, json.loads(text), "settings")
         return settings

@@ -5,8 +5,6 @@ bring most tokens per USD more.  Nodes whose lower bound (``search/bounds.py``) 
 are not searched.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -50,7 +48,7 @@ class Rung:
         assert self.plan.iteration_s is not None  # nothing is rented without a plan
         return iterations * self.plan.iteration_s / self.goodput / HOUR_S
 
-    def more_per_usd(self, before: Rung | None) -> float:
+    def more_per_usd(self, before: "Rung | None") -> float:
         """Tokens per second more for a USD per hour more."""
         tokens, usd = (0.0, 0.0) if before is None else (before.tokens_per_s, before.usd_per_h)
         gained, paid = self.tokens_per_s - tokens, self.usd_per_h - usd

@@ -1,7 +1,5 @@
 """Figures of plans as JSON values and as tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -90,7 +88,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
             thread.join(1.0)
 
 
-def table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str) -> "Table":
     """An empty rich table; the first column, and one of sentences, "what", are left-aligned.
 
     No column gets narrower than the longest word of its head, and what is too long for a cell goes on in the next
