@@ -199,7 +199,7 @@ def measured_config(config: HetConfig, device: Platform) -> HetConfig:
 
 
 # A measured pass is no training step: nothing is saved, logged, repeated or loaded.
-_LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000000", "--rerun-mode", "disabled")
+_LAST = ("--num-workers", "0", "--eval-iters", "0", "--rerun-mode", "disabled")
 _MOST_REPETITIONS = 10_000
 _LINK_REPETITIONS = 3
 

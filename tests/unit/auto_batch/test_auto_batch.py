@@ -157,6 +157,7 @@ def test_a_checkpoint_of_shards_is_reshardable() -> None:
 def test_refuses_what_it_measures_or_cannot(more: list[str], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         base_plan([*UNTIED, *more], 2)
+    assert "--eval-interval" not in measure._LAST  # what its lack refuses is refused before passes are timed
 
 
 @pytest.mark.parametrize("words", [WORDS, [*WORDS, "--global-batch-size", "x"], [*WORDS, "--global-batch-size", "1"]])

@@ -239,6 +239,7 @@ def test_ranks_that_share_sequences_send_each_other_tokens_of_recurrent_layers(s
 
 
 def test_files_with_layers_of_no_kind_are_refused():
+    assert from_config({**FILES["nemotron-h-8b"], "attention_head_dim": 64}, "config.json")["head_size"] == 64
     for changed in ({"hybrid_override_pattern": "M-X"}, {"num_hidden_layers": 3}):
         with pytest.raises(PlannerError, match="layers are"):
             from_config({**FILES["nemotron-h-8b"], **changed}, "config.json")
