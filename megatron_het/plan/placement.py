@@ -452,10 +452,13 @@ class Placement:
 
     def companions(self, stage: int) -> list[tuple[int, ...]]:
         """Replicas of a stage that share expert groups, so that they run the same passes at the same time."""
+        cuts = [cut for cut in self.classes(stage) if not cut.divides_alike]
+        if not cuts:
+            return []
         owner = {rank: q for q, r in enumerate(self.plan.stages[stage].replicas) for rank in r.ranks}
         sets: list[set[int]] = []
-        for cut in self.classes(stage):
-            for group in [] if cut.divides_alike else self.expert_groups(stage, cut):
+        for cut in cuts:
+            for group in self.expert_groups(stage, cut):
                 joined = {owner[rank] for rank in group}
                 for other in [found for found in sets if found & joined]:
                     joined |= other

@@ -79,6 +79,8 @@ class Lifetimes:
         self._hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in _HOOKS}  # those that do something
         self._whole = [frozenset(range(max(count, 1))) for count in self.layers]
         self._effects = {kind: kind.effect.lifetime(self) for kind in kinds if kind.effect.lifetime is not None}
+        # :meth:`step`, of the kinds for which it does anything
+        self.steps = self._effects | {kind: self.step for kind in kinds if kind.is_issued or kind.meets}
 
     @staticmethod
     def matter(kinds: Set[Kind]) -> bool:

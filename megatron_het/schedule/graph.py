@@ -162,14 +162,14 @@ class Graph:
         waits: list[Sequence[int]] = []
         kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
         stateful = Lifetimes.matter(kinds)
-        steps = {kind for kind in kinds if kind.is_issued or kind.meets or kind.effect.lifetime is not None}
-        rows = {kind: (kind.needs.own, kind.fed_by, kind in RECEIVES, kind in steps, rules[kind]) for kind in kinds}
+        rows = {kind: (kind.needs.own, kind.fed_by, kind in RECEIVES, rules[kind]) for kind in kinds}
         for d, ops in enumerate(self.program.ops):
             state = Lifetimes(self.program, d, kinds) if stateful else None
+            steps = {} if state is None else state.steps
             made, delivered = index[d], None if deliveries is None else deliveries[d]
             for i, op in enumerate(ops, self.first[d]):
                 kind, microbatch, piece, chunk, _, _, _, _ = op
-                own, receive, is_receive, is_step, rule = rows[kind]
+                own, receive, is_receive, rule = rows[kind]
                 maker = None if own is None else made.get((own, microbatch, piece, chunk))
                 if is_receive:
                     found = [other_end[i]] if other_end[i] >= 0 else []
@@ -192,8 +192,8 @@ class Graph:
                             found += self._before(source, index[source].get(key))
                     if kind in HELPED_BY_RECEIVE and (helped := made.get(brought(op))) is not None:
                         found.append(helped)
-                if state is not None and is_step:
-                    state.step(i, op, found)
+                if kind in steps:
+                    steps[kind](i, op, found)
                 waits.append(found)
             if state is not None:
                 state.finish()

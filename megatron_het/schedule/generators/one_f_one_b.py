@@ -184,12 +184,9 @@ def in_flight_limits(shape: Shape, slack: float = SLACK, depths: Sequence[int] =
     """
     spread = 1.0 if len(set(shape.route)) == 1 else 1.0 + slack
     depths = depths or (1,) * (shape.stages - 1)
-    limits = []
-    for d, (stage, _) in enumerate(shape.devices):
-        share = len(shape.microbatches_of(d)) / shape.microbatches
-        later = sum(n * depth for n, depth in zip(shape.replicas[stage + 1 :], depths[stage:]))
-        limits.append(1 + math.ceil(spread * share * later - 1e-9))
-    return limits
+    later = [sum(n * depth for n, depth in zip(shape.replicas[s + 1 :], depths[s:])) for s in range(shape.stages)]
+    shares = [len(shape.microbatches_of(d)) / shape.microbatches for d in range(len(shape.devices))]
+    return [1 + math.ceil(spread * share * later[d.stage] - 1e-9) for share, d in zip(shares, shape.devices)]
 
 
 def one_f_one_b(
