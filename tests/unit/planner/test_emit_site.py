@@ -427,6 +427,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
     assert "--job-name" in capsys.readouterr().err
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
+    assert main([*words, "--target", "jobset", "--volume", f"claim:{tmp_path}", "--qos", "high"]) == 2
     for target, name, said in (("skypilot", "claim", "s3://BUCKET"), ("jobset", "s3://b", "CLAIM"), ("slurm", "c", "")):
         assert main([*words, "--target", target, "--volume", f"{name}:{tmp_path}"]) == 2
         assert "--volume" in (error := capsys.readouterr().err) and said in error

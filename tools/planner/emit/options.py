@@ -396,16 +396,18 @@ def launch_options(options: argparse.Namespace, plan: Plan) -> "LaunchOptions":
     )
 
 
+_OF_TARGETS = {"volume": ("jobset", "skypilot"), "queue": ("jobset",)}
+_OF_TARGETS |= dict.fromkeys(("qos", "reservation", "licenses", "mem", "exclusive"), ("slurm",))
+
+
 def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, NodeKind]) -> PodOptions | None:
     """Returns what a launch without Slurm is told; None with Slurm.
 
     Raises:
         PlannerError: An option that the target does not have, or GPUs that the target has no name for.
     """
-    for option in ("volume", "queue"):
-        if getattr(options, option) and (
-            options.target == "slurm" or (option, options.target) == ("queue", "skypilot")
-        ):
+    for option, targets in _OF_TARGETS.items():
+        if getattr(options, option) and options.target not in targets:
             problem = f"does not go with --target {options.target}"
             raise PlannerError("emit", f"--{option}", getattr(options, option), problem)
     if options.target == "slurm":
