@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import combinations, product
 from math import gcd, inf
 
@@ -42,6 +43,7 @@ _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
 
 
 Regular = list[tuple[Candidate, Estimate]]
+Way = Callable[[Estimator, Goal], Iterator[Candidate]]
 
 
 def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidate], most: float = inf) -> Regular:
@@ -91,10 +93,15 @@ def with_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
                 yield Candidate(stages, batch, recompute, name, chunks, rows=rows).over_replicas(ep)
 
 
-def in_slices(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
-    """Regular pipelines under each schedule that cuts sequences and with each recomputation."""
-    for stages, cp in _shapes(estimator) if any(schedule.cuts_sequences for schedule in goal.allowed) else ():
-        yield from _sliced_pipelines(estimator, goal, stages, cp, _SLICES_PER_STAGE)
+def in_slices(estimator: Estimator, goal: Goal, mixed: bool = False) -> Iterator[Candidate]:
+    """Regular pipelines under each schedule that cuts sequences and with each recomputation.
+
+    Args:
+        mixed: One kind of GPU has twice the TP size of the others.
+    """
+    if any(schedule.cuts_sequences for schedule in goal.allowed):
+        for stages, cp in _shapes(estimator, mixed=mixed):
+            yield from _sliced_pipelines(estimator, goal, stages, cp, _SLICES_PER_STAGE)
 
 
 def _sliced_pipelines(
@@ -181,7 +188,7 @@ def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> 
 
 
 def _shapes(
-    estimator: Estimator, cp_sizes: Sequence[int] = LONG_SIZES, *, has_ends: bool = True
+    estimator: Estimator, cp_sizes: Sequence[int] = LONG_SIZES, *, has_ends: bool = True, mixed: bool = False
 ) -> Iterator[tuple[tuple[Stage, ...], int]]:
     """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size.
 
@@ -191,27 +198,30 @@ def _shapes(
     Args:
         cp_sizes: Those that are tried.
         has_ends: Whether the last stage has the whole output layer.
+        mixed: Of all kinds, of which one has twice the TP size of the others.
     """
     model, nodes = estimator.model, estimator.cluster.nodes
-    for tp, cp, width in product(LONG_SIZES, cp_sizes, LONG_SIZES):
-        if width > model.global_batch_size or tp * cp > MOST_SHARING:
+    kinds = sorted({n.gpu for n in nodes})
+    wider = (kinds if len(kinds) > 1 else []) if mixed else [""]
+    for tp, cp, width, wide in product(LONG_SIZES, cp_sizes, LONG_SIZES, wider):
+        sizes = [tp * 2 if n.gpu == wide else tp for n in nodes]
+        if width > model.global_batch_size or max(sizes) * cp > MOST_SHARING:
             continue
-        pools = [p for p, n in enumerate(nodes) if tp <= n.gpus_per_node]
-        counts = {p: nodes[p].count * (nodes[p].gpus_per_node // tp) // (cp * width) for p in pools}
-        counts = {p: n for p, n in counts.items() if n and nodes[p].quota >= n * tp * cp * width}
+        counts = {p: n.count * (n.gpus_per_node // sizes[p]) // (cp * width) for p, n in enumerate(nodes)}
+        counts = {p: n for p, n in counts.items() if n and nodes[p].quota >= n * sizes[p] * cp * width}
         like = Candidate((), 1, cp=cp)
-        units = {p: u for p in counts if (u := estimator.unit_of(like, Group(p, tp, 1))) is not None}
+        units = {p: u for p in counts if (u := estimator.unit_of(like, Group(p, sizes[p], 1))) is not None}
         rate = {p: 1 / (u.layer_f + u.layer_b) for p, u in units.items()}
         whole = [p for p in sorted(units, key=lambda p: -rate[p]) for _ in range(counts[p])]
         chosen = [whole[:n] for n in range(len(whole), 1, -1)] if len(units) == len(counts) else []
-        for kind in dict.fromkeys(nodes[p].gpu for p in whole):
+        for kind in dict.fromkeys(nodes[p].gpu for p in whole) if not wide else ():
             mine = [p for p in whole if nodes[p].gpu == kind]
             chosen += [mine[:n] for n in range(1, len(mine) + 1) if n == len(mine) or model.num_layers % n == 0]
         for order in dict.fromkeys(tuple(order) for order in chosen if 1 < len(order) <= model.num_layers):
             head = units[order[-1]]
             ends = [0.0] * (len(order) - 1) + [(head.head_f + head.head_b) * has_ends]
             layers = balanced(model.num_layers, [rate[p] for p in order], ends)
-            yield tuple(Stage(n, (Group(p, tp, width),)) for n, p in zip(layers, order)), cp
+            yield tuple(Stage(n, (Group(p, sizes[p], width),)) for n, p in zip(layers, order)), cp
 
 
 def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) -> list[int]:
@@ -259,7 +269,9 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     better: list[Found] = []
     progress.text = "choices"
     known = outcome.best.value(goal) if outcome.best is not None else inf
-    ways = {with_experts: FAR, in_slices: FAR, of_kinds_together: HOPELESS} if is_long else {with_experts: FAR}
+    ways: dict[Way, float] = {with_experts: FAR}
+    if is_long:
+        ways |= {in_slices: FAR, partial(in_slices, mixed=True): 1.0, of_kinds_together: HOPELESS}
     regular = [
         pair for way, far in ways.items() for pair in best_regular(estimator, goal, way(estimator, goal), far * known)
     ]
