@@ -205,6 +205,9 @@ def test_regular_pipelines_fit_and_use_all_kinds() -> None:
     for c, estimate in found:
         assert priced.fits(estimate) and c.slices >= len(c.stages)
         build_plan(priced, c, estimate)
+    for c in in_slices(priced, GOAL, mixed=True):
+        tp = {g.pool: g.tp for s in c.stages for g in s.groups}
+        assert tp.keys() == {0, 1} and max(tp.values()) == 2 * min(tp.values())
 
 
 def of_two_kinds(first: str, second: str, **changes: object) -> Estimator:
