@@ -218,6 +218,8 @@ def _shapes(
             mine = [p for p in whole if nodes[p].gpu == kind]
             chosen += [mine[:n] for n in range(1, len(mine) + 1) if n == len(mine) or model.num_layers % n == 0]
         for order in dict.fromkeys(tuple(order) for order in chosen if 1 < len(order) <= model.num_layers):
+            if mixed and len({sizes[p] for p in order}) == 1:
+                continue
             head = units[order[-1]]
             ends = [0.0] * (len(order) - 1) + [(head.head_f + head.head_b) * has_ends]
             layers = balanced(model.num_layers, [rate[p] for p in order], ends)
