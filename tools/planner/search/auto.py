@@ -1,7 +1,5 @@
 """The default search: the cluster and its parts searched by all means, and the published methods beside them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """Layers per stage so that the slowest stage is as fast as possible, within memory."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple

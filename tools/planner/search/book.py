@@ -1,7 +1,5 @@
 """All candidates met so far: guessed quickly first, and what is worth it evaluated once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from ctypes import c_double, c_int32
 from math import inf
@@ -428,7 +426,7 @@ class Book:
         goal: Goal,
         progress: Progress,
         limits: Limits | None = None,
-        known: Book | None = None,
+        known: "Book | None" = None,
         bound: float = inf,
         simulated: float = inf,
     ) -> None:

@@ -18,8 +18,6 @@ The search asks a tighter bound which parts of a cluster are worth a search of t
 tries there, with equal microbatches, without the exchange and without expert parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, product

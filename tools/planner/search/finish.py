@@ -1,7 +1,5 @@
 """The end of every search: finalists are put into real zones, simulated event by event, and ordered by that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial

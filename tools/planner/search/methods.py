@@ -1,7 +1,5 @@
 """Searches by name."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction

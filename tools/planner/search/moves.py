@@ -1,7 +1,5 @@
 """Small changes of a candidate: the neighbourhood of a local search, and depths across slow links for finalists."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise

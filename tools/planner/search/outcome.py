@@ -1,7 +1,5 @@
 """Effort, goal, progress and time limit of a search, how they come from a command line, and its outcome."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -434,7 +432,7 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
     )
 
 
-def check_planned_precision(made: Plan, model: Model, file: str) -> None:
+def check_planned_precision(made: "Plan", model: Model, file: str) -> None:
     """A plan trains in the precision that it was made for.
 
     Raises:

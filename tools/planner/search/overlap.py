@@ -1,7 +1,5 @@
 """The choice between plans that are about as fast: plain, with little need of overlap, steady where figures are off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Planners of Zorse (splitting the bandwidth graph) and Sailor (dynamic programming over stages and resources)."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

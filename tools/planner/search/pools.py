@@ -1,7 +1,5 @@
 """Parts of a cluster that are searched on their own, and zones of one region that are searched as one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations, product
 

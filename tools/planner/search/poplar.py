@@ -1,7 +1,5 @@
 """Poplar's planner: no pipeline, uneven batches over ZeRO data parallelism."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import replace

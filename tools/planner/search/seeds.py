@@ -1,7 +1,5 @@
 """Starting points: which pools, cut into how many stages, with which TP, batch and share of the GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import cache
 from heapq import nsmallest

@@ -1,7 +1,5 @@
 """One part of a cluster searched by all means: seeds, local search, its own parts, proof if it is small, finalists."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
