@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -41,6 +42,7 @@ from tools.planner.inputs.files import (
     gres_problem,
     host_problem,
     job_problem,
+    slurm_seconds,
     time_problem,
 )
 from tools.planner.inputs.model import Model, load_model, model_from_document
@@ -355,6 +357,7 @@ def test_extra_flags_that_are_fine(tmp_path: Path) -> None:
 def test_names_that_are_fine() -> None:
     assert not any(map(host_problem, ("n1", "gpu-01.cluster.example", "10.0.0.1", "::1", "node_3")))
     assert not any(map(time_problem, ("90", "1:30", "24:00:00", "2-12", "2-12:30:00", "UNLIMITED")))
+    assert [*map(slurm_seconds, ("2", "1:30", "1:0:0", "1-1", "INFINITE"))] == [120, 90, 3600, 90000, inf]
     assert not any(map(job_problem, ("megatron-het", "run_7.b")))
     assert not any(map(gres_problem, ("gpu", "gpu:a100"))) and gres_problem("gpu:a100:4")
 

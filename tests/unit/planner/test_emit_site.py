@@ -110,6 +110,7 @@ def test_each_component_has_its_own_requests_and_options_fill_in() -> None:
         {"modules": ("cuda; touch x",)},
         {"modules": ("-x",)},
         {"notice_s": 0},
+        {"time_limit": "00:01"},  # a second
         {"container": Container("a b")},
         {"container": Container("$(x)\n")},
         {"container": Container("image", mounts=("relative",))},

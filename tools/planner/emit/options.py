@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import check_expert_parallel
@@ -27,6 +27,7 @@ from ..inputs.files import (
     job_problem,
     module_problem,
     mount_problem,
+    slurm_seconds,
     text_problem,
     time_problem,
 )
@@ -36,10 +37,6 @@ from ..inputs.packing import Node, NodeKind
 from .flags import Turns
 from .pods import PodKind, PodOptions, Target
 from .scripts import AtTimeLimit, Container, LaunchOptions
-
-if TYPE_CHECKING:
-    from .scripts import LaunchOptions
-
 
 # Refusals of ``emit`` before it writes anything: names that Slurm or a shell would read as something else.
 
@@ -138,7 +135,7 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
         raise PlannerError(file, "stages", wide, problem, "Plan again")
 
 
-def check_launch(launch: "LaunchOptions", kinds: Mapping[str, NodeKind]) -> None:
+def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
     """Every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
         ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
@@ -159,6 +156,9 @@ def check_launch(launch: "LaunchOptions", kinds: Mapping[str, NodeKind]) -> None
                 raise PlannerError("emit", option, value, problem)
     if not 10 <= launch.notice_s <= 65535:
         raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
+    if slurm_seconds(launch.time_limit) <= launch.notice_s:
+        problem = f"is over before the job saves and stops, --notice-s {launch.notice_s} seconds before its end"
+        raise PlannerError("emit", "--time-limit", launch.time_limit, problem, "24:00:00 is a day")
     if not 0 <= launch.cpus_per_task <= 4096:
         raise PlannerError(
             "emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (a node's ranks share its cores) to 4096"
@@ -366,7 +366,7 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def launch_options(options: argparse.Namespace, plan: Plan) -> "LaunchOptions":
+def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
     """Returns the settings of the scripts; raises PlannerError for options of a container without one."""
     iterations = options.train_iters
     if options.train_samples is not None:

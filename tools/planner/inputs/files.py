@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 from megatron_het import safe_io as untrusted
@@ -79,6 +80,17 @@ gres_problem = _matches(_GRES, "is no generic resource without its number, like 
 time_problem = _matches(
     _TIME, "is no time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]] or UNLIMITED"
 )
+
+
+def slurm_seconds(text: str) -> float:
+    """Seconds of a time limit as :data:`time_problem` takes it; infinite where there is none."""
+    if text.isalpha():
+        return inf
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, units))
+
 
 module_problem = _matches(re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+@=/-]*"), "is no name of a module, like cuda/12.4")
 mount_problem = _matches(
