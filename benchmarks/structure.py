@@ -147,7 +147,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "tests": 40_900,
-        "tools/planner": 23_500,
+        "tools/planner": 23_450,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""

@@ -50,9 +50,6 @@ def describe(program: Program, device: int, position: int) -> str:
     return f"device {program.devices[device]}, position {position}: {left}{' '.join(around)}{right}"
 
 
-KEPT: "list[Graph]" = []  # of the program that was made last, if its graph was needed for that
-
-
 class Graph:
     """Flattened operations and what each waits for, apart from the order of its own device."""
 
@@ -103,12 +100,6 @@ class Graph:
         deliveries = self._index()
         # ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send)
         self.waits = self._edges(deliveries)
-
-    @classmethod
-    def of(cls, program: Program) -> "Graph":
-        """The graph of a program, which a pass may have left in :data:`KEPT`; raises ScheduleError."""
-        kept, KEPT[:] = KEPT[:], []
-        return kept[0] if kept and kept[0].program is program else cls(program)
 
     def where(self, node: int) -> tuple[int, int]:
         """(device, position) of an operation."""

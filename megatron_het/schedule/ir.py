@@ -10,7 +10,7 @@ Nothing in here knows about tensors, ranks or time.
 
 import functools
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -104,6 +104,16 @@ class Op(NamedTuple):
         if self.start >= 0 or self.stop >= 0:
             out += f"[{_text(self.start)}:{_text(self.stop)}]"
         return out
+
+
+def inserted(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> tuple[Op, ...]:
+    """A device's list with operations put before and after those at these positions."""
+    out: list[Op] = []
+    at = 0
+    for i in sorted(before.keys() | after.keys()):  # few of all: the rest is copied in runs
+        out += (*ops[at:i], *before.get(i, ()), ops[i], *after.get(i, ()))
+        at = i + 1
+    return (*out, *ops[at:])
 
 
 def _text(number: int) -> str:

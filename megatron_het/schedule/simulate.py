@@ -137,7 +137,7 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
         ScheduleError: the program lacks something or its operations wait for each other.
     """
     costs.check(program.shape)
-    graph = graph or Graph.of(program)
+    graph = graph or Graph(program)
     graph.check_complete()
     engine = _Engine(graph, costs)
     engine.run()

@@ -252,7 +252,7 @@ def validate(
         if found:
             return found
     try:
-        graph = graph or Graph.of(program)
+        graph = graph or Graph(program)
     except ScheduleError as error:
         return [Problem("completeness", -1, -1, None, str(error))]
     for step in (_missing, _lifetimes, _local_order):

@@ -8,7 +8,7 @@ from megatron_het.features.base import Feature, Figures, Refusal, ViewFlag, opti
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.deps import Lifetimes, Pass, State
-from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.ir import Kind, Op, Program, inserted
 from megatron_het.schedule.kinds import (
     LIGHT,
     NEITHER,
@@ -141,12 +141,7 @@ def _device(ops: tuple[Op, ...], ahead: int) -> tuple[Op, ...]:
             continue
         offloads[forward] = [Op(Kind.ACT_OFFLOAD, microbatch, piece, chunk)]
         fetches.setdefault(place, []).append(Op(Kind.ACT_FETCH, microbatch, piece, chunk))
-    out: list[Op] = []
-    at = 0
-    for i in sorted(offloads.keys() | fetches.keys()):
-        out += (*ops[at:i], *fetches.get(i, ()), ops[i], *offloads.get(i, ()))
-        at = i + 1
-    return (*out, *ops[at:])
+    return inserted(ops, fetches, offloads)
 
 
 _FLAG = "--het-offload-activations"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.features.window.kinds import PARAMETER_KINDS, ZERO_STAGES
-from megatron_het.schedule.graph import KEPT, Graph, ScheduleError, replay
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program
+from megatron_het.schedule.graph import Graph, ScheduleError, replay
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Place, Program, inserted
 from megatron_het.schedule.joint import event_places, stuck_events
 from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, PARTS, Direction, Role, chunk_of, where
 from megatron_het.schedule.transfers import add_transfers, plain_durations
@@ -306,7 +306,7 @@ class _Window:
                 resident.discard(visit.chunk)
         at_end = {"end": [c for c in sorted(last_visit) if c not in late] + late, "ministage": late, "none": []}
         tail = [] if self.program.forward_only else [*steps, *self._steps_at_end(at_end[self.step])]
-        return self._join(ops, before, after, tail)
+        return (*inserted(ops, before, after), *tail)
 
     def _steps_at_end(self, chunks: Sequence[int]) -> Iterator[Op]:
         for chunk in chunks:
@@ -315,17 +315,6 @@ class _Window:
             yield Op(Kind.OPTIMIZER_STEP, chunk=chunk)
             if self.offload:
                 yield Op(Kind.PARAM_OFFLOAD, chunk=chunk)
-
-    @staticmethod
-    def _join(
-        ops: Sequence[Op], before: dict[int, list[Op]], after: dict[int, list[Op]], tail: Sequence[Op]
-    ) -> tuple[Op, ...]:
-        out: list[Op] = []
-        at = 0
-        for i in sorted(before.keys() | after.keys()):
-            out += (*ops[at:i], *before.get(i, ()), ops[i], *after.get(i, ()))
-            at = i + 1
-        return (*out, *ops[at:], *tail)
 
 
 _COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
@@ -349,7 +338,6 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
     graph = Graph(program)
     teams = graph.teams()
     if not teams or next(stuck_events(graph, teams), None) is None:
-        KEPT[:] = [graph]
         return program
     found = _in_order(graph, teams)
     if found is None:

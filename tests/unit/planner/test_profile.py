@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layer import MEGATRON_HET, Spread
+from tools.planner.costs.layer import Spread
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.costs.unit import Unit
 from tools.planner.errors import PlannerError
@@ -338,7 +338,7 @@ def test_a_profile_of_other_layers_is_refused(key: str, changes: dict[str, objec
 
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
     cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
-    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name], MEGATRON_HET))
+    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name]))
 
 
 def unit(of: Model, slices: int = 1, tp: int = 1) -> Unit:

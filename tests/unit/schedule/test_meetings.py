@@ -21,7 +21,7 @@ from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate, transfers
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.graph import KEPT, Graph, ScheduleError, meetings
+from megatron_het.schedule.graph import Graph, ScheduleError, meetings
 from megatron_het.schedule.ir import RECEIVES, SENDS, dumps, loads
 from megatron_het.schedule.joint import counting_places, event_places, last_makers, stuck_events, sync_points
 from megatron_het.schedule.kinds import PARTS
@@ -270,14 +270,6 @@ def _first_without_a_place(graph: Graph) -> list[int]:
     places = event_places(graph, graph.teams())
     rows = [[node for node in range(*bounds) if places[node] < 0] for bounds in pairwise(graph.first)]
     return [row[0] for row in rows if row]
-
-
-def test_a_kept_graph_is_for_its_program_only() -> None:
-    one, other = (add_transfers(generate("1f1b", Shape.uniform(2, count))) for count in (2, 3))
-    KEPT[:] = [kept := Graph(other)]
-    assert Graph.of(one).program is one and not KEPT
-    KEPT[:] = [kept]
-    assert Graph.of(other) is kept and Graph.of(other) is not kept
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": True}, {"per_layer": True, "prefetch": 0}], ids=str)

@@ -1,7 +1,5 @@
 """Whole iterations through the schedule simulator: the final word on a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
