@@ -33,6 +33,7 @@ from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, plan_hash
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import (
+    LineParser,
     add_options,
     amount,
     check_replaces,
@@ -53,7 +54,7 @@ CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
 
 def parser_of() -> argparse.ArgumentParser:
     """Returns the parser of the doctor's own options."""
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="python -m megatron_het.doctor",
         description="Checks the allocated nodes before a long job. Start it once per rank, as the training: "
         "with torchrun or srun.",

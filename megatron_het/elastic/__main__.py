@@ -16,7 +16,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, count, ends_with_its_reader, shown, split_words, write_text
+from megatron_het.safe_io import FileError, LineParser, count, ends_with_its_reader, shown, split_words, write_text
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
@@ -57,7 +57,7 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
     """Returns the parser of ``het-run``, or of one of its ``COMMANDS``."""
     if command:
         return _parser_of_command(command)
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="het-run",
         description="Elastic training: start it with the same command on every node, on one of them with "
         "--start-controller. Commands for a job that runs: het-run status, het-run leave NODE, het-run replan "
@@ -106,7 +106,7 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
 
 def _parser_of_command(command: str) -> argparse.ArgumentParser:
     text = COMMANDS[command]
-    parser = argparse.ArgumentParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
+    parser = LineParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
     _connection(parser)
     if command == "leave":
         parser.add_argument("node", help="name of the node that is to leave")

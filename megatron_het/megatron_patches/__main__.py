@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import megatron_het
-from megatron_het.safe_io import ends_with_its_reader
+from megatron_het.safe_io import LineParser, ends_with_its_reader
 
 _IMPORT_S = 600
 
@@ -37,7 +37,7 @@ def patch_folder() -> Path:
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print patches and what features lean on; returns 1 when upstream source differs from the known ones."""
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="python -m megatron_het.megatron_patches",
         description="The runtime patches to Megatron, each with its reason.",
     )

@@ -11,6 +11,7 @@ from megatron_het.safe_io.reading import (
     MAX_DEVICES,
     MAX_PASSES,
     FileError,
+    LineParser,
     add_options,
     amount,
     count,

@@ -1,6 +1,7 @@
 """Reading what may be anything: a file that is a device, a pipe or too large, and numbers on a command line."""
 
 import argparse
+import difflib
 import io
 import json
 import math
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # The error of a file that cannot be used, and bounded text for error messages.
-
 
 MAX_MESSAGE = 8000  # characters of one error message
 
@@ -100,40 +100,47 @@ def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any
 
 def count(least: int, most: int) -> Callable[[str], int]:
     """The type of an option that is a whole number from ``least`` to ``most``."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text) if len(text) <= 20 else None
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{shown(text, 40)}: a whole number from {least} to {most} is needed")
-        return value
-
-    return convert
+    return _number(int, 20, least, most, f"a whole number from {least} to {most}")
 
 
 def amount(least: float, most: float) -> Callable[[str], float]:
     """The type of an option that is a finite number from ``least`` to ``most``."""
+    return _number(float, 40, least, most, f"a number from {least:g} to {most:g}")
 
-    def convert(text: str) -> float:
+
+def _number[N: float](kind: Callable[[str], N], longest: int, least: N, most: N, needed: str) -> Callable[[str], N]:
+    def convert(text: str) -> N:
         try:
-            value = float(text) if len(text) <= 40 else math.nan
+            value = kind(text) if len(text) <= longest else None
         except ValueError:
-            value = math.nan
-        if not least <= value <= most:  # False for NaN too
-            raise argparse.ArgumentTypeError(f"{shown(text, 40)}: a number from {least:g} to {most:g} is needed")
+            value = None
+        if value is None or not least <= value <= most:  # for NaN too
+            raise argparse.ArgumentTypeError(f"{shown(text, 40)}: {needed} is needed")
         return value
 
     return convert
 
 
+class LineParser(argparse.ArgumentParser):
+    """Says on one line what is wrong with a command line, an unknown option before one that is missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does, and ends at an option that the command does not have."""
+        for word in () if self._subparsers or args is None else (w.partition("=")[0] for w in args):
+            if word.startswith("--") and not any(name.startswith(word) for name in self._option_string_actions):
+                near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+                self.error(f"{word} is no option of this command" + (f", {near[0]} is" if near else ""))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2."""
+        self.exit(2, f"error: {message}; see '{self.prog} --help'\n")
+
+
 # Bounds that hold everywhere: what is larger is a mistyped number, and would be a hang.
 
-MAX_PASSES = 500_000
-"""Forward and backward passes of one iteration, over all stages: more would take minutes to lay out."""
+MAX_PASSES = 500_000  # forward and backward passes of an iteration, over all stages: more take minutes to lay out
 MAX_DEVICES = 100_000  # devices of a cluster, and pipeline devices of a schedule
-
 MAX_BYTES = 32 << 20  # largest file that is read.  A plan of 1,024 ranks and 4,096 microbatches has a tenth of it.
 _VIRTUAL = ("/proc", "/sys")
 _KINDS = (
@@ -201,7 +208,6 @@ def _read(descriptor: int, most: int) -> bytes:
 
 
 # JSON as the standard means it: no NaN, no key twice, and no deeper and no longer numbers than we need.
-
 
 MAX_DEPTH = 32  # lists and objects inside each other
 MAX_NUMBER = 2**63 - 1  # largest absolute value of a whole number
@@ -311,14 +317,10 @@ class Inert:
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
-    def append(self, value: Any) -> None:
-        """Items of a list of a class of its own are dropped."""
+    def append(self, items: Any) -> None:
+        """Items of a list or set of a class of its own are dropped."""
 
-    def extend(self, values: Any) -> None:
-        """See :meth:`append`."""
-
-    def add(self, value: Any) -> None:
-        """See :meth:`append`."""
+    extend = add = append
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -364,7 +366,6 @@ def read_pickled(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
 #
 # What the text means follows YAML 1.2.  Where YAML 1.1 reads the same text as something else (``yes``,
 # ``010``, ``1:30``), it is refused instead of being guessed at.
-
 
 MAX_YAML_BYTES = 1 << 20
 MAX_VALUES = 100_000  # values of one document, each counted as often as aliases repeat it

@@ -4,7 +4,6 @@ Only argparse is imported here; every command imports what it needs, so that ``-
 """
 
 import argparse
-import difflib
 import importlib
 import io
 import json
@@ -12,9 +11,18 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_het.safe_io import MAX_DEVICES, add_options, amount, count, ends_with_its_reader, shown, split_words
+from megatron_het.safe_io import (
+    MAX_DEVICES,
+    LineParser,
+    add_options,
+    amount,
+    count,
+    ends_with_its_reader,
+    shown,
+    split_words,
+)
 
 from .errors import PlannerError, command
 
@@ -74,22 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says on one line what is wrong with a command line, an unknown option before one that is missing."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, and ends at an option that the command does not have."""
-        for word in (w.partition("=")[0] for w in args if self.get_default("run")):
-            if word.startswith("--") and not any(name.startswith(word) for name in self._option_string_actions):
-                near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-                self.error(f"{word} is no option of this command" + (f", {near[0]} is" if near else ""))
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Ends with exit code 2."""
-        self.exit(2, f"error: {message}; see '{self.prog} --help'\n")
-
-
 def _joined(words: Sequence[str]) -> list[str]:
     """The command line with ``--extra`` joined to its value."""
     joined: list[str] = []
@@ -113,7 +105,7 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
 
 def parser_of_all(chosen: Collection[str]) -> argparse.ArgumentParser:
     """Returns the parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
-    parser = _Parser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
+    parser = LineParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -205,27 +197,25 @@ _INSTEAD = "where FILE does not say it, or instead"
 _SIZE = {"type": count(1, 1 << 27)}
 
 
-def _model(names: str = "") -> dict[str, tuple[Any, ...]]:
-    text = f"model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint{names}"
-    return {
-        "--model": (None, "FILE", text, {"required": True}),
-        "--seq-length": (None, "N", _INSTEAD, _SIZE),
-        "--global-batch-size": (None, "N", _INSTEAD, _SIZE),
-        "--precision": (None, "", f"{_INSTEAD}: V100, T4 and RTX-20 have no bf16",
-                        {"choices": ("fp32", "tf32", "bf16", "fp16")}),
-        "--document-lengths": (
-            None, "MEAN|FILE", "of documents packed into sequences that do not see each other: their mean in tokens, "
-            "or a file with the lengths of some of them; where the model file does not say it, or instead"),
-    }
-
-
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "--model": (
+        None, "FILE", "model file (YAML), Hugging Face config.json, folder of a Megatron checkpoint, or a name like "
+        "llama-3.1-8b (docs/planner.md)", {"required": True}),
+    "--seq-length": (None, "N", _INSTEAD, _SIZE),
+    "--global-batch-size": (None, "N", _INSTEAD, _SIZE),
+    "--precision": (None, "", f"{_INSTEAD}: V100, T4 and RTX-20 have no bf16",
+                    {"choices": ("fp32", "tf32", "bf16", "fp16")}),
+    "--document-lengths": (
+        None, "MEAN|FILE", "of documents packed into sequences that do not see each other: their mean in tokens, "
+        "or a file with the lengths of some of them; where the model file does not say it, or instead"),
+}
 _PLAN = {"plan": (None, "PLAN", "plan.json")}
 _JSON = {"--json": (False, "", "print JSON instead of tables")}
 _PAGE = {"--html": (None, "FILE", "write one HTML page of the plan and of what is printed")}
 _CLUSTER = {"--cluster": (None, "FILE", "cluster file (YAML)", {"required": True})}
 _COMMON = {
     **_CLUSTER,
-    **_model(),
+    **_MODEL,
     "--profile": (None, "FILE", "profile.json; without one, datasheet figures are used"),
     "--memory-margin": (0.95, "SHARE", "share of GPU memory that a plan may use (default 0.95)"),
     **_JSON,
@@ -257,7 +247,7 @@ _WHOM_TO_ASK = {
 }
 _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "quickstart": ("cli.inventory.quickstart", (
-        _model("; or a name like llama-3.1-8b (docs/planner.md)"),
+        _MODEL,
         {"--cluster": (None, "FILE", "cluster file, instead of asking what there is")},
         _WHOM_TO_ASK,
         {"--out": (Path("run"), "FOLDER", "new folder (default run)"),
@@ -271,7 +261,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         _WHOM_TO_ASK,
         {"--json": (False, "", "print JSON instead of text")},
     ), {}),
-    "profile": ("cli.commands.profile", (_model(), _JSON, "profile.settings"), {}),
+    "profile": ("cli.commands.profile", (_MODEL, _JSON, "profile.settings"), {}),
     "plan": ("cli.commands.plan", (_COMMON, _GOAL, {
         "--out": ("plan.json", "FILE", "plan to write (default plan.json)"),
         "--verify": (
@@ -297,8 +287,8 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "replan": ("replay.replan.run", ("replay.replan", _GOAL, _JSON), {"limit_s": 120.0}),
     "replay": ("replay.command.replay", ("replay.command", _COMMON, _GOAL), {}),
     "rent": ("replay.rent.rent", (_COMMON, "replay.rent", _GOAL), {}),
-    "emit": ("cli.commands.emit", (_CLUSTER, _model(), _JSON, "emit.options"), {}),
-    "dry-run": ("cli.dry_run.dry_run", (_model(), _JSON, "cli.dry_run"), {"flags": []}),
+    "emit": ("cli.commands.emit", (_CLUSTER, _MODEL, _JSON, "emit.options"), {}),
+    "dry-run": ("cli.dry_run.dry_run", (_MODEL, _JSON, "cli.dry_run"), {"flags": []}),
     "support": ("cli.commands.support", ({
         "paths": (None, "PATH", "folders and files of the job", {"nargs": "+", "type": Path}),
         "--out": (Path("support.zip"), "", "the archive (default %(default)s)"),

@@ -27,7 +27,9 @@ class PlannerError(ValueError):
         self.value = value  # what was found there
         self.problem = problem  # why it is wrong
         self.hint = hint  # the nearest change that would work
-        text = f"{self.file}: {key}" + ("" if value is None else f" = {shown(value)}") + f": {problem}"
+        whole = key.startswith("(") and value is None  # ``(file)``: the file as a whole
+        place = "" if whole else f": {key}" + ("" if value is None else f" = {shown(value)}")
+        text = f"{self.file}{place}: {problem}"
         if hint:
             text += f". {hint}"
         super().__init__(one_line(text))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_het.doctor.__main__ import main as het_doctor
+from megatron_het.elastic.__main__ import main as het_run
 from testing.planner_cases import with_catalog
 from tests.unit.planner.emit_plans import MIDDLE
 from tools.planner.__main__ import _OPTIONS, main
@@ -120,12 +122,14 @@ def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, opt
 def test_a_wrong_command_line_takes_one_line(files, capsys):
     for words, said in (
         (["plan"], "required: --cluster, --model"),
+        (["het-run", "--contoller", "x"], "--contoller is no option of this command, --controller is"),
+        (["het-doctor", "--chekpoints", "x"], "--chekpoints is no option of this command, --checkpoints is"),
         (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
         (["plan", "--max-usd-per-iteration", "-1"], "--max-usd-per-iteration: '-1': a number from 0"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main(words)
+            {"het-run": het_run, "het-doctor": het_doctor}.get(words[0], main)(words[words[0].startswith("het-") :])
         error = capsys.readouterr().err
         assert ended.value.code == 2 and said in error and error.count("\n") == 1
 

@@ -253,9 +253,8 @@ def test_ranks_run_in_a_container_after_the_prologue(container: Container, tmp_p
 
 
 def test_modules_are_loaded_before_anything_runs(tmp_path: Path) -> None:
-    text = emit(
-        uneven_plan(), tmp_path, KINDS, {}, LaunchOptions(run_dir=str(tmp_path), modules=("cuda/12.4", "nccl"))
-    ).files
+    launch = LaunchOptions(run_dir=str(tmp_path), modules=("cuda/12.4", "nccl"))
+    text = emit(uneven_plan(), tmp_path, KINDS, {}, launch).files
     for name in ("train.sbatch", "torchrun-node-0.sh"):
         body = text[name].read_text()
         assert body.index("module load cuda/12.4 nccl") < body.index("train() {")
@@ -418,6 +417,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
     assert main([*words, "--target", "jobset", "--volume", f"claim:{tmp_path}", "--queue", "lab"]) == 0
     text = (tmp_path / "run" / "jobset.yaml").read_text()
     assert "gpu: a100" in text and "claimName: claim" in text and not (tmp_path / "run" / "train.sbatch").exists()
+    assert main(words) == 0 and "wrong for this one: jobset.yaml. Remove" in capsys.readouterr().out
     capsys.readouterr()
 
     def takes_seconds(*_: Any) -> list[str]:
@@ -428,7 +428,14 @@ def test_the_command_takes_settings_of_the_cluster_file(
     assert "--job-name" in capsys.readouterr().err
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
-    assert main([*words, "--target", "jobset", "--volume", f"claim:{tmp_path}", "--qos", "high"]) == 2
+    jobset = ["--target", "jobset", "--volume", f"claim:{tmp_path}"]
+    for asked in (
+        *(["--qos", "high", *jobset], ["--time-limit", "24:00:00", *jobset], ["--notice-s", "99", *jobset]),
+        *(["--modules", "cuda", *jobset], ["--restarts", "3"], ["--restarts", "3", "--elastic", *jobset]),
+        ["--no-exclusive", *jobset],
+    ):
+        assert main([*words, *asked]) == 2
+        assert asked[0].replace("no-", "") in (error := capsys.readouterr().err) and "does nothing with" in error
     for target, name, said in (("skypilot", "claim", "s3://BUCKET"), ("jobset", "s3://b", "CLAIM"), ("slurm", "c", "")):
         assert main([*words, "--target", target, "--volume", f"{name}:{tmp_path}"]) == 2
         assert "--volume" in (error := capsys.readouterr().err) and said in error

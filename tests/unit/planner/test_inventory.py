@@ -20,8 +20,11 @@ from tests.unit.planner.emit_plans import SMALL, WIDE
 from tools.planner.__main__ import COMMANDS, main, parser_of
 from tools.planner.cli import inventory as probes
 from tools.planner.cli.inventory import _BY_MEMORY, catalog_name, host_names
+from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog, gpu_names
 from tools.planner.inputs.cluster import load_cluster
+from tools.planner.inputs.model import load_model
 from tools.planner.report import analysis as module
 
 
@@ -251,10 +254,14 @@ def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixtur
     words = ["--gpu", "H100-SXM", "--gpus-per-node", "8", "--hosts", "n[1-2]", "--limit-s", "1", "--out", "r"]
     assert main(["quickstart", "--model", "Mistral-7B", *words, "--global-batch-size", "64"]) == 0
     said = capsys.readouterr().out
-    assert "--seq-length 4096 --global-batch-size 64" in said and "r/job/torchrun-node-1.sh   # on node 1" in said
+    assert "--model Mistral-7B --global-batch-size 64" in said and "r/job/torchrun-node-1.sh   # on node 1" in said
     for asked in (["mistral-8b"], ["mistral-7b", "--gpu", "A100-4"]):  # so that it can be tried again
         assert main(["quickstart", "--model", *asked]) == 2
         assert asked[-1] in capsys.readouterr().err and not Path("run").exists()
+    model = load_model("mistral-7b")
+    assert (model.name, model.attention_window, model.global_batch_size) == ("mistral-7b", 4096, 256)
+    with pytest.raises(PlannerError, match="mistral-8b: no such file. Models that are known by name: .*mistral-7b"):
+        load_model("mistral-8b")
 
 
 # ``--help``: options say what they are without being given.
@@ -273,7 +280,9 @@ def test_every_option_of_emit_shows_its_default(capsys: pytest.CaptureFixture[st
         main(["emit", "--help"])
     shown = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
     found = with_defaults(parser_of("emit"))
-    assert {"--out", "--lr", "--train-iters", "--time-limit"} <= {action.option_strings[-1] for action in found}
+    assert {"--out", "--lr", "--save-interval", "--python"} <= {action.option_strings[-1] for action in found}
+    launch = LaunchOptions(run_dir="")  # has the defaults of options that are for Slurm only
+    assert all(f"(default{getattr(launch, name)}" in shown for name in ("time_limit", "notice_s", "at_time_limit"))
     for action in found:
         assert f"(default{action.default}" in shown, action.option_strings
         assert "(default %(default)s" in (action.help or ""), action.option_strings

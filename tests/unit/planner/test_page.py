@@ -24,6 +24,7 @@ from tools.planner.inputs.model import model_from_document
 from tools.planner.report.collect import COLUMNS, collect, group_of, timeline_of
 from tools.planner.report.data import PageData
 from tools.planner.report.html import render, seconds, significant, size, usd
+from tools.planner.report.tables import summary_tables
 
 CLUSTER = {
     "name": "two zones",
@@ -78,7 +79,10 @@ def test_the_settings_name_what_the_search_has_chosen():
         "slimpipe, micro batch 1, recompute none, 4 slices per sequence, exchange",
     ]
     divided = plain.with_(stages=(Layers(6, (Group(0, 1, 1),)),), cp=2)
-    assert page_of(divided)[0]["subtitle"].split("; ")[0].endswith("recompute none, cp2")
+    page, body, _ = page_of(divided)
+    assert page["subtitle"].split("; ")[0].endswith("recompute none, cp2")
+    (where,) = (t for t in summary_tables(body) if getattr(t, "title", None) == "Stages")
+    assert [column.header for column in where.columns][2:4] == ["TP", "CP"] and " · CP 2" in render(page)
 
 
 def test_what_flows_between_nodes():

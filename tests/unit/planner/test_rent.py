@@ -1,6 +1,7 @@
 """``het-plan rent``: the ladder, the rung that is chosen, interruptions, and what is refused."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from tests.unit.planner.emit_plans import MIDDLE
 from tools.planner.__main__ import main
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.replay import command, rent
+from tools.planner.search import methods
+from tools.planner.search.outcome import Outcome, Progress
 
+Pools, Said, Patch = list[tuple[int, ...]], pytest.CaptureFixture[str], pytest.MonkeyPatch
 NODES: list[dict[str, Any]] = [
     {"gpu": "A100-40", "count": 4, "gpus_per_node": 2, "usd_per_gpu_hour": 1.0},
     {"gpu": "A10G", "count": 2, "gpus_per_node": 2, "usd_per_gpu_hour": 1.0},
@@ -21,9 +25,9 @@ RATES = (3.0, 2.0, 0.0)  # iterations per second that a node of each group adds:
 
 
 @pytest.fixture
-def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def searched(tmp_path: Path, monkeypatch: Patch) -> Pools:
     """The pools that were searched; stands in for the search, with plans from two nodes on."""
-    pools: list[tuple[int, ...]] = []
+    pools: Pools = []
 
     def search(_: Any, goal: Any, method: str, pool: tuple[int, ...], limit_s: float) -> command.PoolPlan:
         pools.append(pool)
@@ -45,15 +49,13 @@ def _words(folder: Path, *more: str) -> list[str]:
     return ["rent", "--cluster", str(folder / "c.yaml"), "--model", str(folder / "m.yaml"), *more]
 
 
-def _answer(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 0) -> dict[str, Any]:
+def _answer(capsys: Said, words: list[str], code: int = 0) -> dict[str, Any]:
     assert main([*words, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_what_brings_most_for_its_price_comes_first(
-    searched: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_brings_most_for_its_price_comes_first(searched: Pools, tmp_path: Path, capsys: Said) -> None:
     body = _answer(capsys, _words(tmp_path))
     pools = [tuple(rung["nodes"]) for rung in body["rungs"]]
     assert pools == [(2, 0, 0), (3, 0, 0), (4, 0, 0), (4, 1, 0), (4, 2, 0)]  # no plan has one node; T4 bring nothing
@@ -67,8 +69,18 @@ def test_what_brings_most_for_its_price_comes_first(
     assert "no plan with 1 node of 2 T4 more was found to be faster" in text and "1: plan of (2, 0, 0)" in text
 
 
+def test_ctrl_c_ends_the_command(searched: Pools, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+    """In the search of the second rung, with the first one printed; in a search, which ends with what it has found."""
+    monkeypatch.setattr(rent.Ladder, "_next", lambda *_: signal.raise_signal(signal.SIGINT))
+    body = _answer(capsys, _words(tmp_path), code=130)
+    assert len(body["rungs"]) == 1 and body["interrupted"]
+    monkeypatch.setattr(methods, "search", lambda *_: Outcome("auto", interrupted=True))
+    with pytest.raises(KeyboardInterrupt):
+        methods.search_on("auto", *[None] * 2, Progress())  # type: ignore[arg-type]
+
+
 def test_nodes_that_cannot_bring_more_are_not_searched(
-    searched: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    searched: Pools, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
     def least_s(own: Any, pool: tuple[int, ...]) -> float:
         return 1 / max(1e-9, sum(n * rate for n, rate in zip(pool, RATES)))
@@ -88,11 +100,7 @@ def test_nodes_that_cannot_bring_more_are_not_searched(
     ],
 )
 def test_the_rung_is_chosen_for_the_job(
-    searched: list[tuple[int, ...]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    limits: tuple[str, ...],
-    pool: tuple[int, ...],
+    searched: Pools, tmp_path: Path, capsys: Said, limits: tuple[str, ...], pool: tuple[int, ...]
 ) -> None:
     out = tmp_path / "rented.yaml"
     body = _answer(capsys, _words(tmp_path, "--train-iters", "36000", *limits, "--out", str(out)))
@@ -102,9 +110,7 @@ def test_the_rung_is_chosen_for_the_job(
     assert [node.count for node in load_cluster(str(out)).nodes] == [n for n in pool if n]
 
 
-def test_interruptions_cost_time(
-    searched: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interruptions_cost_time(searched: Pools, tmp_path: Path, capsys: Said) -> None:
     """Two interruptions a day of each of four nodes, with pauses of 300 s: 8 x 900 s, and half an iteration each."""
     _write(tmp_path, [{**NODES[0], "interruptions_per_day": 2.0}])
     pauses = ["--death-s", "300", "--join-s", "300", "--start-s", "1200"]
@@ -123,23 +129,18 @@ def test_interruptions_cost_time(
     ],
 )
 def test_what_cannot_be_is_refused(
-    searched: list[tuple[int, ...]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: tuple[str, ...],
-    key: str,
-    said: str,
+    searched: Pools, tmp_path: Path, capsys: Said, more: tuple[str, ...], key: str, said: str
 ) -> None:
     error = _answer(capsys, _words(tmp_path, *more), code=2)["error"]
     assert error["key"] == key and said in error["problem"]
 
 
-def test_prices_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prices_are_needed(tmp_path: Path, capsys: Said) -> None:
     _write(tmp_path, [{"gpu": "T4", "count": 1, "gpus_per_node": 2}])
     assert _answer(capsys, _words(tmp_path), code=2)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
 
 
-def test_plans_are_those_of_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_those_of_the_search(tmp_path: Path, capsys: Said) -> None:
     """A first node, a second one and one of another price, searched for real, with a picture."""
     _write(tmp_path, [{**NODES[0], "count": 2}, {**NODES[1], "count": 1, "usd_per_gpu_hour": 0.5}])
     picture = tmp_path / "p.svg"

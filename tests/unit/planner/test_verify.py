@@ -34,6 +34,7 @@ global_batch_size: 8
 distributed_optimizer: true
 """
 Peaks = Callable[[int, int], float]
+Dry, Said, Patch = Callable[[Peaks], list[dict[str, Any]]], pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def dry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[dict[str, Any]]]:
+def dry(monkeypatch: Patch) -> Dry:
     """Stands in for the subprocess: gives every rank a peak, by the number of the call and the rank."""
 
     def stand_in(peak: Peaks) -> list[dict[str, Any]]:
@@ -68,15 +69,13 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[dict[str, Any
     return stand_in
 
 
-def answer(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
+def answer(words: list[str], capsys: Said, code: int = 0) -> dict[str, Any]:
     assert main(words) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_a_plan_that_fits_is_written(
-    words: list[str], dry: Callable[[Peaks], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_fits_is_written(words: list[str], dry: Dry, capsys: Said) -> None:
     calls = dry(lambda call, rank: 20.0 * GIB)
     found = answer([*words, "--verify-limit-s", "50"], capsys)["verify"]
     assert len(calls) == 1 and calls[0]["limit_s"] == verify.RANK_S and calls[0]["bound_s"] == 50.0
@@ -87,9 +86,7 @@ def test_a_plan_that_fits_is_written(
     assert all(20 * GIB < check["needed_bytes"] < check["capacity_bytes"] for check in found["ranks"])
 
 
-def test_the_next_finalist_is_taken(
-    words: list[str], dry: Callable[[Peaks], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_finalist_is_taken(words: list[str], dry: Dry, capsys: Said) -> None:
     plain = answer(words[:-1], capsys)
     calls = dry(lambda call, rank: (40.0 if call == 1 else 20.0) * GIB)
     body = answer(words, capsys)
@@ -99,18 +96,14 @@ def test_the_next_finalist_is_taken(
     assert Path(body["plan_file"]).exists()
 
 
-def test_the_plan_is_searched_again_with_a_smaller_share_of_memory(
-    words: list[str], dry: Callable[[Peaks], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_is_searched_again_with_a_smaller_share_of_memory(words: list[str], dry: Dry, capsys: Said) -> None:
     dry(lambda call, rank: (40.0 if call <= verify.FINALISTS else 20.0) * GIB)
     found = answer(words, capsys)["verify"]
     assert found["searches"] == 2 and len(found["left"]) == verify.FINALISTS
     assert found["memory_margin"] <= 0.95 - verify.LEAST_STEP
 
 
-def test_no_plan_is_written_where_none_fits(
-    words: list[str], dry: Callable[[Peaks], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_plan_is_written_where_none_fits(words: list[str], dry: Dry, capsys: Said, tmp_path: Path) -> None:
     calls = dry(lambda call, rank: 41.0 * GIB)
     error = answer(words, capsys, code=2)["error"]
     assert error["key"] == "--verify" and "needs 4" in error["problem"]
@@ -118,9 +111,7 @@ def test_no_plan_is_written_where_none_fits(
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_ranks_without_figures_are_named(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_without_figures_are_named(words: list[str], monkeypatch: Patch, capsys: Said) -> None:
     monkeypatch.setattr(verify, "run_ranks", lambda ranks, *rest, **more: {r: {"error": "too slow"} for r in ranks})
     found = answer(words, capsys)["verify"]
     assert not found["complete"] and {check["error"] for check in found["ranks"]} == {"too slow"}
@@ -129,9 +120,7 @@ def test_ranks_without_figures_are_named(
     assert f"\nnot verified: rank{'s' * (len(found['ranks']) > 1)} {ranks}: too slow\n" in capsys.readouterr().out
 
 
-def test_progress_counts_the_ranks_that_are_done(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_counts_the_ranks_that_are_done(words: list[str], monkeypatch: Patch, capsys: Said) -> None:
     seen = []
 
     def run_ranks(ranks: Sequence[int], *_: Any, folder: Path, **__: Any) -> dict[int, Any]:
@@ -147,9 +136,7 @@ def test_progress_counts_the_ranks_that_are_done(
     assert seen == [f"dry runs of ranks: 1 of {len(found['ranks'])} kinds done, 900 s at most"]
 
 
-def test_the_reason_is_said_where_nobody_left_dry_runs_out(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reason_is_said_where_nobody_left_dry_runs_out(words: list[str], monkeypatch: Patch, capsys: Said) -> None:
     plain = [word for word in words if word not in ("--verify", "--json")]
     said = "not checked by dry runs of ranks: with more than 3 GPUs"
     monkeypatch.setattr(verify, "MOST_GPUS", 3)
@@ -159,7 +146,7 @@ def test_the_reason_is_said_where_nobody_left_dry_runs_out(
     assert main(plain) == 0 and said in capsys.readouterr().out
 
 
-def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: Patch, tmp_path: Path) -> None:
     def too_slow(words: Sequence[str], stdout: Any, **more: Any) -> None:
         stdout.write("a library warns\n[Rank 0] memory\n")
         raise dry_run.subprocess.TimeoutExpired(list(words), more["timeout"])
@@ -169,20 +156,13 @@ def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: pytest.Monk
     assert found == {rank: {"error": "not done after 120 s"} for rank in (0, 4)}
 
 
-def test_a_model_that_cannot_run_is_refused_before_the_search(
-    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_run_is_refused_before_the_search(words: list[str], capsys: Said, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
     error = answer(words, capsys, code=2)["error"]
     assert error["key"] == "attention_window" and error["hint"] == "Give --no-verify"
 
 
-def test_it_is_on_where_dry_runs_are_possible(
-    words: list[str],
-    dry: Callable[[Peaks], list[dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_on_where_dry_runs_are_possible(words: list[str], dry: Dry, capsys: Said, monkeypatch: Patch) -> None:
     pytest.importorskip("megatron.core")
     calls = dry(lambda call, rank: 20.0 * GIB)
     plain = words[:-1]
@@ -193,7 +173,7 @@ def test_it_is_on_where_dry_runs_are_possible(
 
 
 def test_ranks_without_transformer_engine_keep_their_attention_matrices(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str], capsys: Said, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     kernels = []
 
@@ -207,7 +187,7 @@ def test_ranks_without_transformer_engine_keep_their_attention_matrices(
     assert kernels == ["local"]
 
 
-def test_ranks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_run_side_by_side(monkeypatch: Patch) -> None:
     parts: list[list[int]] = []
     monkeypatch.setattr(dry_run.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(
@@ -256,11 +236,7 @@ def test_ranks_that_run_alike_are_one_kind() -> None:
     ("more", "ranks"), [([], [0, 2]), (["--all"], [0, 1, 2, 3]), (["--rank", "3", "--rank", "1"], [3, 1])]
 )
 def test_the_asked_for_ranks_run_with_the_users_flags_last(
-    words_of_run: list[str],
-    more: list[str],
-    ranks: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words_of_run: list[str], more: list[str], ranks: list[int], monkeypatch: Patch, capsys: Said
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -287,7 +263,7 @@ def test_the_asked_for_ranks_run_with_the_users_flags_last(
     ],
 )
 def test_what_cannot_run_is_refused(
-    words_of_run: list[str], change: str, more: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    words_of_run: list[str], change: str, more: list[str], key: str, capsys: Said
 ) -> None:
     path = Path(words_of_run[words_of_run.index("--model") + 1])
     kept = [line for line in MODEL_OF_RUN.splitlines() if line.split(":")[0] not in change]
@@ -296,15 +272,13 @@ def test_what_cannot_run_is_refused(
     assert json.loads(capsys.readouterr().out)["error"]["key"] == key
 
 
-def test_flags_of_megatron_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_megatron_are_refused_elsewhere(capsys: Said) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["check", "plan.json", "--cluster", "c.yaml", "--model", "m.yaml", "--", "--lr", "1"])
     assert stop.value.code == 2 and "--lr" in capsys.readouterr().err
 
 
-def test_a_plan_without_such_a_rank_ends_before_torch_is_imported(
-    words_of_run: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_without_such_a_rank_ends_before_torch_is_imported(words_of_run: list[str], capsys: Said) -> None:
     from megatron_het.dry_run.__main__ import main as run
 
     for flags, text in (([], "--het-plan is missing"), (["--het-plan", words_of_run[1]], "ranks 0 to 3")):
@@ -313,9 +287,7 @@ def test_a_plan_without_such_a_rank_ends_before_torch_is_imported(
         assert stop.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_waits_of_the_host_are_shown(
-    words_of_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_of_the_host_are_shown(words_of_run: list[str], monkeypatch: Patch, capsys: Said) -> None:
     """Those inside operations come first, and their sum is in a line of its own."""
     waits = [
         {"what": "value read", "where": "training.py:7", "during": "", "calls": 9},
@@ -340,7 +312,7 @@ def test_waits_of_the_host_are_shown(
 # The archive for a report of a bug.
 
 
-def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: Said) -> None:
     run, out = tmp_path / "run", tmp_path / "support.zip"
     (run / "iter_0000001").mkdir(parents=True)
     for name in ("plan.json", "args.sh", "token", "text.bin", "weights.distcp", "iter_0000001/metadata.json"):
@@ -356,4 +328,4 @@ def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: 
     assert len(log) == 1 << 20 and log.endswith(b"the end")
     assert main(["support", str(run), "--out", str(out)]) == main(["support", str(run / "text.bin")]) == 2
     said = capsys.readouterr().err
-    assert "the file is there" in said and "text.bin: (file): is not packed" in said
+    assert "the file is there" in said and "text.bin: is not packed" in said

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 from megatron_het.safe_io import parse_yaml
 
 from ..errors import PlannerError, command
-from ..inputs.catalog import catalog, data_text, find_gpu, gpu_names
+from ..inputs.catalog import catalog, find_gpu, gpu_names
 from ..inputs.cluster import cluster_from_document
 from ..inputs.files import SLURM_RULES, check_target, comment, expanded_hosts, host_problem, write_text
+from ..inputs.model import model_of
 from ..report.tables import say
 
 # ``het-plan quickstart``: from this machine and a model to the command that starts a job.
 
 
-SEQ_LENGTH, GLOBAL_BATCH_SIZE = 4096, 256  # of a model that is given by its name, where nothing else was asked for
 _OF_INIT = ("hosts", "gpu", "gpus_per_node")
 _OF_MODEL = ("seq_length", "global_batch_size", "precision", "document_lengths")
 
@@ -41,41 +41,19 @@ def quickstart(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise PlannerError("command line", "--out", str(out), "is there already", "Name another folder, or --force")
-    body, is_new = _known(options.model), not out.exists()
+    model_of(options)  # which says that it is not there before a folder is made
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    if body is not None:
-        write_text(out / "config.json", json.dumps(body, indent=1) + "\n")
-        options.model = str(out / "config.json")
-        options.seq_length = options.seq_length or SEQ_LENGTH
-        options.global_batch_size = options.global_batch_size or GLOBAL_BATCH_SIZE
     for words in _commands(options):
         sys.stdout.write(f"\n$ {command()} {shlex.join(words)}\n")
         sys.stdout.flush()
         if code := options.main(words):
-            if is_new and {file.name for file in out.iterdir()} <= {"config.json"}:  # so that it can be tried again
-                shutil.rmtree(out)
+            if is_new and not any(out.iterdir()):  # so that it can be tried again
+                out.rmdir()
             return code
     start = "When that is filled in, start" if to_fill_in(shlex.split(options.extra or "")) else "Start"
     sys.stdout.write(f"\n{start} the job with:\n{_start(out / 'job')}\n")
     return 0
-
-
-def _known(model: str) -> dict[str, object] | None:
-    """The Hugging Face config of a model that is given by its name; None for a file or folder.
-
-    The file says beside each where its sizes are held in this project; nothing else is in it.
-
-    Raises:
-        PlannerError: Neither a file nor a known name.
-    """
-    if Path(model).exists():
-        return None
-    known: dict[str, dict[str, Any]] = json.loads(data_text("known_models.json"))
-    if model.lower() not in known:
-        hint = f"Known names: {', '.join(known)}"
-        raise PlannerError("command line", "--model", model, "is no file, no folder and no known name", hint)
-    config: dict[str, object] = known[model.lower()]["config"]
-    return config
 
 
 def _commands(options: argparse.Namespace) -> Iterator[list[str]]:

@@ -43,6 +43,7 @@ from .flags import (
     stock_arguments,
 )
 from .options import (
+    check_belongs,
     check_experts,
     check_launch,
     check_start,
@@ -210,6 +211,9 @@ def emit(
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
     plans = {"plan.json": plan} | (elastic.named if elastic else {}) | (turns.named if turns else {})
     result.files = _write(out, plans, texts)
+    ours = ("*.sbatch", "torchrun-node-*.sh", "elastic-node.sh", "jobset.yaml", "skypilot.yaml", "layout.txt")
+    if old := sorted({file.name for name in ours for file in out.glob(name)} - set(texts)):
+        result.notes.append(f"of an earlier plan or target, and wrong for this one: {', '.join(old)}. Remove them")
     if pods is not None:
         token_of_file(out / "token", create=True)  # pods share no home folder, where it would be else
     return result
@@ -261,6 +265,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     Raises:
         PlannerError: A bad plan, a plan of another model or cluster, a bad option.
     """
+    check_belongs(options)
     try:
         plan = load_plan(options.plan)
     except PlanError as error:

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from typing import Any, get_args
 from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.plan import Plan, PlanError
-from megatron_het.safe_io import add_options
+from megatron_het.safe_io import add_options, count
 
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import (
@@ -231,6 +231,9 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
 
 def check_training(options: Any) -> None:
     """Iterations, batch sizes and learning rate; raises PlannerError."""
+    if options.train_iters is not None and options.train_samples is not None:
+        raise PlannerError("emit", "--train-iters", options.train_iters, "--train-samples is given too", "Give one")
+    options.train_iters = 1000 if options.train_iters is None else options.train_iters
     if not 1 <= options.train_iters <= _MOST:
         raise PlannerError("emit", "--train-iters", options.train_iters, f"must be 1 to {_MOST}")
     if options.train_samples is not None and not 1 <= options.train_samples <= _MOST:
@@ -300,17 +303,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "plan": (None, "", "plan.json", {"type": Path}),
         "--out": (Path("run"), "", "folder to write into, made if missing (default %(default)s)"),
         "--run-dir": ("", "", "the same folder as the nodes see it (default: its absolute path)"),
-        "--train-iters": (1000, "N", "iterations (default %(default)s)"),
+        "--train-iters": (None, "N", "iterations (default 1000)", {"type": int}),
         "--train-samples": (None, "N", "sequences to train on, instead of --train-iters", {"type": int}),
         "--step-batch-size-schedule": (
             "", "TEXT", "Megatron's schedule of global batch sizes, like '0:256 50B:512'; with --train-samples, and a "
             "plan for each other size in --plans"),
         "--lr": ("3e-4", "", "learning rate (default %(default)s); a tenth of it at the end"),
         "--save-interval": (500, "N", "iterations between checkpoints (default %(default)s)"),
-        "--time-limit": ("24:00:00", "TIME", "Slurm's time limit (default %(default)s)"),
-        "--job-name": ("megatron-het", "NAME", "Slurm's job name (default %(default)s)"),
+        "--time-limit": (None, "TIME", "Slurm's time limit (default 24:00:00)"),
+        "--job-name": ("megatron-het", "NAME", "name of the job (default %(default)s)"),
         "--python": ("python", "", "interpreter on the nodes (default %(default)s)"),
-        "--cpus-per-task": (0, "N", "cores of a rank (default %(default)s: a node's ranks share its cores)"),
+        "--cpus-per-task": (
+            None, "N", "with Slurm: cores of a rank (default: a node's ranks share its cores)", {"type": int}),
     })
     add_site_arguments(parser)
     add_options(parser, {
@@ -342,10 +346,10 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
             None, "", "nodes for this job alone (default: where all GPUs of a node are used and its cores are not "
             "known)", {"action": argparse.BooleanOptionalAction}),
         "--notice-s": (
-            120, "S", "seconds before --time-limit at which a Slurm job saves and stops (default %(default)s)"),
+            None, "S", "seconds before --time-limit at which a Slurm job saves and stops (default 120)", {"type": int}),
         "--at-time-limit": (
-            "requeue", "", "what it does then (default %(default)s): be queued again, submit another job that goes on, "
-            "or end", {"choices": get_args(AtTimeLimit)}),
+            None, "", "what it does then (default requeue): be queued again, submit another job that goes on, or end",
+            {"choices": get_args(AtTimeLimit)}),
         "--target": (
             "slurm", "", "what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset "
             "(Kubernetes) or skypilot (clouds; its job groups are experimental); see docs/kubernetes.md",
@@ -354,62 +358,78 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
             [], "NAME:FOLDER", "without Slurm: claim (jobset) or bucket (skypilot) that nodes see as FOLDER; one has "
             "the run's folder", {"action": "append"}),
         "--queue": ("", "NAME", "with --target jobset: Kueue's queue"),
-        "--restarts": (10, "N", "with --target jobset: starts after a failure (default %(default)s)"),
-        "--modules": ([], "NAME", "environment modules to load first", {"nargs": "+"}),
+        "--restarts": (
+            None, "N", "with --target jobset: starts after a failure (default 10)", {"type": count(0, 10**6)}),
+        "--modules": ([], "NAME", "environment modules to load first, without pods", {"nargs": "+"}),
         "--prologue": (None, "FILE", "bash that the scripts run first; a copy is written beside them", {"type": Path}),
         "--container": ("", "IMAGE", "image in which the ranks run (Slurm, pods)"),
         "--container-runtime": (
-            "pyxis", "", "who starts it (default %(default)s): pyxis (Slurm's plugin for enroot) or apptainer",
+            None, "", "with Slurm: who starts it, pyxis (default; Slurm's plugin for enroot) or apptainer",
             {"choices": ("pyxis", "apptainer")}),
-        "--container-mounts": ([], "DIR", "folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]", {"nargs": "+"}),
+        "--container-mounts": (
+            [], "DIR", "with Slurm: folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]", {"nargs": "+"}),
     })
 # fmt: on
 
 
+_OF_SLURM = ("time_limit", "notice_s", "at_time_limit", "cpus_per_task", "modules")
+_OF_CONTAINERS = ("container_runtime", "container_mounts")
+_OF_TARGETS: dict[str, tuple[Target, ...]] = {
+    **dict.fromkeys((*_OF_SLURM, *_OF_CONTAINERS, "qos", "reservation", "licenses", "mem", "exclusive"), ("slurm",)),
+    "volume": ("jobset", "skypilot"),
+    "queue": ("jobset",),
+    "restarts": ("jobset",),
+}
+"""What starts the jobs that an option is for; options that are not here are for all of them."""
+
+
+def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) not in (None, "", [])}
+
+
+def check_belongs(options: argparse.Namespace) -> None:
+    """Check that every option is for what starts the job; raises PlannerError."""
+    for name, value in _given(options, _OF_TARGETS).items():
+        problem, targets = "", _OF_TARGETS[name]
+        if options.target not in targets:
+            problem = f"does nothing with --target {options.target}, only with {' or '.join(targets)}"
+        elif name in _OF_CONTAINERS and not options.container:
+            problem = "does nothing without --container"
+        elif name == "restarts" and options.elastic:
+            problem = "does nothing with --elastic, where pods are replaced one by one"
+        if problem:
+            raise PlannerError("emit", f"--{name.replace('_', '-')}", value, problem, "Leave it out")
+
+
 def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
-    """Returns the settings of the scripts; raises PlannerError for options of a container without one."""
+    """Returns the settings of the scripts; raises PlannerError."""
     iterations = options.train_iters
     if options.train_samples is not None:
         iterations = options.train_samples // plan.training.global_batch_size
     container = None
     if options.container and options.target == "slurm":
-        container = Container(options.container, options.container_runtime, tuple(options.container_mounts))
-    elif options.container_mounts:
-        raise PlannerError(
-            "emit", "--container-mounts", options.container_mounts[0], "is for Slurm jobs with --container"
-        )
+        mounts = tuple(options.container_mounts)
+        container = Container(options.container, options.container_runtime or "pyxis", mounts)
     return LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
         job_name=options.job_name,
-        time_limit=options.time_limit,
         python=options.python,
         save_interval=options.save_interval,
-        cpus_per_task=options.cpus_per_task,
         doctor=options.doctor,
         # How many they are when batches grow is Megatron's to say.
         iterations=0 if options.step_batch_size_schedule else iterations,
-        notice_s=options.notice_s,
-        at_time_limit=options.at_time_limit,
-        modules=tuple(options.modules),
         prologue=read_prologue(options.prologue),
         container=container,
+        **_given(options, _OF_SLURM) | {"modules": tuple(options.modules)},
     )
-
-
-_OF_TARGETS = {"volume": ("jobset", "skypilot"), "queue": ("jobset",)}
-_OF_TARGETS |= dict.fromkeys(("qos", "reservation", "licenses", "mem", "exclusive"), ("slurm",))
 
 
 def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, NodeKind]) -> PodOptions | None:
     """Returns what a launch without Slurm is told; None with Slurm.
 
     Raises:
-        PlannerError: An option that the target does not have, or GPUs that the target has no name for.
+        PlannerError: A bad volume, or GPUs that the target has no name for.
     """
-    for option, targets in _OF_TARGETS.items():
-        if getattr(options, option) and options.target not in targets:
-            problem = f"does not go with --target {options.target}"
-            raise PlannerError("emit", f"--{option}", getattr(options, option), problem)
     if options.target == "slurm":
         return None
     volumes = {}
@@ -434,7 +454,8 @@ def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, N
             infra=sky.infra,
             use_spot=sky.use_spot,
         )
-    return PodOptions(options.target, options.container, volumes, options.queue, options.restarts, found)
+    restarts = 10 if options.restarts is None else options.restarts
+    return PodOptions(options.target, options.container, volumes, options.queue, restarts, found)
 
 
 def read_prologue(file: Path | None) -> str:

@@ -166,9 +166,9 @@ def _as_planner_error(hint: str = "", option: str = "", path: str | os.PathLike[
         raise from_file_error(error, hint) from None
 
 
-def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
+def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False, hint: str = "") -> Any:
     """Parsed YAML, or JSON where the name ends in ``.json``; see ``safe_io.read_yaml``. Raises PlannerError."""
-    with _as_planner_error():
+    with _as_planner_error(hint):
         return untrusted.read_yaml(path, constants_as_text=constants_as_text)
 
 

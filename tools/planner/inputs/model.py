@@ -1,8 +1,9 @@
 """The model file: the shape of a decoder-only transformer, its batch and its numerics, and what they imply."""
 
 import argparse
+import json
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from megatron_het.plan.schema import (
 from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
-from .catalog import Format, Precision
+from .catalog import Format, Precision, data_text
 from .files import read_yaml, text_problem
 from .model_parts import (
     DeltaNet,
@@ -506,11 +507,14 @@ def load_model(
     """Read a model file, a Hugging Face ``config.json`` or a Megatron checkpoint's arguments; raises PlannerError.
 
     Args:
-        path: The file, or a folder with a ``config.json`` or a checkpoint.
+        path: The file, a folder with a ``config.json`` or a checkpoint, or a name in ``data/known_models.json``.
         seq_length, global_batch_size, document_lengths, precision: In place of what the file says, or where it says
-            nothing.
+            nothing; a model that is given by its name has sequences of 4096 tokens, and 256 of them.
     """
-    file = str(path)
+    file, known = str(path), known_models()
+    body = known.get(file.lower()) if not os.path.exists(path) else None
+    if body is not None:
+        seq_length, global_batch_size = seq_length or 4096, global_batch_size or 256
     if Path(path).is_dir() and (Path(path) / "config.json").is_file():
         file = str(Path(path) / "config.json")
     if Path(file).is_dir() or Path(file).suffix == ".pt":
@@ -519,7 +523,9 @@ def load_model(
         arguments, file = checkpoint_arguments(file)
         document: Any = from_arguments(arguments, file)
     else:
-        document = read_yaml(file, constants_as_text=True)  # Nemotron's have an upper bound that is Infinity
+        hint = "" if os.path.lexists(path) else f"Models that are known by name: {', '.join(known)}"
+        # Nemotron's have an upper bound that is Infinity.
+        document = (body and {**body, "_name_or_path": file}) or read_yaml(file, constants_as_text=True, hint=hint)
         if not (isinstance(document, dict) and document.keys() & {"model_type", "architectures"}):
             document = read_yaml(file)
         else:  # of Hugging Face
@@ -535,6 +541,12 @@ def load_model(
         options |= {"document_lengths": document_lengths, "precision": precision}  # type: ignore[dict-item]
         document = document | {key: value for key, value in options.items() if value is not None}
     return model_from_document(document, file)
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Returns the ``config.json`` of models that can be given by name; the file says where the sizes are from."""
+    return {name: entry["config"] for name, entry in json.loads(data_text("known_models.json")).items()}
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -17,7 +17,7 @@ from ..inputs.files import check_target, read_json
 from ..report.data import PageData
 from ..report.html import check_page, notes_of, write_page
 from ..report.tables import NOTATION, describe, say, shown_progress, table
-from ..search.methods import search
+from ..search.methods import search_on
 from ..search.outcome import Goal, Progress, check_prices, cpu_limit, estimator_from, goal_from, left_s
 from .policies import CHANGES, Costs, Course, Pool, Trace, load_trace, pauses_by_state, run_all, with_start
 
@@ -143,7 +143,7 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
     part = Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
     progress = Progress(limit_s=limit_s)
     with cpu_limit(progress):
-        best = search(method, part, goal, progress).best
+        best = search_on(method, part, goal, progress).best
     if best is None or not best.runnable:
         return PoolPlan(pool, None)
     memory = best.estimate.memory

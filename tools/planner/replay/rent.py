@@ -65,7 +65,7 @@ class Ladder:
 
     Attributes:
         progress: Its text says what is searched.
-        is_cut: The CPU time was over before the end of the ladder.
+        is_cut: The CPU time was over before the end of the ladder, or Ctrl-C has ended it.
     """
 
     def __init__(
@@ -191,8 +191,15 @@ def rent(options: argparse.Namespace) -> int:
     goal, estimator = goal_from(options), estimator_from(options)
     _check(options, goal, estimator)
     ladder = Ladder(estimator, goal, costs_from(options), options)
+    rungs, code = list[Rung](), 0
     with shown_progress(lambda: f"a plan for {ladder.progress.text}", options):
-        rungs = list(ladder.rungs())
+        try:
+            for rung in ladder.rungs():
+                rungs.append(rung)
+        except KeyboardInterrupt:
+            if not rungs:
+                raise
+            ladder.is_cut, code = True, 130
     if not rungs:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
     chosen = choose(rungs, options)
@@ -207,7 +214,7 @@ def rent(options: argparse.Namespace) -> int:
         draw_ladder(body["rungs"], chosen, options.picture)
         written.append(f"wrote {options.picture}")
     say(body, options, *_tables(body), *written)
-    return 0
+    return code
 
 
 def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> None:
@@ -286,7 +293,7 @@ def _tables(body: dict[str, Any]) -> list[Any]:
         f"a token is cheapest with rung {cheapest + 1}; each rung after that buys speed at the last column's price",
     ]
     if body["interrupted"]:
-        lines.append("--limit-s is over: not all further nodes were searched")
+        lines.append("interrupted, or --limit-s is over: not all further nodes were searched")
     elif body["left"]:
         lines.append(f"more does not pay: no plan with {body['left']} more was found to be faster")
     plans = [f"{i}: {row['plan']}" for i, row in enumerate(rows, 1)]

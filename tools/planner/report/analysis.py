@@ -15,7 +15,7 @@ from ..costs.schedules import SCHEDULES, schedule_of
 from ..costs.simulation import simulate_block, with_costs
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
-from ..search.methods import search
+from ..search.methods import search_on
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.seeds import sizes_over_replicas
 from .tables import describe, unpriced
@@ -304,7 +304,7 @@ def narrowed(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
 def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -> Found | None:
     """The plan that ``plan`` would make there."""
     progress.text = text
-    return search("auto", estimator, goal, Progress(limit_s=progress.limit_s), robust=False).best
+    return search_on("auto", estimator, goal, Progress(limit_s=progress.limit_s), robust=False).best
 
 
 def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress) -> list[dict[str, Any]]:

@@ -125,6 +125,7 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
                 "zone": node.zone,
                 "replicas": g.count,
                 "tp": g.tp,
+                "cp": candidate.cp,
                 "layers": candidate.stages[s].layers,
                 "microbatches_per_replica": share,
                 **({} if portion is None else {"part_of_sequences": portion}),
@@ -304,12 +305,13 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     causes.add_row("together, by formula", f"{body['closed_form_s']:.4g}", "")
     if body["simulated_s"] is not None:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
-    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy")
+    sizes = ("tp", "cp") if any(row["cp"] > 1 for row in body["stages"]) else ("tp",)
+    where = table("Stages", "stage", "GPUs", *(s.upper() for s in sizes), "replicas", "layers", "microbatches", "busy")
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
         name = f"{row['gpu']} ({row['zone']})" + part_in_words(row)
-        counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
+        counts = (row[key] for key in (*sizes, "replicas", "layers", "microbatches_per_replica"))
         busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
         where.add_row(str(row["stage"]), name, *map(str, counts), busy)
         memory.add_row(

@@ -524,6 +524,14 @@ def search(
     return outcome
 
 
+def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool = True) -> Outcome:
+    """Search as :func:`search` does; raises KeyboardInterrupt at Ctrl-C, which ends a command with several of them."""
+    outcome = search(method, estimator, goal, progress, robust)
+    if outcome.interrupted and not progress.spent:
+        raise KeyboardInterrupt
+    return outcome
+
+
 def _distinct(found: list[Found]) -> list[Found]:
     """The plans without those that differ from one before them in microbatches in flight and order only."""
     kept: dict[Candidate, Found] = {}
