@@ -5,6 +5,7 @@ exists.
 """
 
 import importlib.util
+import itertools
 import math
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from megatron_het.families import family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
-from megatron_het.features.registry import cutting_of
+from megatron_het.features.registry import cuts_sequences, cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.placement import token_blocks
 from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION
@@ -215,6 +216,11 @@ def _check_batch(plan: Plan, args: Any) -> None:
 def _check_parallelism(plan: Plan, args: Any) -> None:
     sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
     experts = sorted({r.ep for s in plan.stages for r in s.replicas})
+    groups = sorted(r.tp_group(c) for s in plan.stages for r in s.replicas for c in range(r.cp))
+    is_usual = groups == list(itertools.batched(range(plan.world_size), sizes[0])) and not cuts_sequences(plan)
+    if getattr(args, "tp_comm_overlap", False) and (not is_usual or plan.training.micro_batch_sizes):
+        problem = "Transformer Engine knows TP groups of one size, one after the other, and passes of whole sequences"
+        raise PlanError("--tp-comm-overlap", True, f"{problem}, all equal; this plan has others", "Leave it out")
     for name, fits in (
         ("tensor_model_parallel_size", sizes),
         ("pipeline_model_parallel_size", [len(plan.stages)]),

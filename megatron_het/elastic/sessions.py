@@ -6,6 +6,7 @@ At a boundary of iterations all ranks leave together; the next session takes ove
 import contextlib
 import functools
 import gc
+import operator
 import os
 import sys
 import tempfile
@@ -382,6 +383,10 @@ def end_session() -> None:
         sys.modules["megatron.training.training"].destroy_global_state()
     upstream.uninstall()
     _clear_method_caches()
+    # Transformer Engine scales, and reduces over groups, for all layers of the process that it has ever seen.
+    for name, forget in (("fp8", "FP8GlobalStateManager.reset"), ("module.base", "destroy_ub")):
+        if (engine := sys.modules.get(f"transformer_engine.pytorch.{name}")) is not None:
+            operator.attrgetter(forget)(engine)()
     gc.collect()
 
 

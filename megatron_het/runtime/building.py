@@ -120,13 +120,21 @@ def _unpack(saved: torch.Tensor | _Reference) -> torch.Tensor:
     return saved.promise.keep()[1].detach().view(saved.size)
 
 
-def recompute_up_projections(models: Iterable[torch.nn.Module]) -> int:
-    """Let MLPs of GPTModels, not yet wrapped, that would be recomputed recompute their first half only; how many."""
+def recompute_up_projections(models: Iterable[torch.nn.Module], reduces_early: bool = False) -> int:
+    """Let MLPs of GPTModels, not yet wrapped, that would be recomputed recompute their first half only; how many.
+
+    Args:
+        reduces_early: Whether reductions ask weights if their layers have added to gradients.  A weight does not come
+            back from hooks for saved tensors as itself, so it would not be told.
+    """
     count = 0
     for model in models:
         for layer in model.decoder.layers:  # type: ignore[union-attr]
+            if not getattr(layer, "recompute_mlp", False) or type(layer.mlp) is not MLP:
+                continue
             # In fp8 what runs again is quantised again, and the down projection keeps another input.
-            if getattr(layer, "recompute_mlp", False) and type(layer.mlp) is MLP and not layer.mlp.config.fp8:
+            config = layer.mlp.config
+            if not (config.fp8 or (reduces_early and config.gradient_accumulation_fusion)):
                 layer.recompute_mlp = False
                 layer.mlp.__class__ = RecomputingMLP
                 count += 1

@@ -278,9 +278,11 @@ class HetSession:
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        from megatron.training import get_args
+
         from megatron_het.runtime.building import recompute_up_projections
 
-        recompute_up_projections(model)
+        recompute_up_projections(model, get_args().overlap_grad_reduce)
         add_all_gradients(model)
         mark_sharded(model)
         for feature in self._features:

@@ -174,7 +174,9 @@ class ActivationOffload(RuntimeFeature):
 
     def _pack(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
-        stays = storage._cdata in self._staying or isinstance(tensor, torch.nn.Parameter)
+        # A quantised weight of Transformer Engine has no memory of its own, but that of the layer's copy.
+        stays = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "update_usage")
+        stays = stays or storage._cdata in self._staying
         if stays or storage.nbytes() < _SMALLEST_BYTES or tensor.layout != torch.strided:
             return tensor
         # Storages that were seen are alive, held by their blocks, so an address names one of them.

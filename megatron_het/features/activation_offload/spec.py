@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Refusal, ViewFlag, option
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.deps import Lifetimes, Pass, State
 from megatron_het.schedule.ir import Kind, Op, Program, inserted
@@ -174,6 +174,14 @@ class ActivationOffload(Feature):
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
     no_graphs = "what a graph keeps for its backward stays in the graph's memory, which cannot be moved"
     refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
+
+    def check_arguments(self, plan: Plan, options: OffloadOptions, args: Any) -> None:
+        """The table, and early reductions, which ask weights whether their layers have added to the gradients."""
+        super().check_arguments(plan, options, args)
+        if args.overlap_grad_reduce and getattr(args, "gradient_accumulation_fusion", False):
+            problem = f"with {_FLAG}, layers that add to gradients cannot say so: autograd gives back copies of weights"
+            hint = "Leave it out, or add --no-gradient-accumulation-fusion"
+            raise PlanError("--overlap-grad-reduce", True, problem, hint)
 
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:
         """One switch."""

@@ -91,10 +91,6 @@ class LayerStore:
         """Whether nothing is to be computed now."""
         return not self._due
 
-    def qsize(self) -> int:
-        """How many gradients are to be computed now."""
-        return len(self._due)
-
     def delay_wgrad_compute(self) -> bool:
         """Whether to put off: in a BACKWARD_INPUT, and while what it has put off is computed."""
         return self._gradients.defers or bool(self._due)
@@ -104,9 +100,19 @@ class LayerStore:
         self._gradients.take(_PutOff(self, (tensors, function)))
 
     def pop(self) -> tuple[Any, Sequence[torch.Tensor]]:
-        """The result of what is to be computed now, and its tensors."""
+        """The result of what is to be computed now, and its tensors.
+
+        A bias that is added outside of the layer, or any in fp8, had its gradient with the first half.  The layer takes
+        one from here all the same where the bias has none.
+        """
         tensors, function = self._due.pop()
-        return function(*tensors), tensors
+        found = function(*tensors)
+        of_biases = found[1] if isinstance(found[1], Sequence) else [found[1]]
+        if not any(part is not None and part.numel() for part in of_biases):
+            for name, bias in self._layer.named_parameters(recurse=False):
+                if "bias" in name and bias.requires_grad:
+                    bias.grad = torch.zeros_like(bias)
+        return found, tensors
 
     def complete(self, entry: Sequence[Any]) -> None:
         """Let the layer compute what it has put off.

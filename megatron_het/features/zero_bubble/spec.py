@@ -42,6 +42,7 @@ class ZeroBubble(Feature):
     refused = (
         Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
         Refusal("tp_comm_overlap", "Transformer Engine computes both gradients at once where it overlaps them"),
+        Refusal("use_transformer_engine_op_fuser", "its experts put off gradients of weights, which nobody computes"),
     )
 
     def check_arguments(self, plan: Plan, options: NoOptions, args: Any) -> None:

@@ -133,7 +133,6 @@ def test_whole_documents(widest: Shares, shares: Shares, n: int, starts: Starts,
 
 # Slice attention of which other devices compute a part, with the peer in this process.
 
-
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
 
 

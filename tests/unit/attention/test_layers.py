@@ -103,7 +103,6 @@ def _kept(run: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
 
 # Linear layers without communication: the sums of Megatron's, and only where there is none.
 
-
 LAYERS = "megatron.core.tensor_parallel.layers"
 LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLinear}
 
@@ -205,7 +204,6 @@ def test_a_split_backward_that_comes_later_is_kept(
 
 
 # Documents, sliding windows and softmax offsets: slices against attention written out with a mask.
-
 
 _TOKENS = 24
 _DOCUMENTS: dict[str, tuple[Starts, ...] | None] = {

@@ -80,22 +80,18 @@ def test_interleaved_microbatches(ahead: int) -> None:
         assert max(run.errors(tensors)) < 1e-13
 
 
-def test_backward_out_of_order() -> None:
+def test_out_of_order() -> None:
     run = Sliced(KVCache(3), inputs(3, 4, 2, torch.float32), 3)
-    for i in range(3):
+    run.forward(0)
+    with pytest.raises(CacheError, match="slice 2 after 1 cached"):
+        run.forward(2)
+    for i in (1, 2):
         run.forward(i)
     with pytest.raises(CacheError, match="backward of microbatch 0 slice 1 while 3 slices"):
         run.backward(1)
     run.backward(2)
     with pytest.raises(CacheError, match="slice 0 while 2 slices"):
         run.backward(0)
-
-
-def test_slice_left_out() -> None:
-    run = Sliced(KVCache(3), inputs(3, 4, 2, torch.float32), 3)
-    run.forward(0)
-    with pytest.raises(CacheError, match="slice 2 after 1 cached"):
-        run.forward(2)
 
 
 def test_pool_is_fixed_and_checked() -> None:
@@ -275,7 +271,6 @@ def test_microbatches_of_different_size_share_a_pool() -> None:
 
 # Positions that attention applies itself equal Megatron's, with their gradients.
 
-
 SLICES = 3
 
 
@@ -417,13 +412,12 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert mlp.linear_fc1.calls == 1
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_other_layers_stay(in_fp8: bool) -> None:
+@pytest.mark.parametrize("given", [{}, {"fp8": "hybrid"}, {"gradient_accumulation_fusion": True}])
+def test_other_layers_stay(given: dict[str, Any]) -> None:
     """In fp8 Megatron's own recomputation enters the recipe again, which a second run in a backward has left."""
     model = _model()
     layer = model.decoder.layers[0]
-    if in_fp8:
-        layer.mlp.config.fp8 = "hybrid"
-    layer.recompute_mlp = in_fp8
-    assert recompute_up_projections([model]) == 0
+    vars(layer.mlp.config).update(given)
+    layer.recompute_mlp = bool(given)
+    assert recompute_up_projections([model], "gradient_accumulation_fusion" in given) == 0
     assert type(model.decoder.layers[0].mlp) is MLP

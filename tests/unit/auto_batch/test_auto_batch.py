@@ -112,7 +112,6 @@ def test_no_device_is_without_work() -> None:
 
 # The plans of automatic batches, and what is refused.
 
-
 WORDS = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
 UNTIED = [*WORDS, "--untie-embeddings-and-output-weights", "--global-batch-size", "7", "--lr", "1"]
 
@@ -204,7 +203,6 @@ def test_ranks_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPa
 
 
 # Every wait of automatic batches is bounded, and says who was waited for.
-
 
 REQUEST = {"rank": 0, "zero": 1}
 

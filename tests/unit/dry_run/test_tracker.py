@@ -180,7 +180,6 @@ def test_a_storage_that_comes_back_has_a_life_of_its_own() -> None:
 
 # Tensors of collectives that are done die where the rank drops them.
 
-
 ROUNDS = 500
 LIMIT = timedelta(seconds=60)
 

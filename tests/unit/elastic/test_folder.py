@@ -228,7 +228,6 @@ def test_a_broken_state_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
 
 # ``het-run``: what it refuses, and what it shows of a job.
 
-
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 

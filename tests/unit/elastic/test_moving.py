@@ -259,7 +259,6 @@ def test_ranks_agree_on_the_pace_of_the_slowest(capsys: pytest.CaptureFixture[st
 
 # Nodes of one job have the same releases and flags.
 
-
 FLAGS = ("--num-layers", "8", "--mock-data", "--data-path", "a")
 
 

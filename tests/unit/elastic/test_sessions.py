@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypat
     monkeypatch.setattr(dist, "destroy_process_group", fails)
     sessions.end_session()
     assert not dist.is_initialized()
+
+
+def test_no_layer_of_a_session_is_scaled_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine would reduce over the groups of the session before, with delayed scaling."""
+    engine = Mock()
+    for name in ("fp8", "module.base"):
+        monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", engine)
+    sessions.end_session()
+    assert [name for name, *_ in engine.mock_calls] == ["FP8GlobalStateManager.reset", "destroy_ub"]
 
 
 def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +313,6 @@ def _refuse(_document: Any, **_: Any) -> None:
 
 
 # What a worker has started ends with it.
-
 
 SOON_S = 20.0
 WORKER = """

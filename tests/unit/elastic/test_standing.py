@@ -215,7 +215,6 @@ def test_failures_in_a_row_are_tried_again_later_and_later() -> None:
 
 # Nothing that comes from others is unpickled.
 
-
 SOURCES = sorted(s for package in (megatron_het.elastic, store) for s in Path(package.__path__[0]).glob("*.py"))
 COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list"}
 UNPICKLES = {"pickle", "Unpickler", "torch.load", *COLLECTIVES}

@@ -154,7 +154,6 @@ def test_a_node_joins_where_it_pays(reached: int, tmp_path: Path) -> None:
 
 # A job that is not as planned gets a better plan, where the change pays.
 
-
 CLUSTER = {"nodes": [{"gpu": "T4", "count": 9, "gpus_per_node": 1}]}
 TAUGHT = {
     "gpus": {"T4 slow 1": {"flops": {"fp32": 1e12}}},

@@ -220,7 +220,6 @@ def test_a_torch_without_the_name_is_refused(world: None, monkeypatch: pytest.Mo
 
 # Which Megatron runs: that of the script, said and checked before anything is imported.
 
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -273,7 +272,6 @@ def test_yaml_configurations_are_refused_before_megatron_reads_them(words: list[
 
 
 # What a checkout of another release would break, in one table.
-
 
 HERE = 'def f(a):\n    """Adds."""\n    return a + 1'
 CHANGED = HERE.replace("+ 1", "+ 2")

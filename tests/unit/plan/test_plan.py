@@ -345,7 +345,6 @@ def test_bad_times_and_counts_are_refused() -> None:
 
 # How many rows of a split vocabulary every stage has.
 
-
 MODEL = ModelShape(3, 64, 8, 4, 32)
 
 

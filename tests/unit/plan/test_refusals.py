@@ -107,6 +107,17 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**changed), 2)
 
 
+def test_overlapped_tensor_parallel_communication() -> None:
+    """Transformer Engine takes neighbouring ranks for a TP group, and their passes for whole sequences."""
+    usual, given = made(), arguments(tp_comm_overlap=True)
+    check_arguments(usual, given, 2)
+    first = replace(usual.stages[0], replicas=(replace(usual.stages[0].replicas[0], ranks=(0,)),))
+    last = replace(usual.stages[1], replicas=(replace(usual.stages[1].replicas[0], ranks=(1, 2)),))
+    for plan in (plan_from_flags(FLAGS, 2, ScheduleSpec("slimpipe"))[0], replace(usual, stages=(first, last))):
+        with pytest.raises(PlanError, match="--tp-comm-overlap = True.*this plan has others"):
+            check_arguments(plan, given, plan.world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 5])
 def test_another_world_size_is_refused(world_size: int) -> None:
     with pytest.raises(PlanError, match=f"WORLD_SIZE = {world_size}: the plan has 2 ranks"):

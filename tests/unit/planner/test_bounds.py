@@ -61,7 +61,6 @@ def used(estimator: Estimator, candidate: Candidate) -> tuple[int, ...]:
 # No plan that keeps to the model file is below the bound of its GPUs, nor of the cluster's: unequal passes, context and
 # expert parallelism, exchange.
 
-
 GOAL = Goal()
 MOST_SIMULATED = 1500
 CHANGES = 4

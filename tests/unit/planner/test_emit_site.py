@@ -266,7 +266,6 @@ def test_modules_are_loaded_before_anything_runs(tmp_path: Path) -> None:
 
 # Launches without Slurm: what the files say, and which rank every pod runs.
 
-
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
 POD_KINDS = {
     "big": PodKind({"gpu": "a100"}, accelerators="A100", infra="aws"),

@@ -266,7 +266,6 @@ def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixtur
 
 # ``--help``: options say what they are without being given.
 
-
 NOTHING = (None, False, "", [], argparse.SUPPRESS)
 
 
@@ -290,7 +289,6 @@ def test_every_option_of_emit_shows_its_default(capsys: pytest.CaptureFixture[st
 
 # Costs of a plan's operations are added while there is time for them.
 
-
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 
 
@@ -313,7 +311,6 @@ def test_costs_that_would_take_too_long_are_left_out(gpus, tmp_path, capsys, mon
 
 
 # Shell completion: what real shells complete with the printed scripts.
-
 
 SHELLS = ("bash", "zsh", "fish")
 

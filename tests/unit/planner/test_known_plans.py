@@ -163,7 +163,6 @@ def test_long_pipelines_of_slices_over_slow_networks(kinds: tuple[tuple[str, int
 
 # Regular plans are found, and priced by the closed form as the simulator prices them.
 
-
 SLIMPIPE = SCHEDULES["slimpipe"]
 
 
@@ -301,7 +300,6 @@ def test_the_fastest_plan_is_found_for_the_throughput_that_it_just_reaches() -> 
 
 
 # Starting points of the search: replicas in proportion to layers, TP by memory, stages of equal width.
-
 
 POINT = Candidate((), 1, "none", zero_stage=1)
 

@@ -263,7 +263,6 @@ def test_what_stages_compute_at_least_is_below_every_price():
 
 # The time that a search promises is the simulated time of the plan that is written.
 
-
 EXAMPLES = Path(__file__).parents[3] / "examples" / "slurm"
 
 

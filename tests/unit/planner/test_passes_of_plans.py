@@ -137,7 +137,6 @@ def test_when_larger_micro_batches_are_advised(
 
 # Of plans that are about as fast, the one that depends less on transfers beside compute is chosen.
 
-
 MODEL = model_of(layers=12, hidden=2048, tokens=2048, batch=64, distributed_optimizer=True)
 CLUSTER = cluster_of(("A100-40", 4, 1, 1.25e9))
 

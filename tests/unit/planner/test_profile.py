@@ -245,7 +245,6 @@ def test_truncated_and_missing_files(tmp_path):
 
 # What layers cost by a profile: kinds of layers, divided experts, and what a pass costs besides its layers.
 
-
 GPU = "A100-40"
 
 

@@ -233,7 +233,6 @@ def test_slices_of_wide_stages_are_balanced_by_speed():
 
 # Plans over slow links have more microbatches in flight, and say so.
 
-
 MODEL = model_of(layers=16, hidden=2048, groups=16, tokens=2048, batch=32, micro_batch_sizes=(1,))
 
 
@@ -344,7 +343,6 @@ def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
 
 
 # ``--limit-s`` counts from the start of the command, not from that of the search.
-
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}

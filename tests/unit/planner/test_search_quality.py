@@ -269,7 +269,6 @@ def test_the_bound_is_within_the_time_limit(monkeypatch):
 
 # More schedules, kinds of GPUs and nodes never make a plan worse, on random clusters.
 
-
 TOLERANCE = 1.005
 EFFORT = replace(
     MEDIUM, sketches=150, seeds=15, beam=1, counts=2, steps=40, parts=3, part_sketches=60, part_seeds=6, part_steps=20

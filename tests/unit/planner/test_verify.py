@@ -199,7 +199,6 @@ def test_ranks_run_side_by_side(monkeypatch: Patch) -> None:
 
 # The command ``dry-run``: which ranks it runs, with which flags, and what it refuses before anything is started.
 
-
 MODEL_OF_RUN = f"""
 num_layers: 5
 hidden_size: {HIDDEN}

@@ -166,7 +166,6 @@ def test_the_order_of_samples_does_not_depend_on_the_microbatches(
 
 # Loss entries of the ranks of a stage become one: sums and tokens, or means of what scripts report.
 
-
 TWO_REPLICAS = (Replica((0,), (0, 1, 2)), Replica((1,), (3,)))
 SHARED = (Replica((0, 1), (0, 1, 2, 3), cp=2),)
 

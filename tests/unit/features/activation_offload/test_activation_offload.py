@@ -8,8 +8,10 @@ import torch
 
 from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
-from megatron_het.features.activation_offload.runtime import ActivationOffload
+from megatron_het.features.activation_offload import spec
+from megatron_het.features.activation_offload.runtime import ActivationOffload, _Forward
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan import PlanError
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass
 from megatron_het.schedule.ir import Kind
 
@@ -83,6 +85,26 @@ def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
     assert torch.equal(source, before)
     loss.backward()
     assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
+
+
+class _Quantised(torch.Tensor):
+    """A weight in fp8 as Transformer Engine has it: without memory, beside tensors with it."""
+
+    update_usage = None
+    __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: args[0])
+
+
+def test_quantised_weights_stay() -> None:
+    weight: Any = torch.Tensor._make_wrapper_subclass(_Quantised, (SIZE, SIZE))
+    offload, forward = ActivationOffload(1.0, CPU), _Forward()
+    assert offload._pack(weight, forward) is weight and not forward.blocks
+
+
+def test_layers_that_add_to_gradients_are_not_asked_early() -> None:
+    """Autograd's hooks for saved tensors give back a copy of a weight, without its attributes."""
+    args = SimpleNamespace(overlap_grad_reduce=True, gradient_accumulation_fusion=True)
+    with pytest.raises(PlanError, match="--overlap-grad-reduce = True.*autograd gives back copies"):
+        spec.ActivationOffload().check_arguments(ANY, ANY, args)
 
 
 def test_an_input_that_the_chunk_before_has_saved_stays() -> None:

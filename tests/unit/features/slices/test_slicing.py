@@ -181,7 +181,6 @@ def test_a_kernel_that_cannot_run_is_refused_before_training(monkeypatch: pytest
 
 # Where documents begin: seen in positions, told to all ranks, and kept from the training script if it did not ask.
 
-
 POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]])
 
 

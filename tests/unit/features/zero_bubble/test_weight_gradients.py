@@ -184,9 +184,10 @@ class _Function(torch.autograd.Function):
         source, weight = ctx.saved_tensors
         fused = ctx.layer.fuse_wgrad_accumulation
 
-        def second(source: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def second(source: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, Any]:
             found = grad.flatten(0, 1).t() @ source.flatten(0, 1)
-            return weight.main_grad.add_(found) if fused else found, None
+            of_bias = [torch.empty(0)] if ctx.layer.grouped else None  # it is added outside of the layer
+            return weight.main_grad.add_(found) if fused else found, of_bias
 
         found = None
         if ctx.store is not None and ctx.store.delay_wgrad_compute():
@@ -202,6 +203,7 @@ class _EngineLinear(torch.nn.Module):
     def __init__(self, weight: torch.nn.Parameter, fused: bool, grouped: bool) -> None:
         super().__init__()
         self.weight, self.fuse_wgrad_accumulation, self.grouped = weight, fused, grouped
+        self.bias = torch.nn.Parameter(weight.detach()[:, 0].clone())
         self.wgrad_store: Any = _Store()
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
@@ -212,9 +214,11 @@ class _EngineLinear(torch.nn.Module):
             return
         if self.grouped and (self.wgrad_store.context is None or self.wgrad_store.context.empty()):
             return
-        (found, _), _ = self.wgrad_store.pop()
+        (found, of_bias), _ = self.wgrad_store.pop()
         if not self.fuse_wgrad_accumulation:
             self.weight.grad = found.to(self.weight.dtype)  # in place of what was there
+        if self.bias.grad is None:
+            self.bias.grad = (of_bias[0] if self.grouped else of_bias).to(self.bias.dtype)
 
 
 class _MegatronLinear(_EngineLinear):
@@ -249,13 +253,14 @@ def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped:
         with gradients.splitting():
             found = layer(source)
         with gradients.deferring(key):
-            (factor * found.square().sum()).backward()
+            (factor * found.square().sum() + layer.bias.sum()).backward()
         torch.testing.assert_close(source.grad, factor * source_grad)
     assert weight.grad is None and (not has_main_grad or not weight.main_grad.any())
     for key, total in (((1, 0, 0), 2.0), ((0, 0, 0), 3.0)):
         gradients.compute(key)
         torch.testing.assert_close(weight.main_grad if has_main_grad else weight.grad, total * weight_grad)
     gradients.check_empty()
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, 2.0))
     layer(tensors()[0]).square().sum().backward()  # a whole backward, as of the output layer's parts
     whole = weight.main_grad if fused else weight.grad
     torch.testing.assert_close(whole, (4.0 if fused or not has_main_grad else 1.0) * weight_grad)
@@ -274,21 +279,16 @@ def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": False}, None),
-        ({"transformer_impl": "local", "overlap_grad_reduce": True, "tp_comm_overlap": False}, None),
-        (
-            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": True, "tp_comm_overlap": False},
-            "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Engine's layers.*first half",
-        ),
-        (
-            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": True},
-            "--tp-comm-overlap = True.*both gradients at once",
-        ),
+        ({}, None),
+        ({"transformer_impl": "local", "overlap_grad_reduce": True}, None),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Eng.*first half"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap = True.*both gradients at once"),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser = True.*nobody computes"),
     ],
 )
 def test_what_layers_of_transformer_engine_cannot_go_with(given: dict[str, Any], message: str | None) -> None:
     plan: Any = SimpleNamespace(schedule=SimpleNamespace(name="zb-h1"))
-    args = SimpleNamespace(overlap_moe_expert_parallel_comm=False, **given)
+    args = SimpleNamespace(**{"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, **given})
     refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
     with refused:
         ZeroBubble().check_arguments(plan, NoOptions(), args)
