@@ -44,15 +44,16 @@ def random_state_object(load: bool = False) -> Any:
 
 
 def collect() -> dict[str, Any]:
-    """The states of every generator that training draws from."""
+    """The states of every generator that training draws from, as tensors also where CUDA graphs use generators."""
     from megatron.core import tensor_parallel
 
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "random": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": {name: tensor_parallel.convert_cuda_rng_state(state) for name, state in tracked.items()},
     }
 
 
@@ -72,7 +73,9 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker, convert = tensor_parallel.get_cuda_rng_tracker(), tensor_parallel.convert_cuda_rng_state
+    of_graphs = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states({name: convert(own, to_graphable=of_graphs) for name, own in state["tracker"].items()})
 
 
 Copies = Callable[[Sequence[Tensor]], Mapping[Tensor, Tensor]]

@@ -130,6 +130,24 @@ def test_no_layer_of_a_session_is_scaled_in_the_next_one(monkeypatch: pytest.Mon
     assert [name for name, *_ in engine.mock_calls] == ["FP8GlobalStateManager.reset", "destroy_ub"]
 
 
+@pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)])
+def test_random_states_go_on_where_cuda_graphs_use_generators(kinds: tuple[bool, bool]) -> None:
+    activate()
+    from megatron.core.tensor_parallel import random
+
+    from megatron_het.elastic import state
+
+    states = None
+    for seed, of_graphs in enumerate((*kinds, False)):
+        random.initialize_rng_tracker(use_cudagraphable_rng=of_graphs, force_reset=True)
+        random.get_cuda_rng_tracker().add("model", seed)
+        if states is not None:
+            state.set_random_states(states)
+        states = states or state.random_states()
+        assert isinstance(random.get_cuda_rng_tracker().get_states()["model"], torch.Generator) is of_graphs
+        assert state.random_states()["tracker"] == states["tracker"]
+
+
 def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each held a process group, with its threads and connections, for as many sessions as the cache has places."""
     activate()  # Megatron binds on import what the platform replaces
