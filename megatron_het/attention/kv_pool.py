@@ -19,7 +19,6 @@ from torch import Tensor
 # one tensor, in the order of the pool: a later slice adds with one call for the keys and one for the values, however
 # many chunks there are.
 
-
 Part = tuple[int, int, int]  # slice, first and end row of its chunk
 Pair = tuple[Tensor, Tensor]  # of keys and of values, ``[rows, b, ...]``
 

@@ -50,7 +50,6 @@ from megatron_het.schedule.cutting import Span, rows_that_see
 # (``features/context_parallel/runtime.py``), as far as they reach them.  With the context exchange other devices
 # attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well.
 
-
 _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]
 
 

@@ -27,7 +27,6 @@ from megatron_het.safe_io.reading import check_regular
 # checkpoint without them, such as one of stock Megatron, is compared with its description only: which files it
 # must have, and how long they are at least.
 
-
 _PREFIX = "het-checksums-"
 _DESCRIPTION = (".metadata", "metadata.json")
 _BLOCK_BYTES = 8 * 2**20

@@ -31,7 +31,6 @@ from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECU
 # for them.  Some checkpoints of a GPTModel have the tensors of all layers in one, others one tensor for each layer:
 # Megatron knows the former only, for layers of Transformer Engine and in one direction.
 
-
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(?:(\d+)\.)?(.*)", re.DOTALL)
 _OF_ATTENTION = ("input_layernorm", "self_attention")
 # Norms are saved as parts of what follows them, where a model has a kernel for both or is saved as if it had.

@@ -30,7 +30,6 @@ from megatron_het.plan import topology_hash
 
 # Random-number states, one per world rank, saved beside the model.
 
-
 RANDOM_STATE_KEY = "het_random_state"
 
 
@@ -293,7 +292,6 @@ def _count_no_step(state: Any) -> None:
 # Megatron hands that process the tensors that are trained, which it copies itself.  Under a parameter window they are
 # freed when the next iteration begins, and on a CPU, whose memory both processes share, it would copy nothing.  So
 # copies are handed over here.
-
 
 _LOOK_S = 0.5
 _WATCHING: list[threading.Thread] = []

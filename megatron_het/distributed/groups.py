@@ -28,7 +28,6 @@ from megatron_het.plan import Placement
 # Members may come in any order.  Who waits for whom is decided by the order in which a rank creates its groups: when
 # all ranks follow one order of all groups, the first group of that order which is not there yet can always be made.
 
-
 _NAMING = threading.Lock()
 _CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """By world: how often this process has created a group of a name; equal on all members of the group."""
@@ -115,7 +114,6 @@ def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 # Groups of two ranks, for transfers: who shares one, and in which order they are created.
-
 
 Edge = tuple[int, int]  # (source, destination), world ranks
 

@@ -37,7 +37,6 @@ from megatron_het.plan import Cut
 
 # What the exchange between classes of replicas knows about the parameters of a rank.
 
-
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finalize_model_grads
 
 

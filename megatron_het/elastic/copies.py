@@ -24,7 +24,6 @@ from megatron_het.elastic.state import Snapshot, Trainee, described
 
 # How many iterations lie between copies: one where a copy fits behind the compute, else the fewest that do.
 
-
 SHARE = 0.03  # of an iteration; copies may take so much on average
 _SEEN = 9
 _TELLS_BYTES = 2**20  # the least that a copy sends to tell how fast a link is

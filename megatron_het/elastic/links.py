@@ -30,7 +30,6 @@ import torch.distributed as dist
 # a kernel leaves behind is no result, and raises no error.  So whoever goes on with a result asks ``has_aborted`` after
 # the device is done with it.
 
-
 _DESCRIPTORS = Path("/proc/self/fd")
 _NOT_CONNECTED = (7, 10)  # TCP_CLOSE and TCP_LISTEN of Linux's tcp_states.h
 _ABORT_S, _BEFORE_CUT_S = 10.0, 3.0

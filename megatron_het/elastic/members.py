@@ -21,7 +21,6 @@ from megatron_het.safe_io import FileError, parse_json, read_json, write_text
 
 # Files in a controller's folder: the job's state, for one that starts anew, and whose folder it is.
 
-
 _RESERVE_BYTES = 4 * 2**20
 _RENEW_S = 1.0
 _LEASE_S = 5.0

@@ -20,7 +20,6 @@ import torch
 # of intervals of its elements.  What one plan leaves and the next one needs is compared as such intervals, so that no
 # plan has to know another one's cuts.
 
-
 Runs = npt.NDArray[np.int64]
 """``[n, 3]``, ascending: first element in the whole tensor, first element in the piece, number of elements."""
 

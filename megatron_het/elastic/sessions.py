@@ -405,7 +405,6 @@ def _clear_method_caches() -> None:
 # fixed number of microbatches.  Where the batch size changes, all ranks leave the training with their state in host
 # memory and enter it again under the next plan, as an elastic job's workers do.  No process ends.
 
-
 _TIMEOUT_S = 600.0  # bound on every wait of a change: ranks build models and datasets between two of them
 _FLAG = "--het-plan"
 

@@ -37,7 +37,6 @@ from megatron_het.plan import Plan, topology_hash
 # Every member says what it holds and what it needs.  From that each of them works out the same messages: a needed range
 # comes from the rank itself if it holds it, else from a holder, and different receivers begin with different holders.
 
-
 _MESSAGE_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
 _FEW_RUNS = 32  # up to here slices are copied one by one
 

@@ -32,7 +32,6 @@ from megatron_het.store import StoreError
 # The others wait for a newcomer's first session as for anybody's, so whatever it does for the first time in a change is
 # a part of the pause.
 
-
 MODULES = (
     "megatron.training",
     "megatron.training.argument_utils",

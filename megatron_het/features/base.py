@@ -416,7 +416,6 @@ class Feature:
 
 # Which kinds of attention the kernels of slices know, wherever they stand in for a layer's own.
 
-
 POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 ATTENTION_REFUSED = (
     Refusal(

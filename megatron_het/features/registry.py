@@ -135,7 +135,6 @@ def packing_flags() -> frozenset[str]:
 
 # Every refusal that depends on the plan alone.  Start-up and the planner's commands ask here; no torch.
 
-
 MOST_SLACK = 1000
 MOST_DEPTH = 1000
 _FROM_THE_PLAN = ("shape", "forward_only", "speeds")

@@ -25,7 +25,6 @@ from megatron_het.schedule.cutting import Bounds, SlicePart, Starts
 
 # What happens to the losses of an iteration: summed over a stage, and told to the ranks that log them.
 
-
 Reports = list[dict[str, torch.Tensor]]  # the script's loss entries: (sum, tokens) by name, or a mean per microbatch
 MESSAGE_BYTES = 4096
 """Of the text that tells the losses to the ranks that log them: tens of names with two numbers each."""

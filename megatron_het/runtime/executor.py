@@ -36,7 +36,6 @@ from megatron_het.schedule.kinds import PARTS, executed_by
 # The copies are dropped instead, before the first pass of an iteration and when weights are freed; a layer without one
 # makes one.
 
-
 _COPIES = "_fp8_workspaces"
 _FLAG = "is_first_microbatch"
 

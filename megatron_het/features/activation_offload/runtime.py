@@ -29,7 +29,6 @@ from megatron_het.schedule.ir import Kind
 # CUDA both directions have a stream of their own.  Parameters, keys and values (the cache's), and what
 # is smaller than a few KiB stay.  When the operations come is the Program's business.
 
-
 _SMALLEST_BYTES = 4096
 
 

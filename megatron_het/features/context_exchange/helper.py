@@ -251,7 +251,6 @@ def first_layers(placement: Placement) -> Mapping[tuple[int, int], int]:
 # Where the helper keeps them for several passes, it also adds up their gradients, and returns those of a unit
 # with the last pass that uses it.
 
-
 _SOURCE = {Kind.ATTEND_HELP: Kind.KV_RECV, Kind.ATTEND_HELP_BACKWARD: Kind.KV_RECV_BACKWARD}
 
 

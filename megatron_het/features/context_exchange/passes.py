@@ -31,7 +31,6 @@ from megatron_het.schedule.joint import aligned_slots
 # differ in speed or in layers, equal units are not equal times.  With :class:`PassCosts` the slowest pass of a slot
 # gives units to the device that would end first, as long as that ends the slot earlier.
 
-
 Shift = tuple[int, int, int]  # (giver, taker, units)
 _DIAGONAL_HALVES = 1
 """A slice's attention to itself takes half as long as to another slice: kernels skip what is masked."""
@@ -436,7 +435,6 @@ def balance(slots: Sequence[ExchangeSlot]) -> float:
 
 
 # Adds the attention context exchange of a plan to a program.
-
 
 _KINDS = (
     (Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_MERGE, Kind.KV_SEND),

@@ -29,7 +29,6 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 # Rank k holds the k-th block of a slice from its start and the k-th from its end, both of one size, which may differ
 # from rank to rank; see ``plan/placement.py``.
 
-
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -27,7 +27,6 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 # A tensor is drawn in blocks of rows, each from a generator of its own, so that a rank draws the blocks that it needs
 # and no others.  Blocks are always drawn whole, because the last values of a short one would come out otherwise.
 
-
 BLOCK_ROWS = 256  # rows of a block; a rank draws up to so many rows more than it keeps at either end of a segment
 
 Draw = Callable[..., object]  # fills a tensor with random values, e.g. ``torch.nn.init.normal_``.

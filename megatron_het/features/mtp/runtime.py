@@ -27,7 +27,6 @@ from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenConte
 # context-parallel rank's part, that would be one token missing at the end of every part.  Here whole sequences are
 # moved, before they are cut: the rank that reads has all tokens of them, and tells its TP group.
 
-
 _WHOLE = ("tokens", "position_ids", "labels")
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # read a batch and call the model, and for a slice the batch, the sequence length and the positions are those of the
 # slice.
 
-
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
 _UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
 

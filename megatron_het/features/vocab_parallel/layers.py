@@ -329,7 +329,6 @@ class EmbeddingHolder(MegatronModule):
 #
 # The tokens are read ahead of the FORWARD, by the first TP rank, as the training script will read them.
 
-
 Slice = tuple[int, int]  # (microbatch, slice)
 
 

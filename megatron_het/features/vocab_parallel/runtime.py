@@ -58,7 +58,6 @@ from megatron_het.schedule.ir import Kind
 # parts gives the loss; the log-sum-exp and the loss's gradient, two numbers per token, sent back, give
 # every rank the gradient of its logits.  All of it in fp32.
 
-
 STATISTICS = 3  # rows of a part's statistics: maximum, sum of exponentials relative to it, target logit (0 elsewhere)
 
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 # What a watch finds, in words.
 
-
 What = Literal["device", "operation", "link", "profile"]
 """A device that computes slower, one kind of operation of one device, a link, or figures of a whole kind that the plan
 was made from."""

@@ -33,7 +33,6 @@ from megatron_het.schedule.transfers import post_receives_early
 # Nothing is sent for it, and clocks may run apart.  What a link takes is then known for both directions together only,
 # and both get the mean.
 
-
 BLOCKED_S = 50e-6  # who waited for less did not wait for the transfer
 
 Edge = tuple[int, int]  # (source, destination), world ranks
@@ -274,7 +273,6 @@ def _operations_json(subject: Subject) -> dict[str, dict[str, float]]:
 
 
 # One trace (Chrome, Perfetto) in which the predicted and the measured iteration lie one above the other.
-
 
 MOST_OPERATIONS = 50_000  # operations of a program that is simulated for a trace, on a rank that trains
 _WAITING = 6

@@ -32,7 +32,6 @@ from megatron_het.runtime.building import ChunkedBuilder, PlacedHybridModelBuild
 # Megatron shards every bucket over the data-parallel group, so a layer can be gathered, and its
 # gradients reduced, by itself only if it is a bucket of its own.
 
-
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LATER = re.compile(r"(?:^|\.)mtp\.")  # layers for multi-token prediction come after those of the chunk
 
@@ -267,7 +266,6 @@ def parts_of(buffers: Sequence[Any], group: dist.ProcessGroup) -> Parts:
 # into equal parts.  Of what it does with the ranges, two things need equal parts: the gather of the
 # state for a checkpoint, and the assertion that every rank has an optimizer step to report.  Buffers
 # without shares are left to upstream.
-
 
 _NOBODY = "no parameter"  # a key of the inner optimizer's state that belongs to no parameter
 

@@ -35,7 +35,6 @@ from megatron_het.schedule.kinds import Kind
 # ``backward_dw`` takes from there what was put off, in the order of the backwards.  Here that store is replaced by
 # :class:`LayerStore`, which knows the pass.
 
-
 Key = tuple[int, int, int]  # (microbatch, slice, chunk) of the passes that belong together
 
 
