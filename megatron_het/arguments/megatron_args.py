@@ -221,6 +221,11 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     if getattr(args, "tp_comm_overlap", False) and (not is_usual or plan.training.micro_batch_sizes):
         problem = "Transformer Engine knows TP groups of one size, one after the other, and passes of whole sequences"
         raise PlanError("--tp-comm-overlap", True, f"{problem}, all equal; this plan has others", "Leave it out")
+    is_latent = getattr(args, "multi_latent_attention", False) and args.transformer_impl == "transformer_engine"
+    if is_latent and sizes != [1] and not plan.training.sequence_parallel:
+        problem = "TP ranks would have different gradients of what comes before latent attention of Transformer Engine"
+        hint = "Make the plan with it: then the gradient of the keys' rotary part is summed over their heads"
+        raise PlanError("training.sequence_parallel", False, problem, hint)
     for name, fits in (
         ("tensor_model_parallel_size", sizes),
         ("pipeline_model_parallel_size", [len(plan.stages)]),

@@ -47,7 +47,6 @@ from megatron_het.store import Documents
 
 # The doctor's command line, and the checks that it asks for.
 
-
 USUAL_LIMIT_S = 120.0
 CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
 

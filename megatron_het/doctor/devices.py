@@ -37,7 +37,6 @@ from megatron_het.doctor.check import (
 
 # What nvidia-smi says about one GPU; nothing where it is not there or does not answer.
 
-
 _FIELDS = (
     "driver_version",
     "temperature.gpu",
@@ -91,7 +90,6 @@ def parse(text: str, fields: tuple[str, ...] = _FIELDS) -> dict[str, str]:
 
 
 # What slows a device down while something else is measured: heat, power limits, quotas.
-
 
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.stat")

@@ -29,7 +29,6 @@ from megatron_het.store import free_port
 # Nothing is drawn and nothing is asked of Megatron: a device, a driver or a library that computes wrongly shows on
 # whatever rank has it, also where all kinds of devices of the job are wrong in the same way.
 
-
 LOSSES = (2.988096077980702, 1.921796714504176, 1.542753363577767)  # in double precision
 _ROWS, _COLUMNS, _STEP = 48, 32, 0.1
 _SCALE = 2.5  # of the weights: large enough that what the model computes decides the loss
@@ -72,7 +71,6 @@ def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
 #
 # Stages, replicas, ranks, schedule and its parameters are the plan's; sizes are small.  Weights are drawn by name,
 # so that both start from the same ones whatever the plan is.
-
 
 ITERATIONS = 3
 _HEAD_DIM, _VOCABULARY = 8, 250

@@ -25,7 +25,6 @@ from megatron_het.store.job import job_store, strangers
 
 # The store that the ranks meet at, and the keys under which they speak.
 
-
 BEAT_S = 1.0
 _LAST_WORDS_S = 12.0  # for rank 0 to find out who has died, and to say so
 POLL_S, _LISTEN_S = 0.05, 0.5
@@ -187,7 +186,6 @@ def _in_words(error: BaseException) -> str:
 
 
 # The doctor's table, verdict and JSON.
-
 
 _WIDTH = 80
 _MOST_ROWS = 12

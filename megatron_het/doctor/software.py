@@ -20,7 +20,6 @@ from megatron_het.store import Documents
 
 # The folder of the checkpoints: the same on all nodes, writable, with enough room, and fast enough.
 
-
 _BLOCK = 4 << 20
 _WINDOW_S, _MOST_BYTES = 2.0, 256 << 20
 _SEEN_S = 10.0

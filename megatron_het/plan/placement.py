@@ -485,7 +485,6 @@ def _route_of_stage(replicas: tuple[Replica, ...], num_microbatches: int) -> tup
 # Megatron cuts parameters, gradients and optimizer state into equal parts.  A plan may say otherwise
 # (``state_share`` of a replica), so that GPUs with more memory keep more.
 
-
 ALIGNMENT = 128  # elements that cuts are a multiple of, so that every part starts aligned whatever its type
 
 

@@ -135,7 +135,6 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
 # ``--het-schedule`` without ``--het-plan`` takes the sizes from the ordinary flags.  The plan that comes out is the one
 # a person would write: equal layers, equal replicas, ranks in Megatron's order.
 
-
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _UNEVEN_FLAGS = (
     "--decoder-first-pipeline-num-layers",

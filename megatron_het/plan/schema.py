@@ -37,7 +37,6 @@ class PlanError(ValueError):
 # The names are those of ``schedule.cost.Costs``.  A *device* is a replica of a stage; devices are counted through the
 # stages, as in programs.
 
-
 _OMITTED = {"omit_default": True}
 
 

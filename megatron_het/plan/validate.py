@@ -30,7 +30,6 @@ from megatron_het.schedule.ir import PLACEMENTS, placement_of
 
 # What no plan needs more of: bounds on sizes, so that a mistyped number is an error and not a hang.
 
-
 LARGEST = {
     "num_layers": 10_000,
     "hidden_size": 1 << 20,
@@ -442,7 +441,6 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
 
 
 # Reading and writing plan files, within the limits of ``megatron_het.safe_io``.
-
 
 MOST_INDENTED = 10_000  # ranks of a plan file that is laid out in lines
 

@@ -23,7 +23,6 @@ from megatron_het.schedule.kinds import TRANSFERS as TRANSFERS
 
 # In which order a microbatch visits the chunks of the stages.
 
-
 PLACEMENTS = ("loop", "v")
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
@@ -397,7 +396,6 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 #
 # The field ``sizes`` is there where microbatches differ in size.  Empty lines and lines that begin with
 # ``#`` are ignored.
-
 
 _NUMBER = r"([0-9]{1,9}|_)"
 _OP = re.compile(rf"([A-Z]+){_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:>{_NUMBER}\.{_NUMBER})?(?:\[{_NUMBER}:{_NUMBER}\])?")

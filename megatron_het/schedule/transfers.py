@@ -179,7 +179,6 @@ def _use(op: Op) -> tuple[object, ...]:
 
 # Inserts operations that all devices of a microbatch have: at slot boundaries, or at moments of a replay.
 
-
 _CLOSE = 1e-9
 _IN_A_SLOT = where(lambda kind: kind.stream is Stream.COMPUTE and kind.fields.names_pass and not kind.meets)
 """Kinds that belong to a slot; parts of shared layers, and what is sent ahead of time, go with what follows them."""

@@ -26,7 +26,6 @@ from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, D
 # program runs there, its lists are projections of one total order in which both ends of every transfer are
 # neighbours, and the first unfinished transfer of that order can always finish, whatever the queues.
 
-
 TRANSPORTS = ("blocking", "rank", "pair", "edge")
 
 

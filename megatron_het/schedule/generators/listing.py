@@ -13,7 +13,6 @@ from megatron_het.schedule.ir import Kind, Op, Program, Shape
 # microbatches are dealt so that the replicas fall into several such parts, each part is a pipeline of its own.
 # Equal parts get equal orders, and a part with one replica per stage gets the order of a plain pipeline.
 
-
 Orders = tuple[tuple[Op, ...], ...]
 
 

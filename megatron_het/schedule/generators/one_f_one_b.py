@@ -31,7 +31,6 @@ from megatron_het.schedule.ir import Kind, Op, Program, Shape
 #
 # It says the same in a fraction of the time.  A planner asks it for thousands of microbatches, many times.
 
-
 _UNKNOWN = -1.0
 _NOBODY = -1
 
@@ -289,7 +288,6 @@ def gpipe(shape: Shape, *, forward_only: bool = False) -> Program:
 
 # No pipeline: every replica runs its microbatches one after the other (Poplar, section 3).
 
-
 DATA_PARALLEL = "data-parallel"
 
 
@@ -323,7 +321,6 @@ def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
 
 
 # Zorse's schedule: GPipe over ministages (Zorse, section 4.1.1).
-
 
 MINISTAGE = "ministage"
 
@@ -454,7 +451,6 @@ def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:
 # Under 1F1B a stage has one microbatch more in flight than the stage after it.  Where a transfer between the two takes
 # long, both stages idle.  More microbatches in flight before the slow boundary fill that time, at the price of their
 # activations.  How many is decided here, boundary by boundary, by simulation.
-
 
 FASTER = 0.005  # other depths must shorten the iteration by this share, because they take memory
 SAME = 0.001  # depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken

@@ -46,7 +46,6 @@ from megatron_het.schedule.view.visualize import (
 
 # Results as tables and as JSON.
 
-
 _WIDTH = 80
 
 

@@ -207,7 +207,6 @@ def communication_volume(result: Result) -> float:
 # The simulator's predictions and a run's measurements use the same format, so they can be laid over each
 # other: give the two different ``process`` names and merge their ``traceEvents``.
 
-
 _SORT = "process_sort_index"
 
 

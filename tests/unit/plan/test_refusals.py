@@ -107,7 +107,7 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**changed), 2)
 
 
-def test_overlapped_tensor_parallel_communication() -> None:
+def test_tensor_parallel_layers_of_transformer_engine() -> None:
     """Transformer Engine takes neighbouring ranks for a TP group, and their passes for whole sequences."""
     usual, given = made(), arguments(tp_comm_overlap=True)
     check_arguments(usual, given, 2)
@@ -116,6 +116,10 @@ def test_overlapped_tensor_parallel_communication() -> None:
     for plan in (plan_from_flags(FLAGS, 2, ScheduleSpec("slimpipe"))[0], replace(usual, stages=(first, last))):
         with pytest.raises(PlanError, match="--tp-comm-overlap = True.*this plan has others"):
             check_arguments(plan, given, plan.world_size)
+    latent = arguments(multi_latent_attention=True, transformer_impl="transformer_engine")
+    with pytest.raises(PlanError, match="sequence_parallel = False.*gradients of what comes before latent attention"):
+        check_arguments(plan, latent, plan.world_size)
+    check_arguments(replace(plan, training=replace(plan.training, sequence_parallel=True)), latent, plan.world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
