@@ -16,7 +16,7 @@ from ..errors import PlannerError
 from .bounds import Bounds
 from .finish import confirm, pools_of, sketch_of
 from .moves import over_replicas
-from .outcome import Found, Goal, Outcome, Progress
+from .outcome import Found, Goal, Outcome, Progress, collector_paused
 from .overlap import prefer_plain, prefer_steady
 from .pools import all_gpus
 from .seeds import sizes_over_replicas
@@ -256,6 +256,7 @@ HOPELESS = 1.1  # a change that looks worse by this factor is not simulated
 EXCHANGING = 4  # to simulate an exchange takes so many times as long
 
 
+@collector_paused()
 def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:
     """Add the changed plans to the outcome, the best first."""
     if outcome.interrupted or progress.spent:

@@ -1,6 +1,7 @@
 """Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -264,8 +265,7 @@ def at_peak(
         count: Parameters of the stage at this TP.
         share: The part of the stage's state that the rank keeps.
     """
-    moments = [_at(estimator, candidate, mine, count, share, moment) for moment in _moments(candidate.chunks)]
-    return max(moments, key=lambda m: m.total_bytes)
+    return max(_over_time(estimator, candidate, mine, count, share), key=lambda m: m.total_bytes)
 
 
 class _Moment(NamedTuple):
@@ -277,25 +277,32 @@ class _Moment(NamedTuple):
     shards: int
 
 
+@cache
 def _moments(v: int) -> list[_Moment]:
-    """Where the backward of each ministage begins, and where the last reduction ends."""
-    found = [_Moment(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in range(v)]
+    """Where the backward of a ministage begins, and where the last reduction ends.
+
+    From the second ministage to the last but one memory changes evenly, so that only these two of them may need most.
+    """
+    ends = sorted({0, 1, v - 2, v - 1} & {*range(v)})
+    found = [_Moment(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in ends]
     return [*found, _Moment(0, 0, 1, v)]
 
 
-def _at(
-    estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float, moment: _Moment
-) -> GroupMemory:
-    """A rank at a moment; arguments as of :func:`at_peak`."""
-    v = candidate.chunks
-    return mine._replace(
-        parameter_bytes=count
-        * estimator.model.element_bytes
-        * (moment.whole / v + (0.0 if candidate.offload else share)),
-        gradient_bytes=count * 4.0 * (moment.buffers + share * moment.shards) / v,
-        optimizer_bytes=window_state(estimator, candidate, count, share)[2],
-        activation_bytes=mine.activation_bytes * (1.0 if candidate.offload else moment.left / v),
-    )
+def _over_time(
+    estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
+) -> list[GroupMemory]:
+    """A rank at each of the moments; arguments as of :func:`at_peak`."""
+    v, element, offload = candidate.chunks, estimator.model.element_bytes, candidate.offload
+    optimizer = window_state(estimator, candidate, count, share)[2]
+    return [
+        mine._replace(
+            parameter_bytes=count * element * (moment.whole / v + (0.0 if offload else share)),
+            gradient_bytes=count * 4.0 * (moment.buffers + share * moment.shards) / v,
+            optimizer_bytes=optimizer,
+            activation_bytes=mine.activation_bytes * (1.0 if offload else moment.left / v),
+        )
+        for moment in _moments(v)
+    ]
 
 
 def window_state(
@@ -333,12 +340,10 @@ def shares_by_memory(
         return None
     largest = []
     for m, count in zip(found, counts):
-        budget = estimator.memory_margin * m.capacity_bytes
-        most = inf
-        for moment in _moments(candidate.chunks):  # memory grows evenly with the share
-            ends = 0.0, 1.0 / candidate.cp
-            none, all_of_it = (_at(estimator, candidate, m, count, s, moment).total_bytes for s in ends)
-            most = min(most, (budget - none) / max(all_of_it - none, 1.0))
+        budget, most = estimator.memory_margin * m.capacity_bytes, inf
+        ends = [_over_time(estimator, candidate, m, count, s) for s in (0.0, 1.0 / candidate.cp)]
+        for none, every in zip(*ends):  # memory grows evenly with the share
+            most = min(most, (budget - none.total_bytes) / max(every.total_bytes - none.total_bytes, 1.0))
         largest.append(max(0.0, most))
     total = sum(share * m.group.count for share, m in zip(largest, found))
     return [share / total for share in largest] if total else None
