@@ -371,7 +371,6 @@ def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Pat
 
 # Cluster and model files: bad input gets one error that names file, key and value.
 
-
 NODE = {"gpu": "A100-40", "count": 2, "gpus_per_node": 4}
 MODEL = {
     "num_layers": 4,

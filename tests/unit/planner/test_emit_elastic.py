@@ -224,7 +224,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 # Nodes with several kinds of GPUs: cluster file, plan, launch files, and what is checked when ranks start.
 
-
 REPOSITORY = Path(__file__).resolve().parents[3]
 A100, V100 = "A100-40", "V100-16"
 
