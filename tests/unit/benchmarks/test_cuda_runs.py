@@ -95,7 +95,6 @@ def test_without_a_gpu_nothing_runs(words, monkeypatch, capsys, tmp_path):
 
 # The report of ``benchmarks.cuda_iterations``: results of several runs are counted together, and lines once.
 
-
 LINE = "megatron_het/runtime/channels.py:1"
 
 

@@ -155,7 +155,6 @@ def test_what_was_asked_for_is_taken_unless_it_cannot_work() -> None:
 
 # Shards of parameters under different TP sizes.
 
-
 TPS = (1, 2, 3, 4, 6)
 
 

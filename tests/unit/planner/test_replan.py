@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
 from tools.planner.inputs.profile_schema import load_profile, save_profile
 from tools.planner.replay.command import limited
-from tools.planner.replay.measured import load_watched
+from tools.planner.replay.measured import DeviceTimes, Times, load_watched
 from tools.planner.replay.policies import (
     CHANGES,
     Change,
@@ -28,7 +29,7 @@ from tools.planner.replay.policies import (
     run_restart,
     with_start,
 )
-from tools.planner.replay.replan import correct, estimator_of, predicted_s, replan
+from tools.planner.replay.replan import _factors, correct, estimator_of, predicted_s, replan
 from tools.planner.search.outcome import Goal, cluster_text, model_text
 
 _GOAL = Goal(schedules=("1f1b",))
@@ -79,8 +80,7 @@ def test_what_a_whole_kind_has_in_common_scales_the_profile(tmp_path: Path) -> N
 @pytest.mark.parametrize("measured_links", [True, False])
 def test_a_slow_link_costs_what_was_measured(tmp_path: Path, measured_links: bool) -> None:
     plan = runs.pipeline(4, 2, 2)
-    slow = {(0, 1), (1, 0)}
-    monitor = runs.follow(plan, lambda i, rank: 1.0, lambda i, a, b: 0.02 if i >= 15 and (a, b) in slow else 1.2e-4)
+    monitor = runs.follow(plan, lambda i, rank: 1.0, lambda i, a, b: 0.02 if i >= 15 and a + b == 1 else 1.2e-4)
     assert {f.name for f in monitor.watch.active.values()} == {"rank 0 -> rank 1", "rank 1 -> rank 0"}
     profile = runs.profile() if measured_links else None
     corrected = correct(plan, processors(3), profile, runs.watched(plan, monitor, tmp_path))
@@ -115,6 +115,15 @@ def test_the_host_of_a_slow_node_goes_with_it(tmp_path: Path) -> None:
     )
     corrected = correct(plan, named, runs.profile(), runs.watched(plan, monitor, tmp_path))
     assert {n.gpu: n.hosts for n in corrected.cluster.nodes} == {"core": ("n0",), "core slow 1": ("n1",)}
+
+
+def test_a_slow_device_does_not_speak_for_its_kind_while_ranks_of_it_elsewhere_are_not_slow() -> None:
+    devices = []
+    for n, kind, slow in ((0, "a + b", 1.0), (1, "b", 2.0)):
+        times = dict.fromkeys(("FORWARD", "BACKWARD"), Times(predicted_s=1.0, measured_s=slow, reference_s=1.0))
+        devices.append(DeviceTimes(device=n, stage=n, replica=0, ranks=(n,), kind=kind, operations=times))
+    found = _factors(SimpleNamespace(devices=devices), {1: " slow 1"}, [("a", "b"), ("b", "b")])  # type: ignore[arg-type]
+    assert found["b"] == (1.0, 1.0) and found["b slow 1"] == (2.0, 2.0)
 
 
 def _folder(tmp_path: Path) -> Path:

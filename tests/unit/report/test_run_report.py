@@ -69,7 +69,6 @@ def test_the_newest_iterations_are_kept(report: RunReport, tmp_path: Path) -> No
 
 # Times of operations on a CUDA device come from events, which stand-ins replace here.
 
-
 _CLOCK = itertools.count(1)
 
 

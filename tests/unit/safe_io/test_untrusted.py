@@ -154,7 +154,6 @@ def test_shown_is_repr_within_a_bound() -> None:
 
 # ``| head``: a command whose reader has left ends without an error, its help too.
 
-
 COMMANDS = ["tools.planner", "megatron_het.elastic", "megatron_het.doctor", "megatron_het.schedule"]
 COMMANDS += ["megatron_het.dry_run", "megatron_het.megatron_patches"]
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

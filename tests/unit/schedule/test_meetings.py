@@ -184,7 +184,6 @@ def test_passes_that_are_not_aligned_are_a_problem() -> None:
 
 # From where on gradients may be reduced early.
 
-
 FLAGS = flags(TWO_BY_TWO)
 
 

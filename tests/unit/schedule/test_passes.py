@@ -188,7 +188,6 @@ def test_split_vocabulary_of_exchanging_pipelines(options: dict[str, bool], forw
 
 # ZeRO-2 and 3 without a pipeline: collectives of every pass, of all replicas, in one order.
 
-
 UNEVEN = Shape(((1, 2),), ((0, 0, 1, 0),), (2,))  # three passes and one, two chunks
 
 

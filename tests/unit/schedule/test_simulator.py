@@ -425,7 +425,6 @@ def test_a_smaller_microbatch_takes_its_share_of_time_bytes_and_memory() -> None
 
 # More microbatches in flight across slow links.
 
-
 STAGE_S = 3.0
 
 

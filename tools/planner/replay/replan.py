@@ -95,8 +95,8 @@ def _factors(watched: Watched, own: Mapping[int, str], kinds: Sequence[tuple[str
     out: dict[str, Factors] = {}
     for kind in dict.fromkeys(kind for names in kinds for kind in names):
         mine = [d for d in watched.devices if kind in kinds[d.device]]
-        mine = [d for d in mine if len(set(kinds[d.device])) == 1] or mine
         alike = [d for d in mine if "slow" not in own.get(d.device, "")] or mine
+        alike = [d for d in alike if len(set(kinds[d.device])) == 1] or alike
         out[kind] = _factor(alike, Direction.FORWARD), _factor(alike, Direction.BACKWARD)
     for device, ending in own.items():
         one = [watched.devices[device]]
