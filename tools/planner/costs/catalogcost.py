@@ -12,6 +12,7 @@ from .layer import (
     ALONE,
     DIAGONAL_TOKENS,
     MEGATRON_HET,
+    MEMORY_EFFICIENT,
     LayerCost,
     Product,
     Runtime,
@@ -224,7 +225,7 @@ class CatalogCosts:
         parts = spread.expert_parts(tp)
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.over, expert_tp=parts)
         extra = 0.0
-        if kind == "layer" and not fused:
+        if kind == "layer" and not fused and not self._is_cut(gpu, spread):
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.over)
         if kind == "layer" and recompute == "full":
             extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
@@ -279,12 +280,20 @@ class CatalogCosts:
             backward, attention_b = backward + repeated, attention_b + repeated
         return forward, backward, attention_f, attention_b
 
+    def _is_cut(self, gpu: Gpu, spread: Spread) -> bool:
+        """Whether sequences are cut, so that attention runs in kernels that keep no matrices, on any GPU."""
+        return not gpu.is_processor and (spread.slices > 1 or (spread.cp > 1 and self.runtime.commuted))
+
     def _attention(self, name: str, work: LayerWork, batch: int, tp: int, spread: Spread) -> tuple[float, float, float]:
         """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
         model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
-        if self.fused(name):
-            if spread.slices > 1 and not gpu.has_newest_in_slices:
-                kernels = replace(kernels, newest_attention=False)
+        is_cut = self._is_cut(gpu, spread)
+        if is_cut or self.fused(name):
+            if is_cut or model.document_lengths is not None:
+                half = model.precision in ("fp16", "bf16")
+                share = 1.0 if half and gpu.flash_attention_2 else MEMORY_EFFICIENT
+                newest = kernels.newest_attention and gpu.has_newer_attention
+                kernels = replace(kernels, newest_attention=newest, attention=share * kernels.attention)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
             # Every slice adds to the gradients, in fp32, of all keys and values before.
             added = (spread.slices - 1) * model.mean_keys() * batch / spread.over * pool_size(model, tp)

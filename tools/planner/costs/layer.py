@@ -21,6 +21,7 @@ DIAGONAL_TOKENS = 64
 """Causal attention computes whole blocks on its diagonal: half a block of 128 keys too many per query."""
 
 FULL_HEAD = 128
+MEMORY_EFFICIENT = 0.44  # rate of PyTorch's memory-efficient kernel over FlashAttention 2's, measured on an H200
 NARROW_HEAD = 0.5  # what the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``
 
 INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
@@ -109,12 +110,12 @@ def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, prec
     """(forward, backward) of fused attention whose forward has ``flops``; the backward has 2.5 times as many.
 
     Heads narrower than 64 use part of the matrix units.  Scores take as many exponentials in narrow heads as in wide
-    ones, which newer GPUs do hardly faster than older ones.
+    ones, which newer GPUs do hardly faster than older ones: there these bind.
     """
     share = gpu.attention_efficiency if kernels.newest_attention else gpu.flash_efficiency
     rate = gpu.peak(precision) * share * kernels.attention * min(1.0, head_size / 64.0)
     forward = flops / rate
-    if kernels.newest_attention:
+    if kernels.newest_attention and gpu.has_newer_attention:
         forward *= 1 + NARROW_HEAD * max(0.0, FULL_HEAD / max(head_size, 64.0) - 1)
     return forward, 2.5 * kernels.backward_attention * forward
 
@@ -216,7 +217,7 @@ WITHOUT_TE = replace(
     MEGATRON_HET,
     name="megatron_het without Transformer Engine",
     fused=False,
-    kernels=replace(MEGATRON_HET.kernels, newest_attention=False, elementwise=3.0),
+    kernels=replace(MEGATRON_HET.kernels, elementwise=3.0),
 )
 """Megatron's own layers: attention keeps its matrices, and positions are rotated by five kernels.  Not fitted."""
 

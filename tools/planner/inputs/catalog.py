@@ -63,8 +63,8 @@ class Gpu(BaseModel):
         return self.flash_attention_2 if self.transformer_engine is None else self.transformer_engine
 
     @property
-    def has_newest_in_slices(self) -> bool:
-        """Whether slices run its best attention kernel, not FlashAttention-2's: compute capability 9.0 and later."""
+    def has_newer_attention(self) -> bool:
+        """Whether it has a kernel newer than FlashAttention-2's, in slices too: compute capability 9.0 and later."""
         found = re.match(r"sm_(\d+)", self.architecture or "")
         return found is not None and int(found[1]) >= 90  # ``megatron_het.attention.kernel_choice``
 

@@ -25,7 +25,6 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs.estimate import Estimator
-from ..costs.layer import FULL_HEAD
 from ..costs.unit import Unit
 from ..inputs.model import Model
 from ..inputs.model_parts import shares_left
@@ -63,9 +62,8 @@ class Bounds:
         self.estimator, self.goal, self._of_search = estimator, goal, of_search
         self._exchanges = not of_search and any(s.cuts_sequences for s in goal.allowed)
         self._seconds = cache(self._find_seconds)
-        self._least_attention = _least_attention(estimator.model) if self._exchanges else 0.0
+        self._least_attention = _least_attention(estimator.model)
         model, nodes = estimator.model, estimator.cluster.nodes
-        self._has_narrow_heads = model.score_size < 2 * FULL_HEAD * model.num_attention_heads
         described = [node.model_dump_json(include=_OF_A_RANK) for node in nodes]
         self._alike = [described.index(text) for text in described]
         # A GPU may have more of the layers that suit it than of others, which no rate reckons with.
@@ -164,13 +162,14 @@ class Bounds:
         each = tp / size * estimator.costs.alone_share(gpu, size, tp)
         pass_s = unit.pass_f + unit.pass_b + 2 * estimator.runtime.operation_s
         layer_s = unit.layer_f + unit.layer_b + pass_s / estimator.model.num_layers  # of one pass through all layers
-        attention_s = unit.attention_f + unit.attention_b if self._exchanges else 0.0
-        layer_s -= attention_s
-        if attention_s and self._has_narrow_heads:  # the kernels of slices may be faster then; two have fewest sums
+        whole_s = attention_s = unit.attention_f + unit.attention_b
+        if attention_s:  # the kernels of slices may be faster; two have fewest sums
             sliced: Unit | None = estimator.unit(pool, tp, size, recompute, **cut, slices=2)
             attention_s = min(attention_s, sliced.attention_f + sliced.attention_b) if sliced else attention_s
+        shared_s = attention_s if self._exchanges else 0.0  # that other GPUs may do
+        layer_s += attention_s - whole_s - shared_s
         ends = unit.ends_s(True, False) * each, unit.ends_s(False, True) * each
-        return _Works(layer_s * each, attention_s * each * self._least_attention, *ends)
+        return _Works(layer_s * each, shared_s * each * self._least_attention, *ends)
 
 
 def _least_attention(model: Model) -> float:

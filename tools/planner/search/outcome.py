@@ -225,7 +225,7 @@ class Progress:
 
     limit_s: float = 1e9
     started: float = field(default_factory=time.process_time)
-    text: str = ""
+    text: str = "bounds"
     best: float = float("inf")
     asked: int = 0
     finishing: bool = False  # plans are being simulated, which is worth some more time
