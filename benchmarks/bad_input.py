@@ -61,7 +61,6 @@ from tools.planner.emit import options as checks
 
 # Malformed inputs that once ran a command, hung, ended in a traceback or were accepted; all are in every test run.
 
-
 _LISTED = (
     *("shell text in hosts", "shell text in partition", "shell text in --job-name", "shell text in --time-limit"),
     *("shell text in --run-dir", "shell text in --python", "a device as plan --out", "a device as simulate --trace"),

@@ -27,7 +27,6 @@ from megatron_het.plan import Plan, plan_hash
 
 # Malformed input of the commands around a job: ``het-run``, the doctor, ``replan`` and ``replay``.
 
-
 _HUGE = "9" * 400
 _TOKEN = {"token": "0123456789abcdef0123456789abcdef\n"}
 _NO_FILES: tuple[Any, ...] = (

@@ -22,7 +22,6 @@ from tools.planner.inputs.model import Model, load_model
 
 # Weights of a Hugging Face model under the names and in the layout of Megatron's GPTModel on one rank, for tests.
 
-
 _LAYER = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.(\d+)\.(.+)")
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
 

@@ -29,7 +29,6 @@ from megatron_het.schedule.ir import Program
 
 # Plans of any world size for ``benchmarks.scale``, and what can be counted of them without running anything.
 
-
 SEQUENCE = 4096
 STAGES = 8
 BLOCK = 16  # ranks of a stage that share microbatches with each other, in plans of blocks

@@ -113,7 +113,6 @@ def run(runner: Runner, setting: Setting, model: Model, folder: Path, **options:
 
 # The measured bubble of a SlimPipe run against that of the simulator with the run's own durations.
 
-
 _WARMUP = 3  # iterations that do not count; memory is metered in the second one
 _DIAGONAL = 0.5  # the kernels skip the masked half of a slice's attention to itself
 _KINDS = ("FORWARD", "BACKWARD")
@@ -242,7 +241,6 @@ def _fit(done: Events, kind: str, chunk: int, slices: int) -> tuple[float, float
 #
 # Keys: ``speedup`` of the exchange, ``simulated_speedup``, and ``met``, whether the speedup is at least 1.05 where the
 # simulator says so (None where it does not).
-
 
 BAR = 1.05
 MIXED_LAYERS, SLICES, MICROBATCHES = (5, 3), 8, 2

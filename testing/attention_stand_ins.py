@@ -155,6 +155,7 @@ class TransformerEngine(ModuleType):
     ) -> list[torch.Tensor]:
         """Gradients of q, k and v."""
         CALLS["te backward"] = CALLS.get("te backward", 0) + 1
+        assert deterministic is torch.are_deterministic_algorithms_enabled()
         assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype is q.dtype and attn_scale is not None
         lengths = max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv
         _check((q, k, v, o, d_o), lengths, fused_attention_backend, qkv_layout, attn_mask_type, window_size)
@@ -220,8 +221,10 @@ class FlashAttention3(ModuleType):
         is_causal: bool,
         window_size_left: int,
         window_size_right: int,
+        deterministic: bool = False,
     ) -> None:
         CALLS["flash 3 backward"] = CALLS.get("flash 3 backward", 0) + 1
+        assert deterministic is torch.are_deterministic_algorithms_enabled()
         assert is_causal == (window_size_right == 0) and all(t.is_contiguous() for t in (dq, dk, dv, softmax_lse))
         tensors = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
         found = attend_backward(tensors, softmax_lse, (window_size_left, window_size_right), softmax_scale)

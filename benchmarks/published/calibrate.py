@@ -26,7 +26,6 @@ from tools.planner.inputs.model_parts import Experts
 # NVIDIA-NeMo/Megatron-Bridge (``megatron_bridge_runs.csv``), step times of NVIDIA/dgxc-benchmarking
 # (``dgxc_h100_runs.csv``), all Apache-2.0, figures only; and runs of this project on one GPU (``own_h200_runs.csv``).
 
-
 Row = Mapping[str, str]
 
 TABLES = {

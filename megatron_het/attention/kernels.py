@@ -185,6 +185,7 @@ class CudaFlash3(Kernel):
             dv=dv,
             softmax_scale=call.scale,
             is_causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._window(call),
         )
         return _swap(dq), _swap(dk), _swap(dv)
@@ -251,6 +252,8 @@ class CudnnFlash(Kernel):
     def refuses(self, setting: Setting) -> str | None:
         if setting.device != "cuda" or not torch.backends.cudnn.is_available():
             return "needs CUDA with cuDNN"
+        if torch.are_deterministic_algorithms_enabled():  # PyTorch's own attention does not take it then either
+            return "is not deterministic"
         return _refused(setting, (8, 0), 128)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
@@ -287,7 +290,8 @@ class TransformerEngineFused(Kernel):
     granule_tokens: ClassVar[int] = 64  # cuDNN's masks that are aligned bottom-right want multiples of it
 
     def refuses(self, setting: Setting) -> str | None:
-        return _refused(setting, (8, 0), 256) or _missing("transformer_engine", "Transformer Engine")
+        least = (9, 0) if torch.are_deterministic_algorithms_enabled() else (8, 0)
+        return _refused(setting, least, 256) or _missing("transformer_engine", "Transformer Engine")
 
     def takes_prefix(self, queries: int, keys: int) -> bool:
         return queries % self.granule_tokens == keys % self.granule_tokens == 0
@@ -312,6 +316,7 @@ class TransformerEngineFused(Kernel):
             *self._lengths(q, k),
             *(q, k, v, out, grad, q.dtype, kind, [lse.contiguous().unsqueeze(-1), _unused_seed(q.device)]),
             library.FusedAttnBackend["F16_arbitrary_seqlen"],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._options(q, k, call),
         )
         return dq, dk, dv

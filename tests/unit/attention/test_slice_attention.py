@@ -154,8 +154,7 @@ def test_kernel_table(kernel: Kernel) -> None:
         "te-fused": "Transformer Engine is not installed",
         "cuda-flash-3": "FlashAttention 3 is not installed",
     }
-    assert kernel.refuses(half) == reasons.get(kernel.name)
-    assert kernel.summary
+    assert kernel.refuses(half) == reasons.get(kernel.name) and kernel.summary
 
 
 @pytest.mark.parametrize(
@@ -167,15 +166,10 @@ def test_kernel_table(kernel: Kernel) -> None:
         (Setting("cuda", torch.bfloat16, 128, (8, 0)), "cuda-flash"),
         (Setting("cuda", torch.float32, 128, (9, 0)), "cuda-efficient"),
         (Setting("cuda", torch.float16, 128, (7, 0)), "cuda-efficient"),
-        (Setting("cuda", torch.bfloat16, 100, (9, 0)), None),
     ],
 )
-def test_choice_by_device(setting: Setting, name: str | None, gpu: dict[str, Any]) -> None:
-    if name is None:
-        with pytest.raises(ValueError, match="te-fused head dimension 100"):
-            choose_kernel(setting)
-    else:
-        assert choose_kernel(setting).name == name
+def test_choice_by_device(setting: Setting, name: str, gpu: dict[str, Any]) -> None:
+    assert choose_kernel(setting).name == name
     assert not gpu["timed"]
 
 
@@ -200,15 +194,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     kernel_choice._chosen.cache_clear()
 
 
-def test_a_kernel_that_fails_its_trial_is_passed_over(gpu: dict[str, Any]) -> None:
+def test_a_kernel_that_fails_its_trial_is_passed_over(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = Setting("cuda", torch.bfloat16, 128, (9, 0))
     gpu["failed"] = {"te-fused": "is 0.4 off in a trial", "cuda-flash-3": "failed in a trial: TypeError"}
     assert choose_kernel(hopper).name == "cudnn"
     assert choose_kernel(hopper, ("cuda-flash-3", "cuda-flash")).name == "cuda-flash"
+    with pytest.raises(ValueError, match="te-fused head dimension 100"):
+        choose_kernel(Setting("cuda", torch.bfloat16, 100, (9, 0)))
     with pytest.raises(ValueError, match="te-fused is 0.4 off in a trial"):
         choose_kernel(hopper, ("te-fused",))
     assert not gpu["timed"]
     assert (torch.float32, torch.bfloat16) in gpu["added"], "it is launched before training too"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ValueError, match=r"te-fused needs compute capability 9.0.*cudnn is not deterministic"):
+        choose_kernel(Setting("cuda", torch.bfloat16, 128, (8, 0)), ("te-fused", "cudnn"))
 
 
 def test_other_devices_are_timed_and_say_so(gpu: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
