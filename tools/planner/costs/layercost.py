@@ -336,7 +336,7 @@ class MeasuredCosts:
         attention: tuple[float, float],
         share: float,
     ) -> LayerCost:
-        """All slices of a sequence, from the whole of it, which they never take less than.
+        """All slices of a sequence, from the whole of it, which they never take less than with the same attention.
 
         On GPUs slices that were not measured take what the catalog says, if that is more: operands that every pass
         reads, and kernels that the host cannot start sooner.
@@ -351,19 +351,28 @@ class MeasuredCosts:
         more = Pass(*[sum(of * extra[i] for of, extra, _ in parts) / total for i in range(4)])
         # What was measured is of layers as they were measured, not of their parts.
         exact = spread.cp == 1 and spread.ep == key.ep and all(measured for *_, measured in parts)
-        if not exact and not self.gpu(key.gpu).is_processor:
-            at = key.gpu, key.layer, batch, key.tp, key.recompute
-            whole, cut = (self._whole.cost(*at, spread._replace(slices=n)) for n in (1, slices))
-            forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s))
-            backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s))
+        at = key.gpu, key.layer, batch, key.tp, key.recompute
+        whole, cut = (self._whole.cost(*at, spread._replace(slices=n)) for n in (1, slices))
+        is_processor, is_fused = self.gpu(key.gpu).is_processor, self.analytic.fused(key.gpu)
+        spared = [0.0, 0.0]
+        if not is_fused and is_processor:  # attention to all keys was measured; slices leave out most that are masked
+            spared = [(slices - 1) / (2 * slices) * a for a in attention]
+        elif not is_fused and spread.cp == 1:  # attention that keeps its matrices was measured, which slices do not run
+            theirs = cut.attention_forward_s, cut.attention_backward_s
+            spared = [max(0.0, a - share * b) for a, b in zip(attention, theirs)]
+        if not exact and not is_processor:
+            forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s) + spared[0])
+            backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s) + spared[1])
             more = more._replace(forward_s=forward, backward_s=backward)
-        # On processors attention to all keys was measured; slices leave out most of those that are masked.
-        is_whole = self.gpu(key.gpu).is_processor and not self.analytic.fused(key.gpu)
-        masked = (slices - 1) / (2 * slices) if is_whole else 0.0
+        extra_s = [more.forward_s - spared[0], more.backward_s - spared[1]]
+        if is_processor:
+            extra_s, spared = [max(0.0, s) for s in extra_s], [0.0, 0.0]
         return replace(
             found,
-            forward_s=found.forward_s + max(0.0, more.forward_s - masked * attention[0]),
-            backward_s=found.backward_s + max(0.0, more.backward_s - masked * attention[1]),
+            forward_s=found.forward_s + extra_s[0],
+            backward_s=found.backward_s + extra_s[1],
+            attention_forward_s=found.attention_forward_s - spared[0],
+            attention_backward_s=found.attention_backward_s - spared[1],
             fixed_forward_s=found.fixed_forward_s + more.fixed_forward_s,
             fixed_backward_s=found.fixed_backward_s + more.fixed_backward_s,
         )
