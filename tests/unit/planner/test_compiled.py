@@ -161,7 +161,7 @@ def test_stages_are_those_of_python(built):
             continue
         figures = b"".join(_ROW.pack(*row) for row in stages)
         out, drain = (c_double * 3)(), rng.random()
-        assert built.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out)
+        assert built.het_stages(count, figures, bytes((c_int32 * count)(*caps)), wanted, drain, out)
         assert tuple(out) == stages_s(figures, caps, wanted, drain)
         layers = divide([row[0] for row in stages], [row[1] for row in stages], caps, wanted)
         few += any(n == cap for n, cap in zip(layers, caps))
@@ -170,7 +170,7 @@ def test_stages_are_those_of_python(built):
 
 
 def test_too_many_stages_are_left_to_python(built):
-    assert not built.het_stages(257, bytes(5 * 8 * 257), (c_int32 * 257)(), 300, 0.0, (c_double * 3)())
+    assert not built.het_stages(257, bytes(5 * 8 * 257), bytes(4 * 257), 300, 0.0, (c_double * 3)())
 
 
 def some_candidates(estimator: Estimator, rng: random.Random) -> Iterator[Candidate]:

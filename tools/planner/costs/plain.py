@@ -105,9 +105,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     address, count = ctypes.c_void_p, ctypes.c_int64
     found.het_elapsed.argtypes = [ctypes.c_int32, address, count, count, *[address] * 7]
     found.het_elapsed.restype = ctypes.c_double
-    found.het_stages.argtypes = [ctypes.c_int32, ctypes.c_char_p, ints, ctypes.c_int32, ctypes.c_double, doubles]
+    row, real = ctypes.c_char_p, ctypes.c_double  # doubles, or ints, as bytes
+    found.het_stages.argtypes = [ctypes.c_int32, row, row, ctypes.c_int32, real, address]
     found.het_stages.restype = ctypes.c_int32
-    row, real = ctypes.c_char_p, ctypes.c_double  # doubles as bytes
     found.het_loops.argtypes = [ctypes.c_int32, row, row, row, doubles]
     found.het_pipeline.argtypes = [ctypes.c_int32, *[row] * 4, real, real, real, ctypes.c_int32, doubles]
     found.het_ends.argtypes = [ctypes.c_int32, row, row, real, row, doubles]

@@ -32,7 +32,7 @@ def search_auto(
     progress = progress or Progress()
     started = time.process_time()
     with collector_paused():
-        ground = Ground(estimator, goal, progress, effort)
+        ground = Ground(estimator, goal, progress, effort, known)
         outcome = Outcome("auto")
         try:
             limit = goal.min_iterations_per_s if goal.objective == "cost" else goal.max_usd_per_iteration
@@ -42,25 +42,25 @@ def search_auto(
                     outcome.cpu_s = time.process_time() - started
                     return outcome
             if goal.objective == "cost":
-                _sizes_alone(ground, outcome, known)
+                _sizes_alone(ground, outcome)
             elif ground.has_many_pools:
-                _kinds_alone(ground, outcome, known)
-            whole = _thorough(ground, outcome, ground.whole, known)
+                _kinds_alone(ground, outcome)
+            whole = _thorough(ground, outcome, ground.whole)
             outcome.exact = whole.exact
             _join(ground, outcome, whole)
             if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # else fewer GPUs hold it even less
                 if goal.objective != "cost" and not ground.has_many_pools:
-                    _kinds_alone(ground, outcome, known)
+                    _kinds_alone(ground, outcome)
                 if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
-                    _parts_alone(ground, outcome, known)
-                _published_methods(ground, outcome, known)
+                    _parts_alone(ground, outcome)
+                _published_methods(ground, outcome)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
-def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
+def _kinds_alone(ground: Ground, outcome: Outcome) -> None:
     """The plans of each kind of GPU alone join the outcome, as they would be found if there were nothing else.
 
     So more kinds of GPUs never make a plan worse.  Kinds are left out where their bound leaves them no chance.  On
@@ -71,15 +71,15 @@ def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     if len(kinds) == 1:
         return
     for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
-        if _may_be_better(ground, outcome, limits, known):
+        if _may_be_better(ground, outcome, limits):
             ground.progress.text = f"{kind} alone"
             if ground.is_near:
-                _join(ground, outcome, _kind_alone(ground, outcome, kind, known))
+                _join(ground, outcome, _kind_alone(ground, outcome, kind))
             else:
-                _join(ground, outcome, _thorough(ground, outcome, limits, known))
+                _join(ground, outcome, _thorough(ground, outcome, limits))
 
 
-def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
+def _sizes_alone(ground: Ground, outcome: Outcome) -> None:
     """Where money counts: one to all nodes of each pool alone, in powers of two and halfway between them.
 
     The numbers are the same whatever else the cluster has, so that a larger cluster costs no more than a smaller one.
@@ -95,7 +95,7 @@ def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
             limits = tuple(gpus if i == p else 0 for i in range(len(ground.whole)))
             if ground.bounds.is_in_time(limits) and limits != ground.whole:
                 ground.progress.text = f"{gpus} {node.gpu} alone"
-                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), effort=OF_A_SIZE))
+                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome), effort=OF_A_SIZE))
 
 
 def _of_the_other_objective(ground: Ground, outcome: Outcome) -> None:
@@ -117,7 +117,7 @@ def _of_the_other_objective(ground: Ground, outcome: Outcome) -> None:
     _join(ground, outcome, theirs)
 
 
-def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
+def _parts_alone(ground: Ground, outcome: Outcome) -> None:
     """The plans of parts of a cluster join the outcome, as if there were nothing else, as long as that is better.
 
     A small cluster is searched without a node, a pool or two nodes: what a further node changes is much there, and
@@ -135,11 +135,11 @@ def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in dict.fromkeys(parts):
-            least = _least(ground, outcome, known)
-            if limits not in seen and _may_be_better(ground, outcome, limits, known):
+            least = _least(ground, outcome)
+            if limits not in seen and _may_be_better(ground, outcome, limits):
                 ground.progress.text = "parts alone"
                 _join(ground, outcome, thorough(ground, limits, least, effort=effort))
-                better = limits if _least(ground, outcome, known) < least else better
+                better = limits if _least(ground, outcome) < least else better
             seen.add(limits)
         if better is None:
             return
@@ -158,26 +158,25 @@ def _in_use(ground: Ground, outcome: Outcome) -> list[Limits]:
     return list(out)
 
 
-def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, known: float) -> bool:
-    return not ground.bounds.excludes(limits, _least(ground, outcome, known))
+def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits) -> bool:
+    return not ground.bounds.excludes(limits, _least(ground, outcome))
 
 
-def _least(ground: Ground, outcome: Outcome, known: float) -> float:
+def _least(ground: Ground, outcome: Outcome) -> float:
     """Value of the best plan so far, or known before."""
-    return known if outcome.best is None else min(known, outcome.best.value(ground.goal))
+    return ground.known if outcome.best is None else min(ground.known, outcome.best.value(ground.goal))
 
 
-def _thorough(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal | None = None) -> Outcome:
-    return thorough(ground, limits, _least(ground, outcome, known), goal)
+def _thorough(ground: Ground, outcome: Outcome, limits: Limits) -> Outcome:
+    return thorough(ground, limits, _least(ground, outcome))
 
 
-def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Outcome:
+def _kind_alone(ground: Ground, outcome: Outcome, kind: str) -> Outcome:
     """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
     estimator, goal, progress = ground.estimator, ground.goal, ground.progress
     pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
     limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
-    known = _least(ground, outcome, known)
-    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, known)
+    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, _least(ground, outcome))
     found = []
     for entry in theirs.found:
         candidate = entry.candidate.in_pools(pools)
@@ -191,30 +190,30 @@ def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Ou
 
 
 def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
-    _add(ground.estimator, ground.goal, outcome, theirs)
+    _add(ground, outcome, theirs)
     if theirs.interrupted:
         raise KeyboardInterrupt
 
 
-def _add(estimator: Estimator, goal: Goal, outcome: Outcome, theirs: Outcome) -> None:
+def _add(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
     """The plans of another search, and what it has counted."""
-    known = {found.candidate for found in outcome.found}
+    goal, known = ground.goal, {found.candidate for found in outcome.found}
     outcome.found += [
         found
         for found in theirs.found
         if found.candidate not in known and found.runnable and found.candidate.schedule in goal.schedules
     ]
-    outcome.found = confirm(estimator, goal, outcome.found)
+    outcome.found = confirm(ground.estimator, goal, outcome.found, ground.known)
     outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
     outcome.simulations += theirs.simulations
     if outcome.best is not None:
         outcome.nearest = None
     else:
         near = [found for found in (outcome.nearest, theirs.nearest) if found is not None]
-        outcome.nearest = min(near, key=lambda found: goal.score(estimator, *found), default=None)
+        outcome.nearest = min(near, key=lambda found: goal.score(ground.estimator, *found), default=None)
 
 
-def _published_methods(ground: Ground, outcome: Outcome, known: float) -> None:
+def _published_methods(ground: Ground, outcome: Outcome) -> None:
     """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
 
     They leave out what certainly takes longer than the best plan so far, which makes them short except
@@ -230,9 +229,9 @@ def _published_methods(ground: Ground, outcome: Outcome, known: float) -> None:
         now = time.process_time() - progress.started
         share = Progress(limit_s=min(progress.limit_s - now, max(LEAST_S[ground.is_near], now / 10)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
-        known_s = _least(ground, outcome, known) if goal.objective == "throughput" else inf
+        known_s = _least(ground, outcome) if goal.objective == "throughput" else inf
         theirs = search(estimator, goal, share, FEW if known_s < inf else NORMAL, known_s)
-        _add(estimator, goal, outcome, theirs)
+        _add(ground, outcome, theirs)
         if progress.limit_s <= time.process_time() - progress.started:
             outcome.interrupted = True
             return

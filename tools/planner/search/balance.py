@@ -1,5 +1,6 @@
 """Layers per stage so that the slowest stage is as fast as possible, within memory."""
 
+from functools import cache
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
@@ -156,9 +157,9 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     caps: list[int] = []
     widths = {sum([g.count for g in stage]) for stage in groups}
     slack = like.slack if len(widths) > 1 else 0.0
-    later = sum([g.count for stage in groups for g in stage])
+    later, ends = sum([g.count for stage in groups for g in stage]), ends_of(like.rows, count)
     for s, stage in enumerate(groups):
-        first, last = ends_at(like, s, count)
+        first, last = ends[s]
         load = stage_load(estimator, stage, like, first, last)
         if load is None:
             return None
@@ -212,14 +213,16 @@ def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[i
     return [b - a for a, b in pairwise([*cuts, model.num_layers])]
 
 
-def ends_at(like: Candidate, s: int, count: int) -> tuple[float, float]:
-    """The parts of the embedding and of the output layer that stage ``s`` of so many would have.
+@cache
+def ends_of(rows: tuple[tuple[float, float], ...], count: int) -> tuple[tuple[float, float], ...]:
+    """The parts of the embedding and of the output layer that each of so many stages would have.
 
-    A vocabulary that is split over another number of stages would be split evenly.
+    Args:
+        rows: Those of a candidate.  A vocabulary that is split over another number of stages would be split evenly.
     """
-    if not like.rows:
-        return float(s == 0), float(s == count - 1)
-    return (like.rows[s][0] if len(like.rows) == count else 1 / count,) * 2
+    if not rows:
+        return tuple((float(s == 0), float(s == count - 1)) for s in range(count))
+    return tuple((rows[s][0] if len(rows) == count else 1 / count,) * 2 for s in range(count))
 
 
 def layer_rooms(

@@ -1,7 +1,8 @@
 """All candidates met so far: guessed quickly first, and what is worth it evaluated once."""
 
+from array import array
 from collections import defaultdict
-from ctypes import c_double, c_int32
+from ctypes import addressof, c_double
 from math import inf
 from struct import Struct
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s
 from ..costs.unit import Unit
-from .balance import Rooms, balance, ends_at, layer_rooms, stage_load
+from .balance import Rooms, balance, ends_of, layer_rooms, stage_load
 from .outcome import PENALTY, Goal, Progress
 from .pools import Limits, all_gpus
 
@@ -117,6 +118,7 @@ class Sketch:
         self._asked: tuple[Groups, _Guesses] = (), _Guesses({}, {})
         self._compiled = loops()
         self._out = (c_double * 3)()
+        self._out_at = addressof(self._out)
 
     def value(self, groups: Groups, like: Candidate, most: float = inf, simulated: float = inf) -> float:
         """About the seconds or USD of the best layers for these stages.
@@ -178,22 +180,21 @@ class Sketch:
 
         These are 0 where a stage cannot run, or where all take longer than ``limit`` even if all layers fit.
         """
-        count = len(groups)
+        count, ends = len(groups), ends_of(like.rows, len(groups))
         # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
         most, others = _NO_ENDS, range(0, count, max(1, count - 1))
         if like.rows:
-            most, others = ends_at(like, 0, count), range(count if len(like.rows) == count else 0)
+            most, others = ends[0], range(count if len(like.rows) == count else 0)
         found: list[Any] = [*map(point.known[most].get, groups)]
         for s in others:
-            found[s] = point.known[ends_at(like, s, count)].get(groups[s])
+            found[s] = point.known[ends[s]].get(groups[s])
         if not all(found):
             if False in found or self.least(groups, like) > limit:
                 return found, 0.0
             for s in range(count):
                 if found[s] is None:
-                    ends = ends_at(like, s, count)
-                    found[s] = self._meet(point, groups[s], *ends) or False
-                    point.known[ends][groups[s]] = found[s]
+                    found[s] = self._meet(point, groups[s], *ends[s]) or False
+                    point.known[ends[s]][groups[s]] = found[s]
                 if not found[s]:
                     return found, 0.0
         return found, sum([entry.rate for entry in found])
@@ -214,8 +215,7 @@ class Sketch:
     def _find_least(self, point: _Point, groups: Groups) -> float:
         count, wanted, stages = len(groups), self.estimator.model.num_layers, []
         before = stage = ends = None
-        for s, mine in enumerate(groups):
-            its_ends = ends_at(point.like, s, count)
+        for mine, its_ends in zip(groups, ends_of(point.like.rows, count)):
             if mine is not before or its_ends != ends:  # most stages are the same object as the one before
                 before, ends, stage = mine, its_ends, self._stage(point, mine, *its_ends)
             if stage is None:
@@ -254,7 +254,7 @@ class Sketch:
         count, wanted = len(caps), self.estimator.model.num_layers
         if self._compiled is not None:
             out = self._out
-            if self._compiled.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out):
+            if self._compiled.het_stages(count, figures, array("i", caps).tobytes(), wanted, drain, self._out_at):
                 return out[0], out[1], out[2]
         return stages_s(figures, caps, wanted, drain)
 

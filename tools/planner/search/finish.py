@@ -222,7 +222,7 @@ def finish(
             book.progress.kept += [] if placed is None else [Found(*placed)]
         found = found or book.progress.kept[:]
     book.progress.finishing = False
-    outcome.found, outcome.evaluations = confirm(estimator, goal, found), book.estimator.evaluations
+    outcome.found, outcome.evaluations = confirm(estimator, goal, found, bound), book.estimator.evaluations
     if not outcome.found and book.nearest is not None:
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
@@ -462,19 +462,19 @@ def is_within(goal: Goal, found: Found) -> bool:
     return goal.min_iterations_per_s is None or found.iteration_s * goal.min_iterations_per_s <= 1
 
 
-def confirm(estimator: Estimator, goal: Goal, found: list[Found], least: int = 1) -> list[Found]:
+def confirm(estimator: Estimator, goal: Goal, found: list[Found], bound: float = inf) -> list[Found]:
     """The finalists in order, the best of them with the time of the whole plan as it will be written.
 
     Finalists are simulated as one of their equal pipelines.  The others may be slower: their ranks sit
     elsewhere, or they have one microbatch more.
 
     Args:
-        least: So many of the best are confirmed in any case.
+        bound: Value of a plan that is known already: nothing is confirmed that is no better.
     """
     waiting = sorted(found, key=lambda f: (f.value(goal), f.candidate.world_size))
     done: list[Found] = []
-    best = inf
-    while waiting and (len(done) < least or waiting[0].value(goal) < best):
+    best = bound
+    while waiting and waiting[0].value(goal) < best:
         entry = whole(estimator, waiting.pop(0))
         if entry is not None and is_within(goal, entry):
             done.append(entry)

@@ -184,6 +184,7 @@ class Ground:
     goal: Goal
     progress: Progress
     asked: Effort | None = None  # how hard to search; None: as suits each part
+    known: float = inf  # value of a plan that is known from before
     merged: Merged = field(init=False)  # its zones as one per region
     bounds: Bounds = field(init=False)
     whole: Limits = field(init=False)  # all GPUs
