@@ -31,7 +31,7 @@ from tools.planner.search.moves import neighbours, trimmed
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.seeds import seeds
-from tools.planner.search.thorough import Ground, thorough
+from tools.planner.search.thorough import Ground
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:
@@ -52,16 +52,15 @@ def fast_and_slow() -> tuple[Cluster, Model]:
     return cluster_of(("H200", 3, 8, 50e9), ("A100-80", 11, 2, 1.25e9)), model
 
 
-def test_a_part_is_cut_by_its_own_bandwidth_graph():
-    """Two stages of two GPUs with fast links and three with slow ones each, which only that cut finds."""
-    cluster, model = random_pool(97)  # five nodes with fast links, six with slow ones
-    fewer = tuple(n.model_copy(update={"count": n.count - (i == 0)}) for i, n in enumerate(cluster.nodes))
-    found = [
-        thorough(Ground(with_catalog(c, model), Goal(schedules=("1f1b",)), Progress()), (4, 6)).best
-        for c in (cluster, Cluster(nodes=fewer))
-    ]
-    part, alone = [f.iteration_s for f in found if f is not None]
-    assert part == pytest.approx(alone)
+def test_local_search_goes_on_where_it_has_ended():
+    """A better plan is behind worse ones; of what is met there nothing worse takes the place of a finalist."""
+    book = Book(with_catalog(*random_pool(48)), Goal(), Progress())
+    effort = Effort(sketches=100, seeds=12, steps=80, beam=1, counts=1)
+    thorough_search.explore(book, effort, book.limits)
+    before, known = book.best, set(book.good)
+    thorough_search._walk(book, effort, book.limits, thorough_search.PAST, inf)
+    assert book.best < 0.9 * before and known < set(book.good)
+    assert all(score < before for candidate, (score, _) in book.good.items() if candidate not in known)
 
 
 def test_parts_of_a_cluster():
@@ -109,6 +108,7 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
 
     monkeypatch.setattr(thorough_search, "explore", explore)
     monkeypatch.setattr(thorough_search, "_climb_by_stages", lambda *_: None)
+    monkeypatch.setattr(thorough_search, "_walk", lambda *_: None)
     monkeypatch.setattr(Book, "try_candidate", price)
     monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
     book = Book(ground.merged.estimator, ground.goal, ground.progress)

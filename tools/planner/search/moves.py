@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from math import ceil
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
@@ -167,7 +167,6 @@ def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
     return out
 
 
-MOST_CUTS = 10  # stages into which neighbouring stages of one kind are cut anew, at most
 Stages = list[dict[tuple[int, int], int]]
 
 
@@ -428,44 +427,3 @@ def _recut(stages: Stages, spare: dict[int, int], estimator: Estimator) -> Itera
                 for n in {1, count}:
                     yield [{(pool, tp): n}, *stages]
                     yield [*stages, {(pool, tp): n}]
-
-
-def cut_anew(estimator: Estimator, candidate: Candidate, limits: Limits) -> Iterator[Groups]:
-    """Other cuts of neighbouring stages that have replicas of one kind only.
-
-    As many layers and replicas are divided into other numbers of stages, with replicas in proportion to layers: into
-    equal stages, of which those with a layer less come first, and with a first stage that is half as long.  A
-    microbatch is sooner through short stages, so that the stages after them begin sooner.
-    """
-    spare = dict(enumerate(limits))
-    for pool, used in candidate.gpus().items():
-        spare[pool] -= used
-    groups = tuple(s.groups for s in candidate.stages)
-    first = 0
-    while first < len(groups):
-        after = first + 1
-        kinds = {(g.pool, g.tp) for g in groups[first]}
-        while after < len(groups) and {(g.pool, g.tp) for g in groups[after]} == kinds:
-            after += 1
-        if len(kinds) == 1:
-            ((pool, tp),) = kinds
-            node = estimator.cluster.nodes[pool].gpus_per_node
-            unused = spare[pool] // node * (node // tp)
-            units = unused + sum([g.count for stage in groups[first:after] for g in stage])
-            layers = sum([stage.layers for stage in candidate.stages[first:after]])
-            for counts in _cuts(layers):
-                until = [0, *accumulate(counts)]
-                widths = [units * b // layers - units * a // layers for a, b in pairwise(until)]
-                if all(widths):
-                    yield (*groups[:first], *[(Group(pool, tp, n),) for n in widths], *groups[after:])
-        first = after
-
-
-def _cuts(layers: int) -> Iterator[tuple[int, ...]]:
-    """Layers of so many stages as there may be: nearly equal, and with a short first and a long last one."""
-    for count in range(1, min(layers, MOST_CUTS) + 1):
-        each, more = divmod(layers, count)
-        yield (*[each] * (count - more), *[each + 1] * more)
-        short = -(-each // 2)
-        if count > 2 and short < each:
-            yield (short, *[each] * (count - 2), layers - short - each * (count - 2))

@@ -51,7 +51,6 @@ class Effort:
     part_seeds: int = 20
     part_steps: int = 80
     near_gpus: int = 200  # clusters up to this size are searched thoroughly without one node too
-    cut_nodes: int = 16  # clusters up to this many nodes are also cut by bandwidth, as Zorse does
     exact_gpus: int = 8  # clusters up to this size are searched to the proven optimum
     exact_nodes: int = 30_000  # nodes of the search tree, and plans that are priced there, before the proof is given up
     simulated_operations: int = 15_000  # compute operations to simulate at the end, over all finalists

@@ -23,7 +23,6 @@ Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
 
 MAX_GROUPS = 32
-FEW_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
 
 def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None) -> Part:
@@ -164,8 +163,8 @@ def search_zorse(
     return outcome
 
 
-def configure_groups(book: Book, parts: int, few: bool = False, bound: float = inf) -> None:
-    """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages).
+def configure_groups(book: Book, parts: int, bound: float = inf) -> None:
+    """Phase 1 for every number of groups, then phase 2 for each.
 
     Args:
         bound: Value beyond which plans are of no use.
@@ -175,12 +174,12 @@ def configure_groups(book: Book, parts: int, few: bool = False, bound: float = i
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
     for partition in split(estimator, parts, most, book.limits):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
-        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound)
+        _configure(book, tuple(_groups(estimator, part, parts) for part in order), bound)
         if book.progress.spent:
             return
 
 
-def _configure(book: Book, groups: Groups, few: bool, bound: float) -> None:
+def _configure(book: Book, groups: Groups, bound: float) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
     model = book.estimator.model
     zero = 1 if model.distributed_optimizer else 0
@@ -193,8 +192,6 @@ def _configure(book: Book, groups: Groups, few: bool, bound: float) -> None:
             if not zero or MINISTAGES not in book.goal.allowed:
                 continue
             for chunks in range(2, model.num_layers // len(groups) + 1):
-                if few and chunks not in FEW_CHUNKS:
-                    continue
                 for offload in (False, True):
                     like = MINISTAGES.of(plain, chunks, offload)
                     _, candidate = book.try_groups(groups, like)

@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, combinations, product
+from itertools import chain, product
 from math import inf
 
 from ..costs.candidate import Candidate, Group, Stage
@@ -13,7 +13,7 @@ from ..costs.schedules import PLAIN
 from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
-from .moves import cut_anew, hide_transfers, neighbours, schedule_variants, trimmed
+from .moves import hide_transfers, neighbours, schedule_variants, trimmed
 from .outcome import Effort, Goal, Outcome, Progress, effort_for
 from .pools import (
     MOST_POOLS,
@@ -166,9 +166,10 @@ MANY = 64  # neighbours that are looked at before a much better one is taken at 
 KEPT = 16  # plans of a further part that are remembered
 BRIEF = 100, 12, 80
 """Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
+PAST, PAST_OF_PART = 12, 5  # steps past the end of a local search that find nothing better, one after the other
+MOST_TRIED = 8  # neighbours of which the best is such a step
 MOST_LEFT_OUT = 4  # nodes that are left out one after the other
 FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
-MOST_SWAPPED = 10  # stages of which two change places
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 HOPEFUL = 1.15  # starting points that look worse than a known plan by this factor will not be better
@@ -232,9 +233,8 @@ def thorough(
         if effort.parts and not outcome.exact:
             _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
         _climb_by_stages(book, effort, limits)
-        _bandwidth_groups(merged.estimator, book, effort, limits)
+        _walk(book, effort, limits, PAST, min(book.bound, bound))
         _variants(book, effort, limits)
-        _cut_anew(book, limits)
         _polish(book)
         hide_transfers(book)
     except KeyboardInterrupt:
@@ -266,6 +266,37 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
             _climb(book, effort, candidate, limits)
 
 
+def _walk(book: Book, effort: Effort, limits: Limits, most_steps: int, known: float) -> None:
+    """Goes on from where local search has ended: to the best neighbour where it has not been, even if that is worse.
+
+    Of what it meets only what is better than before is remembered: no other finalist is displaced by it.
+
+    Args:
+        most_steps: One after the other that find nothing better.
+        known: Value of another plan; from one that looks much worse nothing is gained.
+    """
+    if book.best >= POLISHED * known:
+        return
+    before, found, best, steps = book.best, set(book.good), book.best, 0
+    current = next(iter(book.top(1)))[0]
+    visited = {current}
+    while steps < most_steps and not book.progress.out_of_time:
+        tried: list[tuple[float, Candidate]] = []
+        for groups, like in _promising(book, effort, current, limits, hasty=False):
+            score, candidate = book.try_groups(groups, like)
+            if candidate is not None and candidate not in visited:
+                tried.append((score, candidate))
+                if score < best * (1 - 1e-9) or len(tried) == MOST_TRIED:
+                    break
+        score, current = min(tried, key=lambda item: item[0], default=(inf, current))
+        if score == inf:
+            break
+        visited.add(current)
+        best, steps = (score, 0) if score < best * (1 - 1e-9) else (best, steps + 1)
+    for candidate in [c for c, (score, _) in book.good.items() if c not in found and score >= before]:
+        del book.good[candidate]
+
+
 def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
     """Explores every part of the cluster that can hold a better plan than the best so far.
 
@@ -289,6 +320,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
         own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
         explore(own, how, limits)
         _climb_by_stages(own, how, limits)
+        _walk(own, how, limits, PAST_OF_PART, book.best)
         for candidate, _ in own.top(KEPT):
             book.try_candidate(candidate)
         return book.best < before
@@ -503,30 +535,6 @@ def _even_variants(book: Book, groups: Groups, like: Candidate) -> list[Candidat
     return [variant for schedule in schedules for variant in schedule.variants(book.estimator, plain)]
 
 
-def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:
-    """Zorse's groups as further starting points, where cutting the bandwidth graph is cheap."""
-    if sum(n.count for n in estimator.cluster.nodes) > effort.cut_nodes:
-        return
-    from .papers import configure_groups
-
-    before = book.best
-    configure_groups(book, 1, few=True)
-    if book.best < before:
-        _climb(book, effort, book.top(1)[0][0], limits)
-
-
-def _cut_anew(book: Book, limits: Limits) -> None:
-    """Stages of one kind cut anew, for the best 1F1B plan, as long as that makes it better."""
-    for plan, _ in book.top(1, PLAIN.name):
-        current, score = plan, book.try_candidate(plan)
-        while score < POLISHED * book.to_beat_under(PLAIN.name):
-            tried = [book.try_groups(groups, current) for groups in cut_anew(book.estimator, current, limits)]
-            found, best = min(tried, key=lambda item: item[0], default=(inf, None))
-            if best is None or found >= score * (1 - 1e-9):
-                break
-            current, score = best, found
-
-
 def _polish(book: Book) -> None:
     """Change the best of each schedule a little: numbers of ministages, orders, layers, and no useless replicas."""
     for schedule in book.goal.allowed:
@@ -537,18 +545,7 @@ def _polish(book: Book) -> None:
                 book.try_candidate(trimmed(book.estimator, candidate))
         for candidate, _ in book.top(2, schedule.name):
             if book.try_candidate(candidate) < POLISHED * book.to_beat_under(schedule.name):
-                _swap_stages(book, candidate)
                 _shift_layers(book, candidate)
-
-
-def _swap_stages(book: Book, candidate: Candidate) -> None:
-    """Try two stages in each other's place: the simulator tells apart what the closed form cannot."""
-    groups = [s.groups for s in candidate.stages]
-    for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
-        if groups[i] != groups[j]:
-            swapped = list(groups)
-            swapped[i], swapped[j] = groups[j], groups[i]
-            book.try_groups(tuple(swapped), candidate)
 
 
 def _shift_layers(book: Book, current: Candidate) -> None:
