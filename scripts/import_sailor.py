@@ -6,8 +6,6 @@ Figures only, in this project's own compact form: repeated layers once, sizes on
 measured maxima.  What is known to be wrong at the source is left out here (see ``OMITTED``).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

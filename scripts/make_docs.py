@@ -3,8 +3,6 @@
 ``--check`` writes nothing; the exit code is 1 where the flags are out of date.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -6,8 +6,6 @@ Clusters, models and opinions are in ``plans.yaml`` beside this file.  ``--only`
 text of the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

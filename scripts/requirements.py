@@ -6,8 +6,6 @@ what asks for it, as the packages that are installed beside this interpreter say
 with 1 where ``list`` would write something else.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re
