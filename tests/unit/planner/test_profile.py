@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 from dataclasses import asdict, replace
 
 import pytest
@@ -42,6 +43,7 @@ from tools.planner.profile.settings import (
     largest,
     missing_points,
     parse_numbers,
+    run_profile,
 )
 from tools.planner.replay.replan import _slower, _slower_device
 
@@ -131,6 +133,15 @@ def test_profiles_of_other_models_are_refused() -> None:
     with pytest.raises(PlannerError, match=r"model\.precision = 'bf16'"):
         check_same_model(Profile(other), settings())
     check_same_model(Profile(dataclasses.replace(MODEL, name="other name")), settings())
+
+
+def test_a_machine_without_loopback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(PlannerError, match="cannot reach each other there: Network is unreachable. Try 'ip link"):
+        run_profile(settings(), 1)
 
 
 def test_numbers() -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -289,20 +290,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     add_options(parser, {
         "--kind": ("", "", "name of this node's device kind (default: what the driver says)"),
-        "--out": (Path("profile.json"), "", "file to write or to add to"),
+        "--out": (Path("profile.json"), "", "file to write or to add to (default %(default)s)"),
         "--processes": (0, "", "processes to start (default: one per GPU; 1 on CPU)", {"type": count(0, 1024)}),
-        "--micro-batch-sizes": ("1,2,4", "", "sequences per microbatch, e.g. 1,2,4"),
-        "--tp": ("1", "", "tensor-parallel sizes, e.g. 1,2,4"),
-        "--ep": ("1", "", "expert-parallel sizes inside TP groups, e.g. 1,2,4"),
+        "--micro-batch-sizes": ("1,2,4", "", "sequences per microbatch; several with commas (default %(default)s)"),
+        "--tp": ("1", "", "tensor-parallel sizes; several with commas (default %(default)s)"),
+        "--ep": ("1", "", "expert-parallel sizes inside TP groups; several with commas (default %(default)s)"),
         "--slice-tokens": ("", "", "tokens per pass besides the sequence length"),
-        "--recompute": ("none", "", "none, selective, full; several with commas"),
-        "--window-s": (1.0, "", "seconds per figure and window", {"type": amount(1e-3, 3600)}),
-        "--windows": (3, "", "the median over this many windows is kept", {"type": count(1, 1000)}),
+        "--recompute": ("none", "", "none, selective, full; several with commas (default %(default)s)"),
+        "--window-s": (1.0, "", "seconds per figure and window (default %(default)s)", {"type": amount(1e-3, 3600)}),
+        "--windows": (
+            3, "", "the median over this many windows is kept (default %(default)s)", {"type": count(1, 1000)}),
         "--largest-batch-layers": (
             0, "LAYERS", "search the largest micro batch with this many layers held (0: no search)",
             {"type": count(0, 10_000)}),
-        "--normalization": ("RMSNorm", "", None, {"choices": ("RMSNorm", "LayerNorm")}),
-        "--activation": ("swiglu", "", None, {"choices": ("swiglu", "gelu")}),
+        "--normalization": ("RMSNorm", "", "of layers (default %(default)s)", {"choices": ("RMSNorm", "LayerNorm")}),
+        "--activation": ("swiglu", "", "of layers (default %(default)s)", {"choices": ("swiglu", "gelu")}),
         "--no-links": (False, "", "do not measure links"),
     })
     # fmt: on
@@ -401,20 +403,10 @@ def run_profile(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "settings.json"
         path.write_text(settings.to_json(), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(processes),
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(free_port()),
-            "-m",
-            *module,
-            str(path),
-        ]
+        check_loopback()
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *where]
+        command += ["-m", *module, str(path)]
         code, tail = _stream(command, {**default_environment(), **(environment or {})}, on_line)
     if code:
         raise PlannerError(
@@ -425,6 +417,16 @@ def run_profile(
             f"Run it again: {out} keeps what was measured" if out.exists() else "",
         )
     return load_profile(out)
+
+
+def check_loopback() -> None:
+    """Check that processes of this machine reach each other, without which they would wait for ever."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), 10.0).close()
+    except OSError as error:
+        problem, hint = f"processes cannot reach each other there: {error.strerror}", "Try 'ip link set lo up'"
+        raise PlannerError("profile", "this machine", "127.0.0.1", problem, hint) from None
 
 
 def default_environment() -> dict[str, str]:
