@@ -82,7 +82,7 @@ def test_the_settings_name_what_the_search_has_chosen():
     page, body, _ = page_of(divided)
     assert page["subtitle"].split("; ")[0].endswith("recompute none, cp2")
     (where,) = (t for t in summary_tables(body) if getattr(t, "title", None) == "Stages")
-    assert [column.header for column in where.columns][2:4] == ["TP", "CP"] and " · CP 2" in render(page)
+    assert [column.header for column in where.columns][2:4] == ["TP", "CP"] and "1 × 2 A100-40 · CP 2" in render(page)
 
 
 def test_what_flows_between_nodes():

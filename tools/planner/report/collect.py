@@ -447,9 +447,9 @@ def _figures(body: dict[str, Any], found: Simulation, candidate: Candidate) -> l
         ("Throughput", body["tokens_per_s"], "tokens/s", ""),
         ("Model FLOP/s", body["model_tflops"] * 1e12, "FLOP/s", peak),
         ("Bubble", bubble, "share", "idle time over compute, mean of the replicas"),
-        ("Price of an iteration", body["usd_per_iteration"], "usd", price),
-        ("Price of 10⁹ tokens", body["usd_per_billion_tokens"], "usd", price),
-        ("GPUs", candidate.world_size, "count", f"{len(candidate.stages)} stages"),
+        ("Price of an iteration", body["usd_per_iteration"] or None, "usd", price),
+        ("Price of 10⁹ tokens", body["usd_per_billion_tokens"] or None, "usd", price),
+        ("GPUs", candidate.world_size, "count", f"{(n := len(candidate.stages))} stage{'s' * (n > 1)}"),
     ]
     return [Figure(name=name, value=value, unit=unit, note=note) for name, value, unit, note in rows]
 
