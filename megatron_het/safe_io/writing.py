@@ -40,7 +40,7 @@ def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> P
         while not os.path.lexists(parent):
             parent = parent.parent
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise FileError(path, "", f"{parent} cannot be written to")
+            raise FileError(path, "", f"{parent} {'cannot be written to' if parent.is_dir() else 'is no folder'}")
         longest = os.pathconf(parent, "PC_NAME_MAX")
     except OSError as error:
         raise FileError(path, "", f"cannot be written: {error.strerror or error}") from None

@@ -243,7 +243,7 @@ _WHOM_TO_ASK = {
                {"dest": "source", "choices": ("auto", "slurm", "nvidia-smi")}),
     "--hosts": (None, "NAMES", "nodes like this one, as n1,n2 or n[01-16]"),
     "--gpu": (None, "KIND", "ask nobody: nodes with this GPU of the catalog"),
-    "--gpus-per-node": (8, "N", "with --gpu (default 8)", {"type": count(1, 1024)}),
+    "--gpus-per-node": (None, "N", "with --gpu (default 8)", {"type": count(1, 1024)}),
 }
 _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "quickstart": ("cli.inventory.quickstart", (

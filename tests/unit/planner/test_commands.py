@@ -206,22 +206,11 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
         for q, share in enumerate(shares)
     ]
     second = [{"ranks": list(range(2, 2 + tp)), "microbatches": list(range(16)), "device": "RTX-3090", "speed": 1.0}]
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length")
+    training = {"micro_batch_size": 1, "global_batch_size": 16, "precision": "bf16"}
     body = {
-        "format": "megatron_het.plan",
-        "version": 1,
-        "model": {
-            "num_layers": 6,
-            "hidden_size": 512,
-            "num_attention_heads": 8,
-            "num_query_groups": 8,
-            "seq_length": 512,
-        },
-        "training": {
-            "micro_batch_size": 1,
-            "global_batch_size": 16,
-            "precision": "bf16",
-            "distributed_optimizer": distributed,
-        },
+        **{"format": "megatron_het.plan", "version": 1, "model": dict(zip(sizes, (6, 512, 8, 8, 512), strict=True))},
+        "training": {**training, "distributed_optimizer": distributed},
         "stages": [{"layers": layers, "replicas": first}, {"layers": layers, "replicas": second}],
         "schedule": {"name": schedule, "parameters": parameters or {}},
         **plan,

@@ -255,9 +255,12 @@ def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixtur
     assert main(["quickstart", "--model", "Mistral-7B", *words, "--global-batch-size", "64"]) == 0
     said = capsys.readouterr().out
     assert "--model Mistral-7B --global-batch-size 64" in said and "r/job/torchrun-node-1.sh   # on node 1" in said
-    for asked in (["mistral-8b"], ["mistral-7b", "--gpu", "A100-4"]):  # so that it can be tried again
-        assert main(["quickstart", "--model", *asked]) == 2
-        assert asked[-1] in capsys.readouterr().err and not Path("run").exists()
+    for asked in (
+        *("mistral-8b", "mistral-7b --gpu A100-4", "mistral-7b --gpus-per-node 4", "mistral-7b --gpu T4 --from slurm"),
+        *("mistral-7b --from slurm --hosts n1", "mistral-7b --cluster c --gpu T4"),
+    ):
+        assert main(["quickstart", "--model", *asked.split()]) == 2
+        assert asked.split()[-1] in capsys.readouterr().err and not Path("run").exists()  # it can be tried again
     model = load_model("mistral-7b")
     assert (model.name, model.attention_window, model.global_batch_size) == ("mistral-7b", 4096, 256)
     with pytest.raises(PlannerError, match="mistral-8b: no such file. Models that are known by name: .*mistral-7b"):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import socket
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -136,10 +137,7 @@ def test_profiles_of_other_models_are_refused() -> None:
 
 
 def test_a_machine_without_loopback_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect(*_: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=OSError(101, "Network is unreachable")))
     with pytest.raises(PlannerError, match="cannot reach each other there: Network is unreachable. Try 'ip link"):
         run_profile(settings(), 1)
 

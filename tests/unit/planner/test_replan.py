@@ -32,6 +32,8 @@ from tools.planner.replay.policies import (
 from tools.planner.replay.replan import _factors, correct, estimator_of, predicted_s, replan
 from tools.planner.search.outcome import Goal, cluster_text, model_text
 
+Said = pytest.CaptureFixture[str]
+
 _GOAL = Goal(schedules=("1f1b",))
 
 
@@ -138,9 +140,7 @@ def _folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_finds_the_files_of_a_run_and_writes_the_better_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_finds_the_files_of_a_run_and_writes_the_better_plan(tmp_path: Path, capsys: Said) -> None:
     folder = _folder(tmp_path)
     assert main(["replan", str(folder), "--schedules", "1f1b", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -171,9 +171,7 @@ def test_what_was_measured_under_another_plan_is_refused(tmp_path: Path) -> None
         ({"devices": []}, "devices"),
     ],
 )
-def test_a_damaged_file_is_one_error(
-    tmp_path: Path, change: dict[str, object], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_one_error(tmp_path: Path, change: dict[str, object], named: str, capsys: Said) -> None:
     folder = _folder(tmp_path)
     file = folder / "ranks" / "watch.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change), encoding="utf-8")
@@ -181,7 +179,7 @@ def test_a_damaged_file_is_one_error(
     assert named in capsys.readouterr().err
 
 
-def test_a_folder_without_the_files_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_the_files_is_one_error(tmp_path: Path, capsys: Said) -> None:
     assert main(["replan", str(tmp_path)]) == 2
     assert "plan.json" in capsys.readouterr().err
 
@@ -330,7 +328,7 @@ def test_the_cluster_of_a_pool() -> None:
     assert limited(cluster(), (0, 0)) is None
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [{"gpu": "T4", "count": 2, "gpus_per_node": 2}]}))
     model = {"name": "m", "num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16}
     model |= {"vocab_size": 1000, "seq_length": 1024, "global_batch_size": 64, "precision": "fp16"}

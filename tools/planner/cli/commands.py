@@ -142,14 +142,10 @@ def plan(options: argparse.Namespace) -> int:
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
     if not best.runnable:
-        raise PlannerError(
-            "command line",
-            "--search",
-            options.search,
-            f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
-            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
-            "use --search auto, or GPUs with more memory",
-        )
+        problem = f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages"
+        hint = "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+        hint += "use --search auto, or GPUs with more memory"
+        raise PlannerError("command line", "--search", options.search, problem, hint)
     checked = None
     if verifier is not None:
         with shown_progress(lambda: verifier.progress, options):
@@ -230,14 +226,12 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
                 "command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}"
             )
     if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
-        raise PlannerError(
-            "command line",
-            "--schedules",
-            ",".join(goal.schedules),
-            "no plan with these schedules was found for this model and cluster",
-            f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
-            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
+        problem = "no plan with these schedules was found for this model and cluster"
+        hint = f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
+        hint += (
+            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true"
         )
+        raise PlannerError("command line", "--schedules", ",".join(goal.schedules), problem, hint)
     hint = f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}"
     raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it", hint)
 

@@ -343,6 +343,9 @@ def verifier_of(options: argparse.Namespace, estimator: Estimator) -> "Verifier 
         PlannerError: ``--verify``, and a model that a dry run cannot train.
     """
     asked = options.verify
+    if asked is False and options.verify_limit_s is not None:
+        problem = "does nothing with --no-verify"
+        raise PlannerError("command line", "--verify-limit-s", options.verify_limit_s, problem, "Leave one of them out")
     if asked is False or (asked is None and (_is_off() or why_not_verified(estimator))):
         return None
     limit_s = options.verify_limit_s

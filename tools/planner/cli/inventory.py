@@ -41,6 +41,10 @@ def quickstart(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise PlannerError("command line", "--out", str(out), "is there already", "Name another folder, or --force")
+    asked = [*_given(options, _OF_INIT), *([] if options.source == "auto" else ["--from", options.source])]
+    if options.cluster and asked:
+        problem = "does nothing with --cluster, where nobody is asked what there is"
+        raise PlannerError("command line", asked[0], asked[1], problem, "Leave one of them out")
     model_of(options)  # which says that it is not there before a folder is made
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
@@ -331,9 +335,16 @@ def _left_out(nodes: Sequence[str]) -> list[str]:
 def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     """Returns what there is, who says so, and which nodes cannot be used now."""
     hosts = host_names(options.hosts) if options.hosts else ()
+    for flag, value, problem in (
+        ("--gpus-per-node", not options.gpu and options.gpus_per_node, "does nothing without --gpu"),
+        ("--from", options.gpu and options.source != "auto" and options.source, "does nothing with --gpu"),
+        ("--hosts", options.source == "slurm" and options.hosts, "does nothing with --from slurm, which lists them"),
+    ):
+        if value:
+            raise PlannerError("command line", flag, value, problem, "Leave it out")
     if options.gpu:
         find_gpu(options.gpu, {}, "command line", "--gpu")
-        seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node)
+        seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node or 8)
         return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
         nodes_of_slurm = _of_slurm(options)
@@ -346,13 +357,9 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
             raise PlannerError("command line", "--from", "slurm", what, "Run it where Slurm's commands work")
     if options.source != "slurm" and (here := this_machine(hosts)):
         return here, "nvidia-smi", []
-    raise PlannerError(
-        "command line",
-        "--from",
-        options.source,
-        "no GPU was found: neither sinfo nor nvidia-smi lists one",
-        f"Run it on a node with GPUs or where Slurm's commands work. {_ASK_NOBODY}",
-    )
+    problem = "no GPU was found: neither sinfo nor nvidia-smi lists one"
+    hint = f"Run it on a node with GPUs or where Slurm's commands work. {_ASK_NOBODY}"
+    raise PlannerError("command line", "--from", options.source, problem, hint)
 
 
 def _of_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:

@@ -409,13 +409,8 @@ def run_profile(
         command += ["-m", *module, str(path)]
         code, tail = _stream(command, {**default_environment(), **(environment or {})}, on_line)
     if code:
-        raise PlannerError(
-            "profile",
-            "exit code",
-            code,
-            "the measuring processes failed:\n" + tail,
-            f"Run it again: {out} keeps what was measured" if out.exists() else "",
-        )
+        hint = f"Run it again: {out} keeps what was measured" if out.exists() else ""
+        raise PlannerError("profile", "exit code", code, "the measuring processes failed:\n" + tail, hint)
     return load_profile(out)
 
 

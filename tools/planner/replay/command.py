@@ -268,14 +268,10 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict
                 found = {f"{kind}_s": float(document["pause_s"][kind]["whole"]) for kind in CHANGES}
                 found["restart_s"] = float(document["restart_s"])
         except (KeyError, TypeError, ValueError):
-            raise PlannerError(
-                str(options.pauses),
-                "pause_s",
-                None,
-                "no pauses: pause_s.join.whole, pause_s.leave.whole, pause_s.death.whole and restart_s are expected, "
-                "or sizes, each with state_bytes and the first three",
-                "Give a file that python -m benchmarks.elastic --json wrote",
-            ) from None
+            problem = "no pauses: pause_s.join.whole, pause_s.leave.whole, pause_s.death.whole and restart_s are "
+            problem += "expected, or sizes, each with state_bytes and the first three"
+            hint = "Give a file that python -m benchmarks.elastic --json wrote"
+            raise PlannerError(str(options.pauses), "pause_s", None, problem, hint) from None
         if bad := next((key for key, value in found.items() if not 0 <= value < 1e7), None):
             raise PlannerError(str(options.pauses), bad, found[bad], "is no time")
         sources |= dict.fromkeys(found, str(options.pauses))

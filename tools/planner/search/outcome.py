@@ -394,13 +394,8 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
     if options.profile:
         profile = load_profile(options.profile)
         if not profile.complete:
-            raise PlannerError(
-                options.profile,
-                "complete",
-                False,
-                "profiling was interrupted",
-                f"Run '{command()} profile' again; it goes on where it stopped",
-            )
+            hint = f"Run '{command()} profile' again; it goes on where it stopped"
+            raise PlannerError(options.profile, "complete", False, "profiling was interrupted", hint)
         costs = MeasuredCosts(model, profile, cluster.gpu, runtime, file=options.profile)
         for node in cluster.nodes:
             costs.tp_sizes(node.gpu)
