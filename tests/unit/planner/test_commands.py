@@ -209,7 +209,9 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length")
     training = {"micro_batch_size": 1, "global_batch_size": 16, "precision": "bf16"}
     body = {
-        **{"format": "megatron_het.plan", "version": 1, "model": dict(zip(sizes, (6, 512, 8, 8, 512), strict=True))},
+        "format": "megatron_het.plan",
+        "version": 1,
+        "model": dict(zip(sizes, (6, 512, 8, 8, 512), strict=True)),
         "training": {**training, "distributed_optimizer": distributed},
         "stages": [{"layers": layers, "replicas": first}, {"layers": layers, "replicas": second}],
         "schedule": {"name": schedule, "parameters": parameters or {}},

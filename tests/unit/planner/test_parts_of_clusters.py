@@ -36,19 +36,8 @@ from tools.planner.search.thorough import Ground
 
 def fast_and_slow() -> tuple[Cluster, Model]:
     """Three nodes of eight H200, and eleven nodes of two A100 behind slow links that only cost time."""
-    model = model_of(
-        layers=12,
-        hidden=5120,
-        ffn=14080,
-        heads=40,
-        groups=8,
-        words=128256,
-        tokens=2048,
-        batch=480,
-        precision="bf16",
-        distributed_optimizer=True,
-        recompute=("none",),
-    )
+    shape = {"layers": 12, "hidden": 5120, "ffn": 14080, "heads": 40, "groups": 8, "words": 128256, "tokens": 2048}
+    model = model_of(**shape, batch=480, precision="bf16", distributed_optimizer=True, recompute=("none",))
     return cluster_of(("H200", 3, 8, 50e9), ("A100-80", 11, 2, 1.25e9)), model
 
 

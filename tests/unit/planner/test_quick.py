@@ -324,17 +324,8 @@ def test_a_lap_is_the_slowest_stage_or_the_way_around():
 )
 def test_the_closed_form_of_ministages(layers, chunks, batch, rate):
     """Equal and unequal stages, ministages of unequal layers, fewer microbatches than stages."""
-    model = model_of(
-        layers=24,
-        hidden=4096,
-        heads=32,
-        tokens=2048,
-        batch=2 * batch,
-        precision="bf16",
-        distributed_optimizer=True,
-        micro_batch_sizes=(1,),
-        recompute=("full",),
-    )
+    shape = {"layers": 24, "hidden": 4096, "heads": 32, "tokens": 2048, "batch": 2 * batch, "micro_batch_sizes": (1,)}
+    model = model_of(**shape, precision="bf16", distributed_optimizer=True, recompute=("full",))
     estimator = estimator_of(cluster_of(("A100-80", 3, 8, rate)), model)
     stages = tuple(Stage(n, (Group(0, 2, 2),)) for n in layers)
     candidate = Candidate(stages, 1, "full", "ministage", chunks, zero_stage=1)

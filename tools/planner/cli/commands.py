@@ -208,29 +208,22 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     candidate, estimate = outcome.nearest
     if not estimator.fits(estimate):
         worst = estimate.worst_memory
-        raise PlannerError(
-            options.model,
-            "num_layers",
-            estimator.model.num_layers,
-            f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
-            f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on "
-            f"{estimator.cluster.nodes[worst.group.pool].gpu}",
-            _memory_hint(estimator, estimate),
-        )
+        usable, gpu = worst.capacity_bytes * estimator.memory_margin, estimator.cluster.nodes[worst.group.pool].gpu
+        problem = f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
+        problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
+        hint, layers = _memory_hint(estimator, estimate), estimator.model.num_layers
+        raise PlannerError(options.model, "num_layers", layers, problem, hint)
     for key, limit, value in (
         ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
         ("--max-gpus", goal.max_gpus, candidate.world_size),
     ):
         if limit is not None and value > limit:
-            raise PlannerError(
-                "command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}"
-            )
+            hint = f"The nearest plan found needs {value:.6g}"
+            raise PlannerError("command line", key, limit, "no plan meets it", hint)
     if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
         problem = "no plan with these schedules was found for this model and cluster"
         hint = f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
-        hint += (
-            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true"
-        )
+        hint += "replicas and microbatches that divide by stages x replicas, ministage distributed_optimizer: true"
         raise PlannerError("command line", "--schedules", ",".join(goal.schedules), problem, hint)
     hint = f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}"
     raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it", hint)

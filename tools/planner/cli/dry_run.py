@@ -94,9 +94,8 @@ def dry_run(options: argparse.Namespace) -> int:
     if options.out:
         check_target(options.out, "--out")
     if options.cuda and options.kernels == "cpu":
-        raise PlannerError(
-            "command line", "--cuda", "--kernels cpu", "a run on CPUs has no CUDA device", "Use one of them"
-        )
+        problem = "a run on CPUs has no CUDA device"
+        raise PlannerError("command line", "--cuda", "--kernels cpu", problem, "Use one of them")
     model = model_of(options)
     try:
         plan = load_plan(options.plan)

@@ -160,9 +160,8 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
         problem = f"is over before the job saves and stops, --notice-s {launch.notice_s} seconds before its end"
         raise PlannerError("emit", "--time-limit", launch.time_limit, problem, "24:00:00 is a day")
     if not 0 <= launch.cpus_per_task <= 4096:
-        raise PlannerError(
-            "emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (a node's ranks share its cores) to 4096"
-        )
+        problem = "must be 0 (a node's ranks share its cores) to 4096"
+        raise PlannerError("emit", "--cpus-per-task", launch.cpus_per_task, problem)
     if not 1 <= launch.save_interval <= _MOST:
         raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
     for name, kind in kinds.items():
