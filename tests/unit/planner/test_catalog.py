@@ -110,28 +110,17 @@ def test_releases_since_2026_have_faster_experts():
     assert mean(bridge_s(row) / bridge_s({**row, "release": "26.02"}) for row in rows) > 1.3
 
 
-def test_slices_are_priced_by_the_kernel_that_runs():
-    """cuDNN's from compute capability 9.0 on, like whole sequences; FlashAttention 2 takes 1.7 times as long there."""
-    old = replace(MEGATRON_HET, kernels=replace(MEGATRON_HET.kernels, newest_attention=False))
-    mine = costs(seq_length=131072)
-    whole, sliced = (mine.cost("H200", "layer", 1, 1, "none", Spread(slices=n)) for n in (1, 8))
-    flash = CatalogCosts(mine.model, mine.gpu, old).cost("H200", "layer", 1, 1, "none", Spread(slices=8))
-    forward, both = [[f(c) for c in (whole, sliced, flash)] for f in (lambda c: c.attention_forward_s, attention)]
-    assert forward[1] == forward[0] and 1 < both[1] / both[0] < 1.1
-    assert 1.5 < both[2] / both[0] < 2.0
-
-
 def attention(cost) -> float:
     return cost.attention_forward_s + cost.attention_backward_s
 
 
-@pytest.mark.parametrize("gpu", ["A100-80", "L40S", "RTX-4090"])
-def test_one_kernel_runs_whole_sequences_and_slices_before_hopper(gpu):
-    """Narrow heads made whole sequences 1.5 times as dear there, as on Hopper, and slices looked faster."""
+@pytest.mark.parametrize("gpu", ["H200", "A100-80", "L40S", "RTX-4090"])
+def test_slices_run_the_kernel_of_whole_sequences(gpu):
+    """cuDNN's from Hopper on, where narrow heads cost more; FlashAttention 2 before, where they do not."""
     mine = costs(seq_length=131072, hidden_size=2048, num_attention_heads=32, num_query_groups=8)
     whole, sliced = (mine.cost(gpu, "layer", 1, 1, "none", Spread(slices=n)) for n in (1, 8))
     assert sliced.attention_forward_s == whole.attention_forward_s
-    assert attention(sliced) > attention(whole)  # which adds gradients of all keys
+    assert 1 < attention(sliced) / attention(whole) < 1.1  # which adds gradients of all keys
 
 
 def test_one_kind_without_transformer_engine_decides_for_all_ranks():
