@@ -69,33 +69,13 @@ def gathered(**options: object) -> Program:
     return add_parameters(full("ministage", MINI), **options)  # type: ignore[arg-type]
 
 
-def use_after_release() -> Program:
-    """A release moved one computation up."""
+def moved_up(device: int, late: Kind, before: Kind, nth: int | None = None) -> Program:
+    """The first operation of a kind moved before the nth of another, or before the last of those that precede it."""
     program = gathered()
-    release = position(program, 1, Kind.PARAM_RELEASE)
-    compute = max(i for i in range(release) if program.ops[1][i].kind == Kind.FORWARD)
-    ops = list(program.ops[1])
-    ops.insert(compute, ops.pop(release))
-    return with_device(program, 1, ops)
-
-
-def early_reduce() -> Program:
-    """Gradients reduced before the last backward."""
-    program = gathered()
-    reduce = position(program, 0, Kind.GRAD_REDUCE)
-    last = max(i for i in range(reduce) if program.ops[0][i].kind == Kind.BACKWARD)
-    ops = list(program.ops[0])
-    ops.insert(last, ops.pop(reduce))
-    return with_device(program, 0, ops)
-
-
-def step_before_reduce() -> Program:
-    """The optimizer steps before the gradients are there."""
-    program = gathered()
-    step, reduce = position(program, 0, Kind.OPTIMIZER_STEP), position(program, 0, Kind.GRAD_REDUCE, 2)
-    ops = list(program.ops[0])
-    ops.insert(reduce, ops.pop(step))
-    return with_device(program, 0, ops)
+    ops, start = list(program.ops[device]), position(program, device, late)
+    places = [i for i, op in enumerate(ops) if op.kind == before and (nth is not None or i < start)]
+    ops.insert(places[-1 if nth is None else nth], ops.pop(start))
+    return with_device(program, device, ops)
 
 
 def crossed_gathers() -> Program:
@@ -139,7 +119,11 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         "the output of microbatch 2, slice 0, chunk 0 on device 0.0 is never received",
     ),
     "crossed sends": (crossed_sends, "deadlock", "transport edge"),
-    "used after release": (use_after_release, "lifetime", "parameters of layers 0 of chunk 0 are not gathered"),
+    "used after release": (
+        lambda: moved_up(1, Kind.PARAM_RELEASE, Kind.FORWARD),
+        "lifetime",
+        "parameters of layers 0 of chunk 0 are not gathered",
+    ),
     "missing gather": (lambda: without(gathered(), 0, Kind.PARAM_GATHER, 1), "lifetime", "of chunk 1 are not gathered"),
     "never released": (lambda: without(gathered(), 0, Kind.PARAM_RELEASE, 4), "lifetime", "chunk 0 are never released"),
     "shard on the host": (
@@ -147,13 +131,21 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         "lifetime",
         "is on the host (no prefetch",
     ),
-    "reduced too early": (early_reduce, "lifetime", "gradients of chunk 2 are already reduced"),
+    "reduced too early": (
+        lambda: moved_up(0, Kind.GRAD_REDUCE, Kind.BACKWARD),
+        "lifetime",
+        "gradients of chunk 2 are already reduced",
+    ),
     "never reduced": (
         lambda: without(gathered(step="none"), 0, Kind.GRAD_REDUCE),
         "lifetime",
         "chunk 2 are never (or not all)",
     ),
-    "stepped before reduced": (step_before_reduce, "lifetime", "gradients of chunk 0 are not reduced"),
+    "stepped before reduced": (
+        lambda: moved_up(0, Kind.OPTIMIZER_STEP, Kind.GRAD_REDUCE, 2),
+        "lifetime",
+        "gradients of chunk 0 are not reduced",
+    ),
     "activations on the host": (
         lambda: without(add_activation_offload(full("ministage", MINI)), 0, Kind.ACT_FETCH),
         "lifetime",
