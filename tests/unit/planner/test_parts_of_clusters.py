@@ -176,8 +176,8 @@ def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):
     auto._parts_alone(ground, outcome)
     assert searched == [((16, 4), 8.0), ((8, 4), 7.0)]
     assert outcome.best == better
-    worse = Found(better.candidate, better.estimate, 9.0)
-    assert finish.confirm(ground.estimator, Goal(), [worse], 8.0) == [worse]  # not confirmed
+    worse = [Found(better.candidate, better.estimate, 9.0)]
+    assert finish.confirm(ground.estimator, Goal(), worse, 8.0) == worse  # which are not confirmed
 
 
 @pytest.mark.parametrize("objective", ["throughput", "cost"])

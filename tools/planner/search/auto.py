@@ -45,7 +45,7 @@ def search_auto(
                 _sizes_alone(ground, outcome)
             elif ground.has_many_pools:
                 _kinds_alone(ground, outcome)
-            whole = _thorough(ground, outcome, ground.whole)
+            whole = thorough(ground, ground.whole, _least(ground, outcome))
             outcome.exact = whole.exact
             _join(ground, outcome, whole)
             if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # else fewer GPUs hold it even less
@@ -76,7 +76,7 @@ def _kinds_alone(ground: Ground, outcome: Outcome) -> None:
             if ground.is_near:
                 _join(ground, outcome, _kind_alone(ground, outcome, kind))
             else:
-                _join(ground, outcome, _thorough(ground, outcome, limits))
+                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome)))
 
 
 def _sizes_alone(ground: Ground, outcome: Outcome) -> None:
@@ -165,10 +165,6 @@ def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits) -> bool:
 def _least(ground: Ground, outcome: Outcome) -> float:
     """Value of the best plan so far, or known before."""
     return ground.known if outcome.best is None else min(ground.known, outcome.best.value(ground.goal))
-
-
-def _thorough(ground: Ground, outcome: Outcome, limits: Limits) -> Outcome:
-    return thorough(ground, limits, _least(ground, outcome))
 
 
 def _kind_alone(ground: Ground, outcome: Outcome, kind: str) -> Outcome:
