@@ -6,6 +6,7 @@ Megatron's own parser.
 """
 
 import argparse
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,15 +94,16 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         PlanError: The plan is bad in itself.
         SystemExit: A ``--het-*`` flag is malformed or unknown (argparse prints why).
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # Without a usage, which has all flags: errors take one line.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     given = [word.split("=", 1)[0] for word in argv if word.startswith("--het-")]
     if twice := next((flag for flag in given if given.count(flag) > 1), None):
         parser.error(f"{twice} is there twice: give it once")
     namespace, rest = add_het_arguments(parser).parse_known_args(list(argv))
     unknown = [word for word in rest if word.startswith("--het-")]
     if unknown:
-        known = [o for a in parser._actions for o in a.option_strings]
-        parser.error(f"unknown flag {unknown[0]}; known: {', '.join(known)}")
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        parser.error(f"{unknown[0]} is no flag{f', {near[0]} is' if near else ''}; --help lists all of them")
     if namespace.het_auto_batch is not None:
         return _auto_batch(namespace, parser), rest
     if namespace.het_plan is None and namespace.het_schedule is None:

@@ -30,17 +30,8 @@ CLUSTER = {
     ],
     "links": [{"between": ["lab", "yard"], "bytes_per_s": 1.0e9, "latency_s": 0.01, "usd_per_gb": 0.02}],
 }
-MODEL = {
-    "name": f"m & {EVIL}",
-    "num_layers": 6,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "seq_length": 512,
-    "global_batch_size": 16,
-    "micro_batch_sizes": [1],
-}
+MODEL = {"name": f"m & {EVIL}", "num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
+MODEL |= {"vocab_size": 8192, "seq_length": 512, "global_batch_size": 16, "micro_batch_sizes": [1]}
 BOX = "(selector => { const b = document.querySelector(selector).getBoundingClientRect(); return [b.x, b.y, b.width] })"
 
 

@@ -116,20 +116,10 @@ def layer(kind: type[torch.nn.Module], **changed: Any) -> Any:
     module.bias = torch.nn.Parameter(torch.randn(6, dtype=torch.float64))
     module.config = SimpleNamespace(_cpu_offloading_context=None, defer_embedding_wgrad_compute=False)
     module.tp_group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    plain = {
-        "allreduce_dgrad": False,
-        "disable_grad_reduce": False,
-        "explicit_expert_comm": False,
-        "gather_output": False,
-        "gradient_accumulation_fusion": False,
-        "gtp_remat_size": 1,
-        "input_is_parallel": True,
-        "output_size_per_partition": 6,
-        "input_size": 4,
-        "sequence_parallel": False,
-        "skip_bias_add": False,
-        "use_inference_optimized_all_gather": False,
-    }
+    off = "allreduce_dgrad disable_grad_reduce explicit_expert_comm gather_output gradient_accumulation_fusion "
+    off += "sequence_parallel skip_bias_add use_inference_optimized_all_gather"
+    sizes = {"gtp_remat_size": 1, "input_is_parallel": True, "output_size_per_partition": 6, "input_size": 4}
+    plain = {**dict.fromkeys(off.split(), False), **sizes}
     for name, value in (plain | changed).items():
         setattr(module, name, value)
     return module

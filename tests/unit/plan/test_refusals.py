@@ -128,10 +128,14 @@ def test_another_world_size_is_refused(world_size: int) -> None:
         check_arguments(made(), arguments(), world_size)
 
 
-def test_an_unknown_transport_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        split_arguments(["--het-schedule", "1f1b", "--het-transport", "pigeon"])
-    assert "--het-transport" in (said := capsys.readouterr().err) and "pigeon" in said
+def test_unknown_flags_and_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--het-schedule", "1f1b", "--het-transport", "pigeon"], "--het-transport: invalid choice: 'pigeon'"),
+        (["--het-plna", "p.json"], "--het-plna is no flag, --het-plan is;"),
+    ):
+        with pytest.raises(SystemExit):
+            split_arguments(words)
+        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
 
 
 OF_ALL: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["global_aux_loss"]}

@@ -24,13 +24,10 @@ def estimator(kinds: tuple[tuple[str, int], ...] = MIXED, batch: int = 97, **cha
         "hidden_size": 768,
         "ffn_hidden_size": 3072,
         "num_attention_heads": 12,
-        "vocab_size": 32000,
         "seq_length": 512,
-        "global_batch_size": batch,
-        "precision": "fp16",
-        "recompute": ("none",),
     }
-    return estimator_of(Cluster(nodes=nodes), Model(**{**shape, **changes}))
+    training = {"vocab_size": 32000, "global_batch_size": batch, "precision": "fp16", "recompute": ("none",)}
+    return estimator_of(Cluster(nodes=nodes), Model(**{**shape, **training, **changes}))
 
 
 def emitted_s(priced: Estimator, found: Found) -> float:
