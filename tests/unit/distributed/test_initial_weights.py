@@ -55,6 +55,7 @@ def plan(tied: bool) -> Plan:
 def test_weights_are_copied_on_the_device(rank: int, tied: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is of the first stage, rank 4 of a stage of mixed TP."""
     copied: list[str] = []
+    monkeypatch.setattr("megatron.training.get_args", lambda: SimpleNamespace(overlap_grad_reduce=False))
 
     def copy_weights(_exchange: ShardExchange, parameters: list[ShardedParameter]) -> None:
         copied.extend(p.tensor.device.type for p in parameters)

@@ -223,7 +223,8 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
         problem = "no plan with these schedules was found for this model and cluster"
         hint = f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
-        hint += "replicas and microbatches that divide by stages x replicas, ministage distributed_optimizer: true"
+        hint += "replicas and microbatches that divide by stages x replicas, "
+        hint += "ministage needs distributed_optimizer: true"
         raise PlannerError("command line", "--schedules", ",".join(goal.schedules), problem, hint)
     hint = f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}"
     raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it", hint)

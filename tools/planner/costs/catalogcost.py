@@ -292,6 +292,8 @@ class CatalogCosts:
             if is_cut or model.document_lengths is not None:
                 half = model.precision in ("fp16", "bf16")
                 share = 1.0 if half and gpu.flash_attention_2 else MEMORY_EFFICIENT
+                if model.precision == "tf32" and "tf32" in gpu.flops:  # of fp32, by three products of tf32
+                    share /= 3
                 newest = kernels.newest_attention and gpu.has_newer_attention
                 kernels = replace(kernels, newest_attention=newest, attention=share * kernels.attention)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)

@@ -60,7 +60,8 @@ class Bounds:
 
     def __init__(self, estimator: Estimator, goal: Goal, of_search: bool = False) -> None:
         self.estimator, self.goal, self._of_search = estimator, goal, of_search
-        self._exchanges = not of_search and any(s.cuts_sequences for s in goal.allowed)
+        cuts = any(s.cuts_sequences for s in goal.allowed)
+        self._exchanges, self._cuts = cuts and not of_search, cuts or not of_search
         self._seconds = cache(self._find_seconds)
         self._least_attention = _least_attention(estimator.model)
         model, nodes = estimator.model, estimator.cluster.nodes
@@ -163,7 +164,7 @@ class Bounds:
         pass_s = unit.pass_f + unit.pass_b + 2 * estimator.runtime.operation_s
         layer_s = unit.layer_f + unit.layer_b + pass_s / estimator.model.num_layers  # of one pass through all layers
         whole_s = attention_s = unit.attention_f + unit.attention_b
-        if attention_s:  # the kernels of slices may be faster; two have fewest sums
+        if attention_s and self._cuts:  # the kernels of slices may be faster; two have fewest sums
             sliced: Unit | None = estimator.unit(pool, tp, size, recompute, **cut, slices=2)
             attention_s = min(attention_s, sliced.attention_f + sliced.attention_b) if sliced else attention_s
         shared_s = attention_s if self._exchanges else 0.0  # that other GPUs may do
