@@ -1,6 +1,7 @@
 """The default search: the cluster and its parts searched by all means, and the published methods beside them."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
@@ -123,16 +124,12 @@ def _parts_alone(ground: Ground, outcome: Outcome) -> None:
     A small cluster is searched without a node, a pool or two nodes: what a further node changes is much there, and
     little time is needed.  From the best one, one node more is left out.  Of a larger one the nodes are searched that
     the best plans are on: starting points on all of them are nearer to a good plan than those on nodes that are of no
-    use.
+    use.  At last comes the part without the one node that may be missed most easily.
     """
     estimator, whole = ground.merged.estimator, ground.whole
-    parts = _in_use(ground, outcome)
-    if ground.is_small:
-        parts = nodes_left_out(estimator, whole) + pools_left_out(whole)
-        if ground.goal.objective != "cost":  # whose bound leaves hardly a part out
-            parts += nodes_left_out(estimator, whole, 2)
     effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
-    for _ in range(MOST_LEFT_OUT):
+
+    def best_of(parts: Iterable[Limits]) -> Limits | None:
         better = None
         for limits in dict.fromkeys(parts):
             least = _least(ground, outcome)
@@ -141,9 +138,20 @@ def _parts_alone(ground: Ground, outcome: Outcome) -> None:
                 _join(ground, outcome, thorough(ground, limits, least, effort=effort))
                 better = limits if _least(ground, outcome) < least else better
             seen.add(limits)
+        return better
+
+    fewer = nodes_left_out(estimator, whole)
+    parts = _in_use(ground, outcome)
+    if ground.is_small:
+        parts = fewer + pools_left_out(whole)
+        if ground.goal.objective != "cost":  # whose bound leaves hardly a part out
+            parts += nodes_left_out(estimator, whole, 2)
+    for _ in range(MOST_LEFT_OUT):
+        better = best_of(parts)
         if better is None:
-            return
+            break
         parts = nodes_left_out(estimator, better) if ground.is_small else _in_use(ground, outcome)
+    best_of(sorted(fewer, key=ground.bounds.value)[:1])
 
 
 def _in_use(ground: Ground, outcome: Outcome) -> list[Limits]:
