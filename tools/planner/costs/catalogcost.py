@@ -225,7 +225,7 @@ class CatalogCosts:
         parts = spread.expert_parts(tp)
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.over, expert_tp=parts)
         extra = 0.0
-        if kind == "layer" and not fused and not self._is_cut(gpu, spread):
+        if kind == "layer" and not fused and not self._is_ours(gpu, spread):
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.over)
         if kind == "layer" and recompute == "full":
             extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
@@ -280,16 +280,17 @@ class CatalogCosts:
             backward, attention_b = backward + repeated, attention_b + repeated
         return forward, backward, attention_f, attention_b
 
-    def _is_cut(self, gpu: Gpu, spread: Spread) -> bool:
-        """Whether sequences are cut, so that attention runs in kernels that keep no matrices, on any GPU."""
-        return not gpu.is_processor and (spread.slices > 1 or (spread.cp > 1 and self.runtime.commuted))
+    def _is_ours(self, gpu: Gpu, spread: Spread) -> bool:
+        """Whether attention runs in the kernels of slices, which keep no matrices, on any GPU."""
+        is_cut = spread.slices > 1 or (spread.cp > 1 and self.runtime.commuted)
+        return not gpu.is_processor and (is_cut or self.model.document_lengths is not None)
 
     def _attention(self, name: str, work: LayerWork, batch: int, tp: int, spread: Spread) -> tuple[float, float, float]:
         """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
         model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
-        is_cut = self._is_cut(gpu, spread)
-        if is_cut or self.fused(name):
-            if is_cut or model.document_lengths is not None:
+        is_ours = self._is_ours(gpu, spread)
+        if is_ours or self.fused(name):
+            if is_ours:
                 half = model.precision in ("fp16", "bf16")
                 share = 1.0 if half and gpu.flash_attention_2 else MEMORY_EFFICIENT
                 if model.precision == "tf32" and "tf32" in gpu.flops:  # of fp32, by three products of tf32
