@@ -396,7 +396,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:
         family_of(args).write_layout(plan, args)
-    args.micro_batch_size = plan.training.reading_unit
+    args.micro_batch_size = args.eval_micro_batch_size = plan.training.reading_unit
     args.global_batch_size = plan.training.global_batch_size
     args.sequence_parallel = plan.training.sequence_parallel
     args.use_distributed_optimizer = plan.training.distributed_optimizer
@@ -417,7 +417,12 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     if args.padded_vocab_size is None:
         # Padding depends on TP; one multiple for all gives one vocabulary for all.
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
-    if getattr(args, "ckpt_assume_constant_structure", False) and _has_unequal_classes(placement):
+    is_unequal = _has_unequal_classes(placement)
+    if is_unequal or any(len(placement.classes(stage)) > 1 for stage in range(placement.num_stages)):
+        # Ranks with replicas read in two steps, those without in one, and all ranks begin each step together; of what
+        # is read, all ranks together may have each object once only.
+        args.ckpt_fully_parallel_load = False
+    if getattr(args, "ckpt_assume_constant_structure", False) and is_unequal:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
         # would wait for a collective that the others skip.
         args.ckpt_fully_parallel_save = False

@@ -429,16 +429,18 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
     """Refuse a checkpoint whose optimizer state has another form than this run's.
 
     Raises:
-        CheckpointError: One was saved with the distributed optimizer and the other without, with another optimizer,
-            or by its layout.
+        CheckpointError: There is none; one was saved with the distributed optimizer and the other without, with
+            another optimizer, or by its layout.
         UnreadableError: It says nothing.
     """
     if args.no_load_optim or args.finetune:
         return
     common = common_state(folder)
     saved = common.get("args")
-    if saved is None or getattr(saved, "no_save_optim", False):
+    if saved is None:
         return
+    if getattr(saved, "no_save_optim", False):
+        raise CheckpointError(f"--load: {folder} was saved with --no-save-optim: add --no-load-optim, or --finetune")
     before, now = bool(getattr(saved, "use_distributed_optimizer", False)), bool(args.use_distributed_optimizer)
     if before != now:
         words = {True: "with", False: "without"}
@@ -469,7 +471,7 @@ def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
         args, "use_checkpoint_opt_param_scheduler", False
     ):
         return
-    for name in ("lr", "min_lr", "lr_decay_style"):
+    for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style"):
         before, now = getattr(saved, name, None), getattr(args, name, None)
         if None not in (before, now) and before != now:
             raise CheckpointError(

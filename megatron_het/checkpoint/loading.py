@@ -224,10 +224,10 @@ def translated(args: Any, translation: Translation | None) -> Iterator[None]:
             setattr(module, _UPSTREAM, own)
 
 
-_SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What Megatron tells groups of parameters apart by, though another learning rate may be asked for on resuming."""
-_KIND = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
-"""What else it tells them apart by."""
+KIND = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_expert_parallel", "default_config", "optimizer")
+"""What else tells them apart; ``default_config`` is false of ``--decoupled-lr`` and of learning rates of muP."""
 NOTHING_TO_LOAD = ""  # Megatron's ``--load`` where its loading is called and there is no checkpoint to load
 
 
@@ -443,10 +443,11 @@ def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, 
         keep_saved: Whether the checkpoint's schedule is the one that goes on.
     """
     for group in saved:
-        alike = [found for found in current if all(found.get(key) == group.get(key) for key in _KIND)]
+        # Older releases do not write all that tells groups apart.
+        alike = [one for one in current if all(one.get(key) == group.get(key, one.get(key)) for key in KIND)]
         if len(alike) == 1:
             source, target = (group, alike[0]) if keep_saved else (alike[0], group)
-            target.update({key: source[key] for key in _SCHEDULED if key in source})
+            target.update({key: source[key] for key in SCHEDULED if key in source})
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:

@@ -285,6 +285,8 @@ def _check_flags(flags: Sequence[str]) -> None:
     if not flags:
         raise UsageError("no flags of the training: give those of pretrain_gpt.py after --")
     for word in flags:
+        if word == "--use-precision-aware-optimizer":
+            raise UsageError(f"{word}: its main parameters are where a change of plan cannot move them; leave it out")
         if word == "--het-measured-cp-shares":
             raise UsageError(f"{word}: ranks that join later could not measure; write cp_shares into the plans")
         if word.split("=")[0] in ("--het-plan", "--het-auto-batch"):

@@ -144,9 +144,10 @@ class Copies:
             return list(self._snapshots)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Hold one more."""
+        """Hold one more; of more than three iterations the oldest goes."""
         with self._lock:
-            self._snapshots.append(snapshot)
+            newest = sorted({one.iteration for one in (*self._snapshots, snapshot)})[-_KEPT:]
+            self._snapshots = [one for one in (*self._snapshots, snapshot) if one.iteration in newest]
 
     def open(self, generation: Generation, rank: int, links: Links) -> None:
         """A session begins; ``links`` connect its ranks."""
@@ -193,9 +194,6 @@ class Copies:
         block, views = _packed(pieces)
         check()
         snapshot = described(trainee, iteration, state, views)
-        with self._lock:
-            newest = sorted({one.iteration for one in self._snapshots})[1 - _KEPT :]
-            self._snapshots = [one for one in self._snapshots if one.iteration in newest]
         self.add(snapshot)
         cost = Cost(time.monotonic() - began_s, held_bytes=block.numel(), sent_bytes=_end(snapshot.pieces[:number]))
         if not self._broken and (self._keeper is not None or self._clients):

@@ -447,7 +447,7 @@ class TurnBoundary(ElasticBoundary):
             from megatron.core.num_microbatches_calculator import update_num_microbatches
 
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-            self._copies = Copies(0)  # the state in host memory has done its duty
+            self.copies = Copies(0)  # the state in host memory has done its duty
         return found
 
     def _is_over(self, _iteration: int) -> bool:
@@ -493,11 +493,11 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
             padded_vocab_size=vocabulary,
             datasets=datasets,
         )
+        copies = Copies(0)
         try:
             enter([argv[0], *with_own_folders(words, f"plan-{which}"), _FLAG, files[which]], boundary)
         except Leave as leave:
             traceback.clear_frames(leave.__traceback__)
-            copies = Copies(0)
             copies.add(leave.snapshot)
         else:
             raise SystemExit(0)

@@ -6,6 +6,7 @@ others', and the newest iteration that is complete among them is taken.  No file
 """
 
 import base64
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from megatron_het.checkpoint import state_dict
+from megatron_het.checkpoint.loading import KIND, SCHEDULED, match_groups
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import (
     PARAMETER,
@@ -388,7 +390,8 @@ def _own_part(
     documents: Sequence[Mapping[str, Any]], trainee: Trainee | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]], dict[str, Any] | None]:
     """Common state, numbers, and random states where this rank has the same place as one of the old ranks."""
-    common = next(document["common"] for document in documents if "common" in document)
+    commons = [document["common"] for document in documents if "common" in document]
+    common = {**commons[0], "groups": [group for one in commons for group in one["groups"]]}
     numbers = {key: values for document in documents for key, values in document["numbers"].items()}
     if trainee is None:
         return common, numbers, None
@@ -405,6 +408,7 @@ def _common(trainee: Trainee, iteration: int) -> dict[str, Any]:
     flops = args.num_floating_point_operations_so_far
     if done > 0:
         flops += done * num_floating_point_operations(args, args.global_batch_size)
+    groups = trainee.optimizer.param_groups
     scalers = [
         {name: float(value) for name, value in scaler.state_dict().items()} for scaler in _scalers(trainee.optimizer)
     ]
@@ -415,6 +419,8 @@ def _common(trainee: Trainee, iteration: int) -> dict[str, Any]:
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler": trainee.scheduler.state_dict(),
         "scalers": scalers,
+        # Where a checkpoint's learning rates go on, they are not those of the flags.
+        "groups": [{key: group[key] for key in (*KIND, *SCHEDULED) if key in group} for group in groups],
     }
 
 
@@ -425,8 +431,10 @@ def _set_common(trainee: Trainee, common: Mapping[str, Any]) -> None:
     for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
         setattr(args, name, common[name])
     update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=False)
+    match_groups(trainee.optimizer.param_groups, common["groups"], keep_saved=True)
     trainee.scheduler.load_state_dict(dict(common["scheduler"]))
-    for scaler, values in zip(_scalers(trainee.optimizer), common["scalers"], strict=True):
+    # Experts that are over other ranks than all other weights have an optimizer, and so a scaler, of their own.
+    for scaler, values in zip(_scalers(trainee.optimizer), itertools.cycle(common["scalers"]), strict=False):
         whole = {name: int(value) for name, value in values.items() if name != "scale"}
         scaler.load_state_dict({"scale": torch.tensor([values["scale"]], dtype=torch.float32), **whole})
 

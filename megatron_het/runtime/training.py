@@ -258,7 +258,7 @@ class PretrainHook:
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
-        if self._boundary.restores and args.load is None:
+        if self._boundary.restores and args.load is None and args.pretrained_checkpoint is None:
             from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 
             args.load = NOTHING_TO_LOAD

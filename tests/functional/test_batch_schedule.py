@@ -64,7 +64,8 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     stock = lab.runner.run(Job("stock", 1, flags, tmp_path / "stock"))
     expected = steps(stock.log(), (1,))
     under_plans = ("--het-plan", *files, "--het-report", str(tmp_path / "report"))
-    turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *flags, *under_plans], tmp_path / "turns")  # starts again
+    own = ("--pretrained-checkpoint" if word == "--load" else word for word in flags)
+    turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *own, *under_plans], tmp_path / "turns")  # starts again
     found = steps(turns.log(1), ())
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)

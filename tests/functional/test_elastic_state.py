@@ -94,25 +94,19 @@ def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
             assert loss == pytest.approx(whole[iteration], rel=bar, abs=0.0), iteration
 
 
-@pytest.mark.full
-def test_an_incomplete_state_leaves_nothing_behind(lab: Lab, tmp_path: Path):
-    # Every rank of a stage holds the only copy of its weights, so nothing is complete once one of them is lost.
-    weights = Weights("fp32", False, 5)
-    two = plan("two", [[1], [1]], [2, 3], **DIVIDED)
-    before, after = run(lab, tmp_path, weights, [(two, [0, 1], 2), (two, [0, 1], None)], steps=3, lost={1: [0]})
-    assert sorted(after) == [1, 2, 3], "the training begins as its flags say"
-    for iteration, loss in before.items():
-        assert loss == pytest.approx(after[iteration], rel=1e-6, abs=0.0), iteration
-
-
-def test_optimizer_state_that_went_with_a_rank_is_missed(lab: Lab, tmp_path: Path):
-    # The shards of the second stage end between two layers: nobody that is left knows the lost layer's state, and
-    # everybody has its weights.
-    weights = Weights("fp32", False, 5)
-    three = plan("three", [[1], [1, 1], [1]], [1, 2, 2], **DIVIDED)
-    before, after = run(
-        lab, tmp_path, weights, [(three, [0, 1, 2, 3], 2), (three, [0, 1, 2, 3], None)], steps=3, lost={1: [1]}
-    )
+@pytest.mark.parametrize(
+    ("under", "lost"),
+    [
+        # Every rank of a stage holds the only copy of its weights, so nothing is complete once one of them is lost.
+        pytest.param(plan("two", [[1], [1]], [2, 3], **DIVIDED), 0, marks=pytest.mark.full),
+        # The shards of the second stage end between two layers: nobody that is left knows the lost layer's state, and
+        # everybody has its weights.
+        (plan("three", [[1], [1, 1], [1]], [1, 2, 2], **DIVIDED), 1),
+    ],
+)
+def test_an_incomplete_state_leaves_nothing_behind(lab: Lab, tmp_path: Path, under: Plan, lost: int):
+    changes = [(under, list(range(under.world_size)), until) for until in (2, None)]
+    before, after = run(lab, tmp_path, Weights(), changes, steps=3, lost={1: [lost]})
     assert sorted(after) == [1, 2, 3], "the training begins as its flags say"
     for iteration, loss in before.items():
         assert loss == pytest.approx(after[iteration], rel=1e-6, abs=0.0), iteration

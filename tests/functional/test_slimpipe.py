@@ -116,15 +116,9 @@ def test_refused_before_training(lab: Lab, tmp_path: Path) -> None:
     assert "--attention-dropout = 0.1: cannot be used with slices" in done.log(0)
 
 
-def test_the_comparison_can_fail(lab: Lab, tmp_path: Path) -> None:
-    """Slices that all start at position 0 train something else."""
-    case = replace(CASES["slices-plain"], name="slices-wrong-positions")
-    found = lab.differences(case, observe="tests.functional.break_slices:positions")
-    assert found.gradient > 100 * BAR, found
-
-
-def test_exchanged_attention_matters(lab: Lab) -> None:
-    """Helpers that answer with wrong weights train something else."""
-    case = replace(CASES["exchange"], name="exchange-wrong-weights")
-    found = lab.differences(case, observe="tests.functional.break_slices:weights")
+@pytest.mark.parametrize(("right", "wrong"), [("slices-plain", "positions"), ("exchange", "weights")])
+def test_the_comparison_can_fail(right: str, wrong: str, lab: Lab) -> None:
+    """Slices that all start at position 0, or helpers that answer with wrong weights, train something else."""
+    case = replace(CASES[right], name=f"{right}-wrong-{wrong}")
+    found = lab.differences(case, observe=f"tests.functional.break_slices:{wrong}")
     assert found.gradient > 100 * BAR, found

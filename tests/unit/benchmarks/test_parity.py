@@ -54,15 +54,12 @@ def test_other_draws_are_not_added(run, tmp_path, words):
         run("--add", str(tmp_path / "out.json"), "--begin-s", "4", *words)
 
 
-def test_plans_that_changed_are_trained_again(run, tmp_path):
+def test_plans_that_changed_or_failed_are_trained_again(run, tmp_path):
     _, report, first = run("--begin-s", "4")
     report["cases"][0]["chosen"]["stages"] = 99
     (tmp_path / "before.json").write_text(json.dumps(report))
     with pytest.raises(SystemExit, match=f"{first[0]} are other plans now"):
         run("--add", str(tmp_path / "before.json"), "--begin-s", "4")
-
-
-def test_a_plan_that_failed_is_tried_again(run, tmp_path):
     _, report, first = run("--begin-s", "2")
     report["cases"][1]["error"] = "it failed"
     (tmp_path / "before.json").write_text(json.dumps(report))

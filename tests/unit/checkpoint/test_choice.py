@@ -364,6 +364,8 @@ LION = {**SHARDED, SHARDED_LION: True}
         ({"lr": 1e-3}, {"lr": 2e-3, "override_opt_param_scheduler": True}, None),
         ({"min_lr": 0.0}, {"min_lr": 1e-5, "use_checkpoint_opt_param_scheduler": True}, None),
         ({"min_lr": 0.0}, {"min_lr": 1e-5}, "--min-lr = 1e-05"),
+        ({"decoupled_lr": 1e-3}, {"decoupled_lr": 2e-3}, "--decoupled-lr = 0.002"),
+        ({"no_save_optim": True}, {}, "saved with --no-save-optim: add --no-load-optim"),
         ({"optimizer": "lion"}, LION, "saved without the distributed optimizer, this run trains with it"),
     ],
 )

@@ -101,16 +101,17 @@ def test_groups_are_found_under_another_learning_rate(flag: str, rate: float) ->
         def load_state_dict(self, state: Any) -> None:
             self.loaded = [group["max_lr"] for group in state["optimizer"]["param_groups"]]
 
-    def groups(rate: float, parts: int) -> list[dict[str, Any]]:
-        return [{"wd_mult": float(i), "lr_mult": 1.0, "max_lr": rate, "min_lr": 0.0} for i in range(parts)]
+    def groups(rate: float) -> list[dict[str, Any]]:
+        kinds = ((0.0, True), (1.0, True), (1.0, False))  # --decoupled-lr has a group with a rate of its own
+        return [{"wd_mult": wd, "default_config": own, "max_lr": rate * (5 - 4 * own)} for wd, own in kinds]
 
-    made = Optimizer(groups(2e-3, 2))
-    state = {"optimizer": {"param_groups": groups(1e-3, 2)[::-1]}}
+    made = Optimizer(groups(2e-3))
+    state = {"optimizer": {"param_groups": groups(1e-3)[::-1]}}
     args = SimpleNamespace(**{f"{flag}_opt_param_scheduler": True})
     with loading._with_matched_groups(made, args):
         made.load_state_dict(state)
-    assert made.loaded == [rate] * 2
-    assert [group["max_lr"] for group in made.optimizer.param_groups] == [rate] * 2
+    assert made.loaded == [5 * rate, rate, rate]
+    assert [group["max_lr"] for group in made.optimizer.param_groups] == [rate, rate, 5 * rate]
     assert "load_state_dict" not in vars(made)
     with loading._with_matched_groups(made, SimpleNamespace()):
         assert "load_state_dict" not in vars(made)

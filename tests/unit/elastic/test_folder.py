@@ -263,12 +263,14 @@ def test_a_second_controller_is_refused(
     assert "'no such host' cannot be listened on" in one_error(capfd) and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])
+@pytest.mark.parametrize(
+    "flag", ("het-plan", "het-auto-batch", "het-measured-cp-shares", "use-precision-aware-optimizer")
+)
 def test_flags_of_the_training_that_the_controllers_plan_rules_out(
     flag: str, place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]
 ):
-    assert main([*place[1], "--node", "n1", "--workers", "1", "--", "--mock-data", flag]) != 0
-    assert f"{flag}: " in one_error(capfd)
+    assert main([*place[1], "--node", "n1", "--workers", "1", "--", "--mock-data", f"--{flag}"]) != 0
+    assert f"--{flag}: " in one_error(capfd)
 
 
 def test_an_unreachable_controller(place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):

@@ -262,6 +262,15 @@ def test_what_a_lost_rank_leaves_on_the_device_is_neither_kept_nor_reported(monk
     assert boundary.iteration == 4 and forgotten == [4]
 
 
+def test_the_next_turn_lets_go_of_the_state_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.num_microbatches_calculator.update_num_microbatches", Mock())
+    monkeypatch.setattr(ElasticBoundary, "load", lambda *_: (3, 0.0))
+    copies = Copies(0)
+    copies.add(Mock(iteration=3))
+    turn = sessions.TurnBoundary(1, plan([[1]]), (), 0, MemoryStore(), copies, None, {})
+    assert turn.load(None, Mock(), (), None, None) == (3, 0.0) and turn.copies.snapshots == []
+
+
 # What a worker does once is not done again in a change.
 
 

@@ -98,24 +98,20 @@ def test_a_slow_link_costs_what_was_measured(tmp_path: Path, measured_links: boo
         assert corrected.cluster.link(names["core"], second)[0] == was
 
 
-def test_a_slow_gpu_leaves_its_node(tmp_path: Path) -> None:
+def test_a_slow_gpu_leaves_its_node_and_its_host_goes_with_it(tmp_path: Path) -> None:
     plan = runs.pipeline(4, 4)
     monitor = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
+    watched = runs.watched(plan, monitor, tmp_path)
     one_node = Cluster(nodes=(NodeGroup(gpu="core", count=1, gpus_per_node=4),), gpus=processors(2).gpus)
-    corrected = correct(plan, one_node, runs.profile(), runs.watched(plan, monitor, tmp_path))
+    corrected = correct(plan, one_node, runs.profile(), watched)
     assert [(n.gpu, n.count, n.gpus_per_node) for n in corrected.cluster.nodes] == [
         ("core", 1, 3),
         ("core slow 1", 1, 1),
     ]
-
-
-def test_the_host_of_a_slow_node_goes_with_it(tmp_path: Path) -> None:
-    plan = runs.pipeline(4, 4)
-    monitor = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     named = Cluster(
         nodes=(NodeGroup(gpu="core", count=2, gpus_per_node=1, hosts=("n0", "n1")),), gpus=processors(2).gpus
     )
-    corrected = correct(plan, named, runs.profile(), runs.watched(plan, monitor, tmp_path))
+    corrected = correct(plan, named, runs.profile(), watched)
     assert {n.gpu: n.hosts for n in corrected.cluster.nodes} == {"core": ("n0",), "core slow 1": ("n1",)}
 
 
