@@ -228,15 +228,21 @@ _GOAL = {
     "--max-gpus": (None, "N", "use at most this many GPUs", {"type": count(1, MAX_DEVICES)}),
     "--schedules": ("1f1b,interleaved,ministage,slimpipe", "A,B",
                     "schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)"),
-    "--search": ("auto", "", "method; auto (default) also searches as the published ones do, and takes the best of all",
-                 {"choices": ("auto", "zorse", "sailor", "poplar")}),
-    "--robust": (
-        True, "", "of plans that are about as fast, take the one that loses least where the network is 20 %% or one "
-        "kind of GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
-        {"action": argparse.BooleanOptionalAction}),
     "--limit-s": (
         600.0, "S", "CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best "
         "so far (default %(default)g); a search has 1 of them at least, however long reading took"),
+}
+_SEARCH = {
+    **_GOAL,
+    "--search": ("auto", "", "method; auto (default) also searches as the published ones do, and takes the best of all",
+                 {"choices": ("auto", "zorse", "sailor", "poplar")}),
+}
+_ROBUST = {
+    **_SEARCH,
+    "--robust": (
+        None, "", "of plans that are about as fast, take the one that loses least where the network is 20 %% or one "
+        "kind of GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
+        {"action": argparse.BooleanOptionalAction}),
 }
 _WHOM_TO_ASK = {
     "--from": ("auto", "", "whom to ask; auto (default): Slurm's sinfo where it lists GPUs, else nvidia-smi",
@@ -262,7 +268,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         {"--json": (False, "", "print JSON instead of text")},
     ), {}),
     "profile": ("cli.commands.profile", (_MODEL, _JSON, "profile.settings"), {}),
-    "plan": ("cli.commands.plan", (_COMMON, _GOAL, {
+    "plan": ("cli.commands.plan", (_COMMON, _ROBUST, {
         "--out": ("plan.json", "FILE", "plan to write (default plan.json)"),
         "--verify": (
             None, "", "train one rank of each kind dry before the plan is written; take the next finalist, or search "
@@ -276,17 +282,17 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         "--trace": (None, "FILE", "write a Chrome trace (Perfetto)"),
         "--picture": (None, "FILE", "write a picture (SVG, PNG or text by extension)"),
     }), {}),
-    "explain": ("cli.commands.explain", (_COMMON, _GOAL, _PAGE), {}),
-    "compare": ("cli.commands.compare", (_COMMON, _GOAL, _PAGE), {}),
+    "explain": ("cli.commands.explain", (_COMMON, _ROBUST, _PAGE), {}),
+    "compare": ("cli.commands.compare", (_COMMON, _ROBUST, _PAGE), {}),
     "check": ("cli.commands.check", (_PLAN, _COMMON), {}),
     "report": ("cli.commands.report", (_PLAN, _COMMON, _GOAL, {
         "--html": ("report.html", "FILE", "page to write (default report.html)"),
         "--no-search": (
             False, "", "leave out what needs further searches: alternatives, and what one more node brings"),
     }), {"limit_s": 120.0}),
-    "replan": ("replay.replan.run", ("replay.replan", _GOAL, _JSON), {"limit_s": 120.0}),
-    "replay": ("replay.command.replay", ("replay.command", _COMMON, _GOAL), {}),
-    "rent": ("replay.rent.rent", (_COMMON, "replay.rent", _GOAL), {}),
+    "replan": ("replay.replan.run", ("replay.replan", _SEARCH, _JSON), {"limit_s": 120.0}),
+    "replay": ("replay.command.replay", ("replay.command", _COMMON, _SEARCH), {}),
+    "rent": ("replay.rent.rent", (_COMMON, "replay.rent", _SEARCH), {}),
     "emit": ("cli.commands.emit", (_CLUSTER, _MODEL, _JSON, "emit.options"), {}),
     "dry-run": ("cli.dry_run.dry_run", (_MODEL, _JSON, "cli.dry_run"), {"flags": []}),
     "support": ("cli.commands.support", ({

@@ -16,6 +16,7 @@ from megatron_het.features.base import ViewFlag
 from megatron_het.lowering.programs import assemble
 from megatron_het.safe_io import (
     MAX_PASSES,
+    LineParser,
     add_options,
     amount,
     check_replaces,
@@ -193,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(LineParser):
     """Bad options become the one error line that other bad input becomes."""
 
     def error(self, message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.analysis import differences
-from tools.planner.report.tables import NOTATION, describe, say, shown_progress
+from tools.planner.report.tables import NOTATION, describe, say, shown_progress, summary
 
 CLUSTER = {
     "nodes": [
@@ -108,6 +108,7 @@ def test_explain_and_compare(files, capsys):
         (["--schedules", "waltz"], "--schedules"),
         (["--schedules", "ministage"], "--schedules"),  # without a distributed optimizer
         (["--memory-margin", "2"], "--memory-margin"),
+        (["--robust", "--search", "poplar"], "--robust"),
         (["--profile", "nowhere.json"], "(file)"),
         (["--memory-margin", "0.02"], "num_layers"),
     ],
@@ -126,6 +127,7 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
         (["het-doctor", "--chekpoints", "x"], "--chekpoints is no option of this command, --checkpoints is"),
         (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
+        (["rent", "--no-robust"], "--no-robust is no option"),  # its search of pools takes no notice of it
         (["plan", "--max-usd-per-iteration", "-1"], "--max-usd-per-iteration: '-1': a number from 0"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -390,12 +392,12 @@ def test_what_a_plan_prints(files, capsys):
     assert code == 0
     text = " ".join(out.out.split())
     assert "prices of the catalog, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
-    assert "idle GPUs: 4 RTX-3090 (lab-a)" in text
+    assert "idle GPUs: 4 RTX-3090" in text and "(lab-a)" not in text
     assert "bubble" not in text and "busy s" not in text and "sequence_parallel" not in text
     assert all(len(line) <= 80 for line in out.out.splitlines() if set(line) <= {"─", " "})  # of tables
     code, out = call(capsys, "simulate", files / "p.json", *common(files))
     body = json.loads(out.out)
-    assert body["catalog_prices"] == {"A100-40": 3.673} and body["idle_gpus"] == {"RTX-3090 (lab-a)": 4}
+    assert body["catalog_prices"] == {"A100-40": 3.673} and body["idle_gpus"] == {"RTX-3090": 4}
     assert body["bubble_fraction"] >= 0 and "bubble" not in body["by_cause_s"]
     assert body["uncertainty_of"]["runs"] > 10
     planned = json.loads((files / "p.json").read_text())["predicted"]
@@ -427,6 +429,14 @@ def test_a_kind_in_two_zones_is_named_with_its_zone():
     both, one = (Candidate(tuple(Stage(3, (Group(p, 1, 2),)) for p in pools), 1) for pools in ((0, 1), (0, 0)))
     assert differences(estimator, both, one) == "4 of 4 A100-40 (us-a), no A100-40 (us-b)"
     assert describe(estimator, both) == "1f1b mb1 3L 2xA100-40@us-a / 3L 2xA100-40@us-b"
+    assert estimator.cluster.place(nodes[1]) == "A100-40 (us-b)"
+
+
+def test_groups_of_one_kind_and_place_are_counted_together():
+    cluster = Cluster(nodes=tuple(NodeGroup(gpu="A100-40", count=1, gpus_per_node=n) for n in (2, 4)))
+    estimator = with_catalog(cluster, Model(**MIDDLE))
+    plan = Candidate((Stage(3, (Group(0, 1, 2),)), Stage(3, (Group(1, 1, 2),))), 1)
+    assert summary(estimator, plan, estimator.estimate(plan), None)["gpus"] == {"A100-40": 4}
 
 
 def test_equal_stages_in_a_row_are_written_once():

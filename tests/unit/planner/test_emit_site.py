@@ -431,7 +431,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
     for asked in (
         *(["--qos", "high", *jobset], ["--time-limit", "24:00:00", *jobset], ["--notice-s", "99", *jobset]),
         *(["--modules", "cuda", *jobset], ["--restarts", "3"], ["--restarts", "3", "--elastic", *jobset]),
-        ["--no-exclusive", *jobset],
+        *(["--no-exclusive", *jobset], ["--notice-s", "99", "--time-limit", "UNLIMITED"]),
     ):
         assert main([*words, *asked]) == 2
         assert asked[0].replace("no-", "") in (error := capsys.readouterr().err) and "does nothing with" in error

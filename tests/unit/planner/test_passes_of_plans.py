@@ -22,6 +22,7 @@ from tools.planner.costs.layercost import CatalogCosts, interpolated
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search import finish
@@ -210,6 +211,10 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
     estimate = estimator.estimate(odd)
     assert estimate is not None
     assert irregularity(estimator, odd) == (1, 0, 1) and irregularity(estimator, plain.candidate) == (0, 0, 0)
+    for gpu, over_pcie in (("A40", 1), ("V100-32", 0)):  # whose NVLink is slow
+        nodes = (NodeGroup(gpu=gpu, count=1, gpus_per_node=4),)
+        with_tp = Candidate((Stage(6, (Group(0, 4, 1),)),), 1)
+        assert irregularity(with_catalog(Cluster(nodes=nodes), MODEL), with_tp)[1] == over_pcie
     for longer, chosen in ((1.0, 2), (1 / (1 + 2 * PLAINER), 3)):
         outcome = Outcome("auto", [Found(odd, estimate, 10.0 * longer, confirmed=True), plain])
         prefer_plain(estimator, Goal(), outcome)

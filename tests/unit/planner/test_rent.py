@@ -69,6 +69,12 @@ def test_what_brings_most_for_its_price_comes_first(searched: Pools, tmp_path: P
     assert "no plan with 1 node of 2 T4 more was found to be faster" in text and "1: plan of (2, 0, 0)" in text
 
 
+def test_nodes_at_two_prices_are_told_apart(searched: Pools, tmp_path: Path, capsys: Said) -> None:
+    _write(tmp_path, [NODES[0] | {"count": 2}, NODES[0] | {"count": 2, "usd_per_gpu_hour": 2.5}])
+    added = [rung["added"] for rung in _answer(capsys, _words(tmp_path))["rungs"]]
+    assert added[0] == "2 nodes of 2 A100-40 at USD 1" and added[-1].endswith("of 2 A100-40 at USD 2.5")
+
+
 def test_ctrl_c_ends_the_command(searched: Pools, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
     """In the search of the second rung, with the first one printed; in a search, which ends with what it has found."""
     monkeypatch.setattr(rent.Ladder, "_next", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -114,6 +114,7 @@ def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         (("show slimpipe --pp 4 --slices 6 --chunks 2",), "a multiple of the 4 stages"),
         (("show 1f1b --route", "0 0|0 0|0 0|0 9"), r"route[3][1] = 9"),
         (("show 1f1b --picture a.bmp",), "a.bmp: unknown kind of file"),
+        (("simulate 1f1b --latncy 1",), "--latncy is no option of this command, --latency is"),
         (("compare --pp 0 --microbatches 4 --slices 4",), "--pp: '0'"),
         (("compare --pp 2 --microbatches 4 --slices 4 --output-share 1",), "--output-share: '1'"),
     ],

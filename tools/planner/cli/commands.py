@@ -192,7 +192,7 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
         return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
 
     with cpu_limit(progress, options.limit_s), shown_progress(text, options):
-        return search(options.search, estimator, goal, progress, options.robust)
+        return search(options.search, estimator, goal, progress, options.robust is not False)
 
 
 def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
@@ -394,7 +394,7 @@ def explain(options: argparse.Namespace) -> int:
     runners = plans_tables("Plans of other kinds", "differs by", shown)
     more = table("One more node", "kind", "s per iteration", "change")
     for row in body["one_more_node"]:
-        more.add_row(f"{row['gpu']} ({row['zone']})", f"{row['iteration_s']:.4g}", f"{100 * row['change']:+.1f} %")
+        more.add_row(row["place"], f"{row['iteration_s']:.4g}", f"{100 * row['change']:+.1f} %")
     page = page_of_search(
         estimator, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
     )

@@ -396,6 +396,8 @@ def check_belongs(options: argparse.Namespace) -> None:
             problem = "does nothing without --container"
         elif name == "restarts" and options.elastic:
             problem = "does nothing with --elastic, where pods are replaced one by one"
+        elif name == "notice_s" and str(options.time_limit).upper() in ("UNLIMITED", "INFINITE"):
+            problem = f"does nothing with --time-limit {options.time_limit}"
         if problem:
             raise PlannerError("emit", f"--{name.replace('_', '-')}", value, problem, "Leave it out")
 

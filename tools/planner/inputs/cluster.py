@@ -252,6 +252,10 @@ class Cluster(BaseModel):
         """All GPUs within the quotas."""
         return sum(n.quota for n in self.nodes)
 
+    def place(self, node: NodeGroup) -> str:
+        """The kind of a group's GPUs, with the zone where the cluster has several."""
+        return node.gpu + (f" ({node.zone})" if len({n.zone for n in self.nodes}) > 1 else "")
+
     @staticmethod
     def in_one_node(first: NodeGroup, second: NodeGroup) -> bool:
         """Whether all GPUs of two groups of different kinds are in one and the same node."""

@@ -227,7 +227,7 @@ def replay(options: argparse.Namespace) -> int:
     if options.html:
         write_page(page_of(estimator, body, courses, notes_of(options)), options.html)
         written.append(f"wrote {options.html}")
-    say(body, options, *_tables(body, estimator.cluster.nodes), *written)
+    say(body, options, *_tables(body, estimator.cluster), *written)
     return 0
 
 
@@ -323,7 +323,7 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     tokens = model.global_batch_size * model.seq_length
     pools = [
         {
-            "what": nodes_in_words(pool["nodes"], cluster.nodes),
+            "what": nodes_in_words(pool["nodes"], cluster),
             "plan": pool["plan"] or None,
             "iteration_s": pool["iteration_s"],
             "tokens_per_s": None if pool["iteration_s"] is None else tokens / pool["iteration_s"],
@@ -345,17 +345,17 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     }  # fmt: skip
 
 
-def nodes_in_words(counts: Sequence[int], nodes: Sequence[NodeGroup]) -> str:
-    """A pool in words."""
-    zones = len({node.zone for node in nodes}) > 1
-    return ", ".join(
-        f"{n} node{'s' * (n > 1)} of {node.gpus_per_node} {node.gpu}" + (f" ({node.zone})" if zones else "")
-        for n, node in zip(counts, nodes, strict=True)
-        if n
-    ) or "none"  # fmt: skip
+def nodes_in_words(counts: Sequence[int], cluster: Cluster) -> str:
+    """A pool in words, with prices where the same nodes have several."""
+    words, names = [], [f"{node.gpus_per_node} {cluster.place(node)}" for node in cluster.nodes]
+    for n, name, node in zip(counts, names, cluster.nodes, strict=True):
+        prices = {other.usd_per_gpu_hour for other, same in zip(cluster.nodes, names) if same == name}
+        price = f" at USD {node.usd_per_gpu_hour:g}" if len(prices) > 1 and node.usd_per_gpu_hour is not None else ""
+        words += [f"{n} node{'s' * (n > 1)} of {name}{price}"] if n else []
+    return ", ".join(words) or "none"
 
 
-def _tables(body: dict[str, Any], nodes: Sequence[NodeGroup]) -> list[Any]:
+def _tables(body: dict[str, Any], cluster: Cluster) -> list[Any]:
     policies = table("What the job gets done", "policy", "iterations", "goodput", "repeated", "training s", "paused s",
                      "idle s", "changes")  # fmt: skip
     for row in body["policies"]:
@@ -370,7 +370,7 @@ def _tables(body: dict[str, Any], nodes: Sequence[NodeGroup]) -> list[Any]:
     pools = table("Plans", "nodes", "s per iteration", "plan")
     for pool in body["pools"]:
         seconds = "no plan fits" if pool["iteration_s"] is None else f"{pool['iteration_s']:.4g}"
-        pools.add_row(nodes_in_words(pool["nodes"], nodes), seconds, pool["plan"])
+        pools.add_row(nodes_in_words(pool["nodes"], cluster), seconds, pool["plan"])
     return [
         policies,
         "goodput: iterations that count, as a share of those with all nodes and no change in the same time",

@@ -142,7 +142,7 @@ class Ladder:
             if left <= 0:
                 self.is_cut = True
                 return PoolPlan(pool, None)
-            self.progress.text = nodes_in_words(pool, self.estimator.cluster.nodes)
+            self.progress.text = nodes_in_words(pool, self.estimator.cluster)
             limit_s = max(1.0, left / SHARE)
             plan_of_pool(self._found, self.estimator, self._goal, self._options.search, pool, limit_s)
         return self._found[pool]
@@ -259,7 +259,7 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
         rows.append(
             {
                 "nodes": list(rung.pool),
-                "added": nodes_in_words(rung.added, nodes),
+                "added": nodes_in_words(rung.added, estimator.cluster),
                 "gpus": sum(n * node.gpus_per_node for n, node in zip(rung.pool, nodes)),
                 "iteration_s": rung.plan.iteration_s,
                 "goodput": rung.goodput,
@@ -273,7 +273,7 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
             }
         )
     left = tuple(node.count - n for n, node in zip(rungs[-1].pool, nodes))
-    return {"rungs": rows, "chosen": chosen, "left": nodes_in_words(left, nodes) if any(left) else ""}
+    return {"rungs": rows, "chosen": chosen, "left": nodes_in_words(left, estimator.cluster) if any(left) else ""}
 
 
 def _tables(body: dict[str, Any]) -> list[Any]:

@@ -242,7 +242,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
     for pool, count in unused.items():
         if count:
             out.append(
-                f"{count} of {nodes[pool].quota} {nodes[pool].gpu} ({nodes[pool].zone}) stay unused: "
+                f"{count} of {nodes[pool].quota} {estimator.cluster.place(nodes[pool])} stay unused: "
                 "no plan with them was found that is clearly better"
             )
     for key, limit, value in (
@@ -278,6 +278,7 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
             {
                 "gpu": node.gpu,
                 "zone": node.zone,
+                "place": estimator.cluster.place(node),
                 "iteration_s": seconds,
                 "usd_per_iteration": None if unpriced(estimator, found.candidate) else found.usd_per_iteration,
                 "change": seconds / best.iteration_s - 1,

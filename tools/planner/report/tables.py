@@ -4,7 +4,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import groupby
@@ -123,6 +124,7 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
                 "stage": s,
                 "gpu": node.gpu,
                 "zone": node.zone,
+                "place": estimator.cluster.place(node),
                 "replicas": g.count,
                 "tp": g.tp,
                 "cp": candidate.cp,
@@ -201,11 +203,8 @@ def summary(
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
         "energy_joules_per_iteration": joules,
-        "gpus": {
-            f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
-            for p, n in sorted(candidate.gpus().items())
-        },
-        "idle_gpus": _idle(estimator, candidate),
+        "gpus": _by_place(estimator, candidate.gpus()),
+        "idle_gpus": _by_place(estimator, candidate.gpus(), idle=True),
         "not_run": model.not_run,
         "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
@@ -268,15 +267,12 @@ def _catalog_prices(estimator: Estimator, candidate: Candidate) -> dict[str, flo
     return {gpu: price for gpu, price in prices.items() if price is not None}
 
 
-def _idle(estimator: Estimator, candidate: Candidate) -> dict[str, int]:
-    """GPUs that the plan leaves out, by kind and zone."""
-    out: dict[str, int] = {}
+def _by_place(estimator: Estimator, used: Mapping[int, int], idle: bool = False) -> dict[str, int]:
+    """GPUs in use, or idle ones, by kind and zone; several pools may have both alike."""
+    out: Counter[str] = Counter()
     for pool, node in enumerate(estimator.cluster.nodes):
-        left = node.quota - candidate.gpus().get(pool, 0)
-        if left > 0:
-            name = f"{node.gpu} ({node.zone})"
-            out[name] = out.get(name, 0) + left
-    return out
+        out[estimator.cluster.place(node)] += node.quota - used.get(pool, 0) if idle else used.get(pool, 0)
+    return {name: count for name, count in out.items() if count > 0}
 
 
 def price_lines(body: dict[str, Any]) -> list[str]:
@@ -310,7 +306,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
-        name = f"{row['gpu']} ({row['zone']})" + part_in_words(row)
+        name = row["place"] + part_in_words(row)
         counts = (row[key] for key in (*sizes, "replicas", "layers", "microbatches_per_replica"))
         busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
         where.add_row(str(row["stage"]), name, *map(str, counts), busy)

@@ -463,6 +463,9 @@ def goal_from(options: argparse.Namespace) -> Goal:
         value = getattr(options, name)
         if value is not None and not 0 < value < inf:
             raise PlannerError("command line", "--" + name.replace("_", "-"), value, "must be positive")
+    if getattr(options, "robust", None) is not None and options.search != "auto":
+        problem = f"{options.search} finds one plan, and there is none to take in its place"
+        raise PlannerError("command line", "--robust", options.robust, problem, "Leave it out, or use --search auto")
     schedules = tuple(s.strip() for s in options.schedules.split(",") if s.strip())
     for schedule in schedules:
         if schedule not in SCHEDULES:

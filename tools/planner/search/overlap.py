@@ -17,7 +17,7 @@ SMALL = 0.005
 A plan with one node more is compared with one of fewer nodes within the same share: both may have been chosen so.
 """
 PLAINER = 0.02  # so much longer an iteration may be for a plainer plan
-SHARED_BUS = 1e11  # bytes per second of a GPU to its node below which TP goes over PCIe
+SHARED_BUS = 6.5e10  # bytes per second of a GPU to its node below which TP goes over PCIe; the NVLink of V100 has 68e9
 NETWORK_OFF, KIND_OFF = 0.2, 0.1
 """Shares by which the network, and the speed of one kind of GPU, may differ from the figures given."""
 MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
