@@ -23,7 +23,7 @@ MODEL = model_of(layers=12, hidden=2048, ffn=5632, tokens=2048, batch=48, micro_
 def estimator(*nodes: NodeGroup, model: Model = MODEL) -> Estimator:
     nodes = nodes or (
         NodeGroup(gpu="A100-40", count=1, gpus_per_node=8, zone="northamerica-northeast1-b"),
-        NodeGroup(gpu="RTX-3090", count=3, gpus_per_node=1, zone="northamerica-northeast1-b"),
+        NodeGroup(gpu="RTX-3090", count=3, gpus_per_node=1, zone="northamerica-northeast1-c"),
     )
     return Estimator(Cluster(nodes=nodes), model, CatalogCosts(model, lambda g: catalog()[g]))
 
@@ -66,14 +66,8 @@ def test_alternatives_differ_in_kind():
     assert [r["ratio"] for r in rows] == pytest.approx([1.2, 1.4, 1.5])
     assert all(r["gpus"] and r["plan"] and r["usd_per_iteration"] >= 0 for r in rows)
     assert differences(mine, OTHERS["more layers"], BEST) == "2 stages, no RTX-3090"
-
-
-def test_plans_that_cannot_run_are_no_alternatives():
-    mine = estimator()
-    best = found(mine, BEST, 1.0)
     sharded = found(mine, plan((12, 0, 1, 8), zero_stage=3), 0.9)
-    assert not sharded.runnable
-    assert alternatives(mine, Outcome("poplar", [sharded, best]), best) == []
+    assert not sharded.runnable and alternatives(mine, Outcome("poplar", [sharded, best]), best) == []
 
 
 def test_nothing_is_cut_off_at_80_columns():
@@ -109,10 +103,8 @@ def test_a_baseline_exists_where_not_all_gpus_can_be_used():
     """11 GPUs divide neither 12 layers nor a batch of 48; 8 of them, or TP, do."""
     mine = estimator()
     even = best_even_split(mine)
-    assert even is not None and mine.fits(even[1])
-    assert even[0].world_size < 11
-    times = [mine.time_s(c) for c in stock_plans(mine)]
-    assert even[1].iteration_s == min(times)
+    assert even is not None and mine.fits(even[1]) and even[0].world_size < 11
+    assert even[1].iteration_s == min(mine.time_s(c) for c in stock_plans(mine))
 
 
 def test_the_baseline_divides_experts_over_replicas():

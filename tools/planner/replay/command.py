@@ -285,7 +285,9 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict
 
 def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[str, float], plan: PoolPlan) -> Costs:
     """Defaults are of a small model, and sizes were measured: what grows with the full pool's plan comes on top."""
-    more_s = {name: plan.grows_s for name in (f"{kind}_s" for kind in CHANGES) if sources[name] == DEFAULTS}
+    # A restart reads the same state from storage, which is taken to be as fast as a node.
+    names = (f"{kind}_s" for kind in (*CHANGES, "restart"))
+    more_s = {name: plan.grows_s for name in names if sources[name] == DEFAULTS}
     more_s |= {name: seconds * plan.state_bytes for name, seconds in each_byte_s.items()}
     return replace(costs, **{name: round(getattr(costs, name) + seconds, 3) for name, seconds in more_s.items()})
 
@@ -364,16 +366,18 @@ def _tables(body: dict[str, Any], cluster: Cluster) -> list[Any]:
             f"{row['iterations']:.0f}",
             f"{100 * row['goodput']:.1f} %",
             f"{row['repeated_iterations']:.1f}",
-            *(f"{row[key]:.4g}" for key in ("training_s", "paused_s", "idle_s")),
+            *(f"{row[key]:.0f}" for key in ("training_s", "paused_s", "idle_s")),
             str(row["changes"]),
         )
-    pools = table("Plans", "nodes", "s per iteration", "plan")
-    for pool in body["pools"]:
+    pools, plans = table("Plans", "nodes", "s per iteration"), []
+    for i, pool in enumerate(body["pools"], 1):
         seconds = "no plan fits" if pool["iteration_s"] is None else f"{pool['iteration_s']:.4g}"
-        pools.add_row(nodes_in_words(pool["nodes"], cluster), seconds, pool["plan"])
+        pools.add_row(f"{i}: {nodes_in_words(pool['nodes'], cluster)}", seconds)
+        plans += [f"{i}: {pool['plan']}"] if pool["plan"] else []
     return [
         policies,
         "goodput: iterations that count, as a share of those with all nodes and no change in the same time",
         pools,
+        *plans,
         NOTATION,
     ]

@@ -54,7 +54,7 @@ def say(value: Any, options: Any, *tables: Any) -> None:
             sys.stdout.write(table + "\n")
             sys.stdout.flush()
         else:
-            console.print(table)
+            console.print(table, crop=False)
 
 
 @contextmanager
