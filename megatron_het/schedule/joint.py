@@ -100,7 +100,8 @@ class _Events:
 
     def __init__(self, graph: Graph, together: Iterable[Sequence[int]] = ()) -> None:
         self.graph = graph
-        self.parent = parent = [max(node, other) for node, other in enumerate(graph.other_end)]  # of both ends one
+        # of both ends one
+        self.parent = parent = [other if other > node else node for node, other in enumerate(graph.other_end)]
         self.skipped: set[int] = set()
         for rules in RULES:
             skipped, pairs = rules.joined(graph)
@@ -108,12 +109,12 @@ class _Events:
             for first, second in pairs:
                 parent[self.of(first)] = self.of(second)
         for nodes in (*meetings(graph), *together):
-            for node in nodes:
+            for node in nodes[1:]:
                 parent[self.of(node)] = self.of(nodes[0])
         self.event_of = [up if parent[up] == up else self.of(up) for up in parent]  # by operation
         # the same, and for one that is not an event the last event of its device before it
-        carriers = range(len(parent)) if not self.skipped else map(self._carrier, range(len(parent)))
-        self.carrier_of = list(map(self.event_of.__getitem__, carriers))
+        carriers = map(self._carrier, range(len(parent) if self.skipped else 0))
+        self.carrier_of = [self.event_of[carrier] for carrier in carriers] or self.event_of
 
     def of(self, node: int) -> int:
         """The event of an operation."""
@@ -146,14 +147,7 @@ def event_places(
     """
     events, spans = _Events(graph, together), spans or {}
     skipped, event_of, carrier_of = events.skipped, events.event_of, events.carrier_of
-    after: list[list[int]] = [[] for _ in event_of]
-    count = [0] * len(event_of)
-
-    def put(first: int, second: int) -> None:
-        if first != second:
-            after[first].append(second)
-            count[second] += 1
-
+    waits, pairs = graph.waits, list[tuple[int, int]]()
     for first, end in pairwise(graph.first):
         last = -1
         for node in range(first, end):
@@ -161,16 +155,22 @@ def event_places(
                 continue
             event = event_of[node]
             if node not in spans:
-                put(event if last < 0 else last, event)
+                if last >= 0:
+                    pairs.append((last, event))
                 last = event
-            for other in graph.waits[node]:  # values that are not the pipeline's transfers, e.g. of the vocabulary
+            for other in waits[node]:  # values that are not the pipeline's transfers, e.g. of the vocabulary
                 if not first <= other < end:
-                    put(carrier_of[other], event)
+                    pairs.append((carrier_of[other], event))
     below = [(low, node) for node, (lows, _) in spans.items() for low in lows]
     above = [(node, high) for node, (_, highs) in spans.items() for high in highs]
-    for low, high in (*extra, *below, *above):
-        put(event_of[low], event_of[high])
-    there = dict.fromkeys(event for node, event in enumerate(event_of) if node not in skipped)
+    pairs += [(event_of[low], event_of[high]) for low, high in (*extra, *below, *above)]
+    after: list[list[int]] = [[] for _ in event_of]
+    count = [0] * len(event_of)
+    for one, other in pairs:
+        if one != other:
+            after[one].append(other)
+            count[other] += 1
+    there = {event for node, event in enumerate(event_of) if node not in skipped}
     free = [(key(event), event) for event in there if count[event] == 0]
     heapify(free)
     place, turn = [-1] * len(event_of), 0

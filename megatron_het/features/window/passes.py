@@ -1,7 +1,8 @@
 """Adds what happens to parameters, gradients and the optimizer (Zorse, sections 4.1.1 and 4.1.2)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_het.features.window.kinds import PARAMETER_KINDS, ZERO_STAGES
 from megatron_het.schedule.graph import Graph, ScheduleError, replay
@@ -359,38 +360,43 @@ def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
         return None
     latest = {node: max(end[member] for member in team) for team in teams for node in team}
     copies = (node for node, op in enumerate(graph.ops) if op.kind in _COPIES)
-    spans = {node: _span(graph, node) for node in (*latest, *copies)}
-    places = event_places(graph, teams, spans, lambda node: latest.get(node, end[node]))
+    spans = _spans(graph, {*latest, *copies})
+    for node, at in latest.items():
+        end[node] = at
+    places = event_places(graph, teams, spans, end.__getitem__)
     if min(places) < 0:
         return None
     order = (sorted(range(first, stop), key=places.__getitem__) for first, stop in zip(graph.first, graph.first[1:]))
     return replace(program, ops=tuple(tuple(graph.ops[node] for node in nodes) for nodes in order))
 
 
-def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
-    """Operations of its device after which, and before which, a collective or a copy to or from the host may be."""
-    ops, device = graph.ops, graph.device[node]
-    chunks = len(graph.program.shape.layers[graph.program.devices[device].stage])
-    kind, chunk = ops[node].kind, ops[node].chunk
-    passed = TRANSFERS | COLLECTIVES
-    foreign = passed | _COPIES if kind is Kind.GRAD_REDUCE else passed  # copies are about parameters
+def _spans(graph: Graph, wanted: set[int]) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
+    """Operations of its device after which, and before which, every wanted collective or copy to or from the host is.
 
-    def is_collective(other: int) -> bool:
-        return ops[other].kind in COLLECTIVES
-
-    def is_anchor(other: int) -> bool:
-        return ops[other].kind not in passed
-
-    def is_about(other: int) -> bool:
-        of = ops[other].kind
-        return of not in foreign and (chunk_of(of, ops[other].chunk, chunks) == chunk or node in graph.waits[other])
-
-    def nearest(nodes: range, *wanted: Callable[[int], bool]) -> list[int]:
-        found = (next(filter(one, nodes), None) for one in wanted)
-        return [other for other in found if other is not None]
-
-    before = range(node - 1, graph.first[device] - 1, -1)
-    later = range(node + 1, graph.first[device + 1])
-    if kind in _COPIES:
-        return nearest(before, is_anchor), nearest(later, is_anchor)
-    return nearest(before, is_anchor, is_collective), nearest(later, is_about, is_collective)
+    Transfers are passed, and up to the use of its parameters a collective passes all but other collectives.
+    """
+    ops, spans = graph.ops, dict[int, tuple[Sequence[int], Sequence[int]]]()
+    for d, (first, stop) in enumerate(pairwise(graph.first)):
+        chunks = len(graph.program.shape.layers[graph.program.devices[d].stage])
+        near: dict[bool, Sequence[int]] = {False: (), True: ()}  # by whether it is a collective
+        for node in range(first, stop):
+            kind = ops[node].kind
+            if node in wanted:
+                spans[node] = (near[False] if kind in _COPIES else (*near[False], *near[True])), ()
+            if kind not in TRANSFERS:
+                near[kind in COLLECTIVES] = (node,)
+        near = {False: (), True: ()}
+        # the next operation about a chunk, or that waits for operation -2 - key; copies are about parameters
+        users, of_gradients = dict[int, int](), dict[int, int]()
+        for node in range(stop - 1, first - 1, -1):
+            kind, chunk = ops[node].kind, ops[node].chunk
+            if node in wanted:
+                mine = of_gradients if kind is Kind.GRAD_REDUCE else users
+                about = sorted([mine[key] for key in (chunk, -2 - node) if key in mine])[:1]
+                spans[node] = spans[node][0], near[False] if kind in _COPIES else (*about, *near[True])
+            if kind not in TRANSFERS:
+                near[kind in COLLECTIVES] = (node,)
+                keys = chunk_of(kind, chunk, chunks), *[-2 - other for other in graph.waits[node]]
+                for known in () if kind in COLLECTIVES else (users,) if kind in _COPIES else (users, of_gradients):
+                    known.update(dict.fromkeys(keys, node))
+    return spans

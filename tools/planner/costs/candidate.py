@@ -117,7 +117,7 @@ class Candidate(NamedTuple):
         fields: list[Any] = list(self)  # what ``_replace`` does, in half the time
         for name, value in changes.items():
             fields[_AT[name]] = value
-        return Candidate._make(fields)
+        return tuple.__new__(Candidate, fields)
 
     def chunks_of(self, s: int) -> int:
         """Model chunks of a stage."""

@@ -171,10 +171,10 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     rows = like.rows if count > 1 else ()
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
-    found = like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows)
+    stages = tuple([Stage(n, g) for n, g in zip(layers, groups)])
     if like.across_replicas:
-        return found.over_replicas(like.ep)
-    return found.with_(ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))
+        return like.with_(stages=stages, rows=rows).over_replicas(like.ep)
+    return like.with_(stages=stages, rows=rows, ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))
 
 
 def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[int]) -> list[int]:

@@ -15,7 +15,6 @@ from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s
-from ..costs.unit import Unit
 from .balance import Rooms, balance, ends_of, layer_rooms, stage_load
 from .outcome import PENALTY, Goal, Progress
 from .pools import Limits, all_gpus
@@ -41,6 +40,7 @@ class _Stage(NamedTuple):
     ends: float  # embedding and head, as so many layers
     pass_s: float  # forward and backward of one microbatch through a layer, on average
     ends_size: float  # parameters of embedding and head, as so many layers
+    rate: float  # layers per second
     width: int
     usd_per_s: float
     # figures, without_tail: the first four as the compiled loops want them, and with a tail of no time
@@ -53,17 +53,14 @@ class _Known:
 
     Attributes:
         stage: What it is taken for.
-        unit: One of its replicas.
-        tail_s: Gradient reduction and update of a layer.
         rate: Layers per second.
         rooms: What fits into memory.
     """
 
-    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
+    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "width")
 
-    def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
-        self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
-        self.rate, self.width = 1.0 / stage.layer_s, stage.width
+    def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
+        self.stage, self.rooms, self.rate, self.width = stage, rooms, stage.rate, stage.width
         # those of the stage and ``tail_s`` as the compiled loops want them
         self.figures = stage.figures + _SECONDS.pack(tail_s)
         # most layers that fit, by the replicas of later stages, or by the numbers of stages
@@ -75,6 +72,7 @@ _NO_ENDS = 0.0, 0.0
 
 
 _Met = dict[tuple[Group, ...], "_Known | Literal[False]"]
+_Priced = defaultdict[tuple[float, float], dict[tuple[Group, ...], _Stage | None]]
 
 
 class _Point:
@@ -84,13 +82,15 @@ class _Point:
         like: Without stages and slack.
     """
 
-    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "total")
+    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "stages", "total")
 
-    def __init__(self, like: Candidate, total: int) -> None:
+    def __init__(self, like: Candidate, total: int, stages: dict[object, _Priced]) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
-        # all that computing depends on
-        self.computes = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
+        # all that computing depends on, and what its stages compute, by the parts of embedding and head and by groups
+        computing = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
+        self.computes = *computing, like.rows
+        self.stages = stages.setdefault(computing, defaultdict(dict))
         # stages of a plan that has no more passes than a plan may have
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         # by the parts of embedding and head that stages have, and by groups; False where they cannot run
@@ -112,7 +112,7 @@ class Sketch:
         self.costs_money = goal.objective == "cost"
         self.points: dict[object, _Point | None] = {}
         self._met: dict[int, tuple[Candidate, _Point | None]] = {}
-        self.stages: dict[object, _Stage | None] = {}
+        self.stages: dict[object, _Priced] = {}
         self.tails: dict[object, float] = {}
         self._guesses: dict[Groups, _Guesses] = {}
         self._asked: tuple[Groups, _Guesses] = (), _Guesses({}, {})
@@ -171,7 +171,7 @@ class Sketch:
         )
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
-            self.points[key] = None if rest else _Point(c, total)
+            self.points[key] = None if rest else _Point(c, total, self.stages)
         self._met[id(like)] = like, self.points[key]
         return self.points[key]
 
@@ -189,11 +189,11 @@ class Sketch:
         for s in others:
             found[s] = point.known[ends[s]].get(groups[s])
         if not all(found):
-            if False in found or self.least(groups, like) > limit:
+            if False in found or self._least(point, groups) > limit:
                 return found, 0.0
             for s in range(count):
                 if found[s] is None:
-                    found[s] = self._meet(point, groups[s], *ends[s]) or False
+                    found[s] = self._meet(point, groups[s], ends[s]) or False
                     point.known[ends[s]][groups[s]] = found[s]
                 if not found[s]:
                     return found, 0.0
@@ -205,26 +205,28 @@ class Sketch:
         Memory is what takes long to find, and the schedule makes no difference to this.
         """
         point = self._point(like)
-        if point is None:
-            return inf
-        leasts, key = self._guesses_of(groups).leasts, (point.computes, point.like.rows)
-        if key not in leasts:
-            leasts[key] = self._find_least(point, groups)
-        return leasts[key]
+        return inf if point is None else self._least(point, groups)
+
+    def _least(self, point: _Point, groups: Groups) -> float:
+        leasts = self._guesses_of(groups).leasts
+        found = leasts.get(point.computes)
+        if found is None:
+            found = leasts[point.computes] = self._find_least(point, groups)
+        return found
 
     def _find_least(self, point: _Point, groups: Groups) -> float:
         count, wanted, stages = len(groups), self.estimator.model.num_layers, []
         before = stage = ends = None
         for mine, its_ends in zip(groups, ends_of(point.like.rows, count)):
             if mine is not before or its_ends != ends:  # most stages are the same object as the one before
-                before, ends, stage = mine, its_ends, self._stage(point, mine, *its_ends)
+                before, ends, stage = mine, its_ends, self._stage(point, mine, its_ends)
             if stage is None:
                 return inf
             stages.append(stage)
         usd = sum([stage.usd_per_s for stage in stages]) if self.costs_money else 1.0
         figures = b"".join([stage.without_tail for stage in stages])
         slowest_s = self._stages_s(figures, [wanted] * count, 0.0)[0]
-        return usd * max(slowest_s, wanted / sum([1.0 / stage.layer_s for stage in stages]))
+        return usd * max(slowest_s, wanted / sum([stage.rate for stage in stages]))
 
     def _seconds(
         self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
@@ -243,7 +245,8 @@ class Sketch:
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, max(map(len, groups)) > 1)
         if like.rows:
-            unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
+            unit, layers = self.estimator.unit_of(like, groups[0][0]), self.estimator.model.num_layers / len(groups)
+            assert unit is not None  # its stage has a load
             loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
             loss += loss_s / unit.both_s(layers, 1 / len(groups), 1 / len(groups))
         fill_s = passes / cut + 2 * sum(ways) * like.chunks / like.slices
@@ -258,21 +261,20 @@ class Sketch:
                 return out[0], out[1], out[2]
         return stages_s(figures, caps, wanted, drain)
 
-    def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
+    def _meet(self, point: _Point, groups: tuple[Group, ...], ends: tuple[float, float]) -> _Known | None:
         """A stage that has not been met at this point."""
-        like, stage = point.like, self._stage(point, groups, first, last)
+        like, stage = point.like, self._stage(point, groups, ends)
         if stage is None:
             return None
-        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, slack=0.0)
-        unit = self.estimator.unit_of(like, groups[0])
-        return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
+        rooms = layer_rooms(self.estimator, groups, like, point.total, *ends, slack=0.0)
+        return None if rooms is None else _Known(stage, self._tail(groups, like), rooms)
 
-    def _stage(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Stage | None:
+    def _stage(self, point: _Point, groups: tuple[Group, ...], ends: tuple[float, float]) -> _Stage | None:
         """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
-        key = *point.computes, groups, first, last
-        if key not in self.stages:
-            self.stages[key] = self._priced(groups, point.like, point.total, first, last)
-        return self.stages[key]
+        known = point.stages[ends]
+        if groups not in known:
+            known[groups] = self._priced(groups, point.like, point.total, *ends)
+        return known[groups]
 
     def _priced(
         self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float
@@ -289,7 +291,7 @@ class Sketch:
         size = first * unit.embedding_parameters + last * unit.head_parameters
         ends = load.time(1) / load.layer_s - 1.0
         figures = found[0], ends, width * load.layer_s, size / unit.layer_parameters
-        return _Stage(*figures, width, usd, _FIGURES.pack(*figures), _ROW.pack(*figures, 0.0))
+        return _Stage(*figures, 1.0 / found[0], width, usd, _FIGURES.pack(*figures), _ROW.pack(*figures, 0.0))
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
