@@ -418,9 +418,10 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # Padding depends on TP; one multiple for all gives one vocabulary for all.
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
     is_unequal = _has_unequal_classes(placement)
-    if is_unequal or any(len(placement.classes(stage)) > 1 for stage in range(placement.num_stages)):
-        # Ranks with replicas read in two steps, those without in one, and all ranks begin each step together; of what
-        # is read, all ranks together may have each object once only.
+    reads_by = getattr(args, "ckpt_fully_parallel_load_process_group", "dp")
+    if is_unequal or reads_by != "dp" or any(len(placement.classes(s)) > 1 for s in range(placement.num_stages)):
+        # Ranks in a group of one read in one step, others in two, and all ranks begin each step together; of what is
+        # read, all ranks together may have each object once only.
         args.ckpt_fully_parallel_load = False
     if getattr(args, "ckpt_assume_constant_structure", False) and is_unequal:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these

@@ -388,6 +388,9 @@ def end_session() -> None:
         if (engine := sys.modules.get(f"transformer_engine.pytorch.{name}")) is not None:
             operator.attrgetter(forget)(engine)()
     gc.collect()
+    if torch.cuda.is_initialized():  # NCCL allocates beside torch, and the next plan needs host memory of other sizes
+        torch.cuda.empty_cache()
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
 
 
 def _clear_method_caches() -> None:

@@ -165,12 +165,12 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
                 timeout_s=300.0,
             )
         )
-        return Run(finished, folder / "checkpoints", _losses(folder, under, load, steps))
+        return Run(finished, folder / "checkpoints", losses_of(folder, under, steps))
 
     return train
 
 
-def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> dict[int, float]:
+def losses_of(folder: Path, under: Plan | None, steps: int = STEPS) -> dict[int, float]:
     if under is not None:
         stage, _ = Placement(under).last
         last = under.stages[stage].replicas[0].ranks[0]

@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Placement, Plan, save_plan
+from megatron_het.plan import Plan, save_plan
 from testing.cases import Weights, common_flags
 from testing.lab import Lab
 from testing.runner import Job
 from tests.functional.selected import tiers
-from tests.functional.test_checkpoint import KINDS, plan
+from tests.functional.test_checkpoint import KINDS, losses_of, plan
 
 STEPS = 6
 DIVIDED = {"distributed_optimizer": True}
-
-
-def losses_of(folder: Path, plan: Plan) -> dict[int, float]:
-    stage, _ = Placement(plan).last
-    last = plan.stages[stage].replicas[0].ranks[0]
-    return dict(json.loads((folder / f"rank-{last}.json").read_text())["losses"])
 
 
 def run(

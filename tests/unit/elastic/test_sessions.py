@@ -122,12 +122,16 @@ def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypat
 
 
 def test_no_layer_of_a_session_is_scaled_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine would reduce over the groups of the session before, with delayed scaling."""
+    """Transformer Engine would reduce over the groups of the session before, with delayed scaling.  Memory is free."""
     engine = Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", engine.empty_cache)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", engine.empty_host_cache, raising=False)
     for name in ("fp8", "module.base"):
         monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", engine)
     sessions.end_session()
-    assert [name for name, *_ in engine.mock_calls] == ["FP8GlobalStateManager.reset", "destroy_ub"]
+    found = [name for name, *_ in engine.mock_calls]
+    assert found == ["FP8GlobalStateManager.reset", "destroy_ub", "empty_cache", "empty_host_cache"]
 
 
 @pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)])

@@ -28,13 +28,16 @@ def launched(device: Device, count: int) -> list[Item]:
     return items
 
 
-def test_operations_start_in_the_order_of_their_launch():
-    device = Device(Options())
+@pytest.mark.parametrize("is_full", [False, True])
+def test_operations_start_in_the_order_of_their_launch_where_there_is_room(is_full: bool):
+    device = Device(Options(resident=1) if is_full else Options())
     first, second = launched(device, 2)
+    if is_full:
+        device.begin(first)
     later = started(device, second)
     later.join(0.2)
     assert not second.started, "the second was launched later"
-    device.begin(first)
+    _ = device.end(first, None) if is_full else device.begin(first)
     later.join(5.0)
     assert second.started
 
@@ -43,18 +46,6 @@ def test_without_one_queue_any_order_starts():
     device = Device(Options(one_queue=False))
     _, second = launched(device, 2)
     device.begin(second)
-    assert second.started
-
-
-def test_only_so_many_are_on_the_device_at_once():
-    device = Device(Options(resident=1))
-    first, second = launched(device, 2)
-    device.begin(first)
-    later = started(device, second)
-    later.join(0.2)
-    assert not second.started
-    device.end(first, None)
-    later.join(5.0)
     assert second.started
 
 
