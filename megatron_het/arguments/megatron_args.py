@@ -52,7 +52,17 @@ _REFUSED = (
     Refusal("pipeline_model_parallel_layout", "the plan says which layers go where"),
     Refusal("account_for_embedding_in_pipeline_split", "the plan says which layers go where"),
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
+    Refusal("microbatch_group_size_per_vp_stage", "the plan says in which order passes come", is_given),
     Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
+    *(
+        Refusal(name, "a plan makes its groups itself, without it")
+        for name in (
+            *("create_all_gather_group", "fake_process_group", "lazy_mpu_init", "nccl_communicator_config_path"),
+            *("high_priority_stream_groups", "pipeline_model_parallel_comm_backend", "use_sharp"),
+        )
+    ),
+    Refusal("init_model_with_meta_device", "only FSDP fills the weights that such a model begins with"),
+    Refusal("use_grouped_gemm_for_dense_mlp", "layers without TP are quantised then, and those with TP are not"),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
     Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
     Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),

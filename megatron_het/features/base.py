@@ -140,7 +140,14 @@ class ViewFlag:
 
 def flag_of(attribute: str) -> str:
     """The flag behind an attribute of parsed arguments."""
-    return "--" + attribute.replace("_", "-")
+    return "--" + _OTHER_NAMES.get(attribute, attribute.replace("_", "-"))
+
+
+_OTHER_NAMES = {
+    "fp4": "fp4-format",
+    "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
+}
+"""Flags that have another name than their attribute."""
 
 
 @dataclass(frozen=True, slots=True)

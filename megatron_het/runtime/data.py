@@ -236,6 +236,7 @@ class SkippingIterator:
     own: Iterator[Any] | None  # this replica's microbatches; None on a rank that reads nothing
     count: int  # of them, per iteration
     num_draws: int  # how often Megatron draws to skip an iteration
+    rows: int  # sequences of each, for which Megatron's other TP ranks have room; a microbatch may have more
     is_scheduled: Callable[[], bool]  # whether the schedule draws, asked at every draw
 
     def __post_init__(self) -> None:
@@ -253,7 +254,8 @@ class SkippingIterator:
         if self._drawn < self.count:
             self._last = next(self.own)
         self._drawn = (self._drawn + 1) % self.num_draws
-        return dict(self._last)  # Megatron changes what it gets
+        # Megatron changes what it gets
+        return {name: None if value is None else value[: self.rows] for name, value in self._last.items()}
 
 
 def routed_provider(
@@ -299,7 +301,7 @@ def routed_provider(
             for dataset, start in zip(datasets, consumed, strict=True)
         )
         if args.iterations_to_skip:
-            train = SkippingIterator(train, len(microbatches), sum(batches_of), is_scheduled)
+            train = SkippingIterator(train, len(microbatches), sum(batches_of), args.micro_batch_size, is_scheduled)
         return (train, *others)
 
     # Megatron reads this mark to call the provider on every rank.

@@ -37,8 +37,9 @@ class Experts(Feature):
         ),
         Refusal("moe_single_grouped_weight", "replicas of different TP or EP exchange the experts one by one"),
         Refusal("moe_single_grouped_bias", "replicas of different TP or EP exchange the experts one by one"),
-        Refusal(
-            "moe_mlp_glu_interleave_size", "replicas of different TP or EP take the halves of a gated MLP for whole"
+        *(
+            Refusal(f"moe_{what}_glu_interleave_size", "replicas of different TP or EP exchange gated MLPs as halves")
+            for what in ("mlp", "shared_expert")
         ),
         Refusal("moe_expert_rank_capacity_factor", "it drops tokens by the number of ranks that share experts"),
         Refusal("overlap_moe_expert_parallel_comm", "it orders the passes of a pipeline itself"),
@@ -199,15 +200,19 @@ def _check_balancing(plan: Plan, args: Any) -> None:
 def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:
     """A layer that runs several times in a pass, where the losses of passes are put together."""
     parts = _parts_of_a_sequence(plan) or ("the loss counts all passes before it" if GLOBAL in kinds else "")
-    balanced = any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none")
+    if not any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none"):
+        return
+    hint = "Leave it out, or use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias"
     runs = runs_of_a_layer(args)
-    if runs > 1 and parts and balanced:
-        raise PlanError(
-            "--mtp-use-repeated-layer",
-            True,
-            f"its layer of experts runs {runs} times in a pass and would be balanced by the first run only: {parts}",
-            "Leave it out, or use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias",
-        )
+    if runs > 1 and parts:
+        problem = f"its layer of experts runs {runs} times in a pass and would be balanced by the first only: {parts}"
+        raise PlanError("--mtp-use-repeated-layer", True, problem, hint)
+    chunks = getattr(args, "mlp_chunks_for_training", None) or 1
+    if not parts and any(replica.tp > 1 for stage in plan.stages for replica in stage.replicas):
+        parts = "a TP rank has a part of it"
+    if chunks > 1 and parts:
+        problem = f"each part of a sequence would be balanced by itself, and would be another one: {parts}"
+        raise PlanError("--mlp-chunks-for-training", chunks, problem, hint)
 
 
 def _check_global_balancing(plan: Plan) -> None:

@@ -339,7 +339,6 @@ class Vocabulary(Feature):
     refused = (
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
         Refusal("fp8_output_proj", "the split output layer computes in the precision of the model"),
-        Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
     )
 
     def viewed(self, flags: Mapping[str, Any]) -> VocabularyOptions | None:

@@ -301,7 +301,6 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
     ("more", "changed", "reason"),
     [
         (PP4, {"fp16_lm_cross_entropy": True}, "--fp16-lm-cross-entropy.*computed in fp32"),
-        (PP4, {"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         (PP4, {"make_vocab_size_divisible_by": 30}, "does not divide over 4 stages"),
         (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of 2 TP ranks"),
     ],

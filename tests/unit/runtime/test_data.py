@@ -100,18 +100,18 @@ def test_an_epoch_may_end_inside_an_iteration() -> None:
 
 
 def test_a_skipped_iteration_takes_a_replicas_own_microbatches() -> None:
-    """Outside of the schedule an iteration of four microbatches is drawn, of which two are this replica's."""
+    """Outside of the schedule an iteration of four is drawn, of which two are this replica's, each cut to one row."""
     scheduled = True
-    own = SkippingIterator(iter({"sample": k} for k in range(12)), 2, 4, lambda: scheduled)
-    assert [next(own)["sample"] for _ in range(2)] == [0, 1]
+    own = SkippingIterator(iter({"sample": [k] * 3, "none": None} for k in range(12)), 2, 4, 1, lambda: scheduled)
+    assert [next(own)["sample"] for _ in range(2)] == [[0] * 3, [1] * 3]
     scheduled = False
     for first in (2, 4):
         drawn = [next(own) for _ in range(4)]
-        assert [batch["sample"] for batch in drawn] == [first, first + 1, first + 1, first + 1]
+        assert [batch["sample"] for batch in drawn] == [[first], *[[first + 1]] * 3]
         drawn[-1]["sample"] = None  # what a reader does to its batch stays there
     scheduled = True
-    assert [next(own)["sample"] for _ in range(2)] == [6, 7]
-    nothing = SkippingIterator(None, 2, 4, lambda: False)
+    assert [next(own)["sample"] for _ in range(2)] == [[6] * 3, [7] * 3]
+    nothing = SkippingIterator(None, 2, 4, 1, lambda: False)
     assert [next(nothing) for _ in range(4)] == [{}] * 4
 
 
