@@ -57,8 +57,9 @@ _REFUSED = (
     *(
         Refusal(name, "a plan makes its groups itself, without it")
         for name in (
-            *("create_all_gather_group", "fake_process_group", "lazy_mpu_init", "nccl_communicator_config_path"),
-            *("high_priority_stream_groups", "pipeline_model_parallel_comm_backend", "use_sharp"),
+            *("create_all_gather_group", "distributed_timeout_seconds_after_init", "fake_process_group"),
+            *("high_priority_stream_groups", "lazy_mpu_init", "nccl_communicator_config_path"),
+            *("pipeline_model_parallel_comm_backend", "use_sharp"),
         )
     ),
     Refusal("init_model_with_meta_device", "only FSDP fills the weights that such a model begins with"),

@@ -143,11 +143,11 @@ def flag_of(attribute: str) -> str:
     return "--" + _OTHER_NAMES.get(attribute, attribute.replace("_", "-"))
 
 
+# flags that have another name than their attribute
 _OTHER_NAMES = {
     "fp4": "fp4-format",
     "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
 }
-"""Flags that have another name than their attribute."""
 
 
 @dataclass(frozen=True, slots=True)

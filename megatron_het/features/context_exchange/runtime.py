@@ -161,5 +161,6 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         timeline=context.timeline,
         device=context.platform.device,
         keep=options.keep,
+        is_uneven=len({replica.cp for stage in plan.stages for replica in stage.replicas}) > 1,
     )
     return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

@@ -100,7 +100,7 @@ SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
         ({"num_experts": 2, "moe_shared_expert_glu_interleave_size": 32}, "gated MLPs as halves"),
         ({"microbatch_group_size_per_vp_stage": 4}, "-per-virtual-pipeline-stage = 4.*in which order passes"),
         ({"use_sharp": True}, "--use-sharp = True.*makes its groups itself"),
-        ({"fake_process_group": True}, "--fake-process-group = True.*makes its groups itself"),
+        ({"distributed_timeout_seconds_after_init": 9}, "-timeout-seconds-after-init = 9.*makes its groups"),
         ({"init_model_with_meta_device": True}, "--init-model-with-meta-device.*only FSDP fills the weights"),
         ({"use_grouped_gemm_for_dense_mlp": True}, "--use-grouped-gemm-for-dense-mlp.*with TP are not"),
         ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
@@ -328,6 +328,7 @@ def test_sequence_parallelism_without_tp_is_left_out_as_stock_does() -> None:
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+CHUNKED = {"mlp_chunks_for_training": 2}
 
 
 def in_slices() -> Plan:
@@ -355,12 +356,12 @@ def sharing_sequences() -> Plan:
         (more_stages(2), {**BALANCED, **REPEATED}, None),
         (in_slices(), {**BALANCED, **REPEATED}, "--mtp-use-repeated-layer.*2 times .* one slice of it"),
         (in_slices(), {**BALANCED, **REPEATED, "moe_aux_loss_coeff": 0.0}, None),
-        (more_stages(2), {**BALANCED, "mlp_chunks_for_training": 2}, None),
-        (in_slices(), {**BALANCED, "mlp_chunks_for_training": 2}, "--mlp-chunks-for-training = 2.*one slice of it"),
+        (more_stages(2), {**BALANCED, **CHUNKED}, None),
+        (in_slices(), {**BALANCED, **CHUNKED}, "--mlp-chunks-for-training = 2.*one slice of it"),
         (
             more_stages(2, tp=2, sequence_parallel=True),
-            {**BALANCED, "mlp_chunks_for_training": 2},
-            "--mlp-chunks-for-training = 2.*a TP rank has a part of it",
+            {**BALANCED, **CHUNKED},
+            "-for-training = 2.*a TP rank has a part",
         ),
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
