@@ -29,9 +29,7 @@ _REFUSED = (
     Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
     Refusal("hybrid_override_pattern", "it is an old name of --hybrid-layer-pattern; give that one"),
     Refusal("mtp_hybrid_override_pattern", "write these layers into --hybrid-layer-pattern, after /"),
-    Refusal(
-        "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
-    ),
+    Refusal("num_distributed_optimizer_instances", "a class of replicas has one optimizer instance", more_than_one),
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
@@ -57,9 +55,8 @@ _REFUSED = (
     *(
         Refusal(name, "a plan makes its groups itself, without it")
         for name in (
-            *("create_all_gather_group", "distributed_timeout_seconds_after_init", "fake_process_group"),
-            *("high_priority_stream_groups", "lazy_mpu_init", "nccl_communicator_config_path"),
-            *("pipeline_model_parallel_comm_backend", "use_sharp"),
+            *("create_all_gather_group", "distributed_timeout_seconds_after_init", "fake_process_group", "use_sharp"),
+            *("high_priority_stream_groups", "nccl_communicator_config_path", "pipeline_model_parallel_comm_backend"),
         )
     ),
     Refusal("init_model_with_meta_device", "only FSDP fills the weights that such a model begins with"),
@@ -67,13 +64,8 @@ _REFUSED = (
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
     Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
     Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),
-    Refusal(
-        "defer_embedding_wgrad_compute",
-        "the output layer would get no gradient: Megatron's own schedules make it at their end",
-    ),
-    Refusal(
-        "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
-    ),
+    Refusal("defer_embedding_wgrad_compute", "the output layer would get no gradient from a plan's schedules"),
+    Refusal("delay_wgrad_compute", "nothing makes the gradients that it puts off; schedules zb-* delay them"),
     Refusal(
         "overlap_param_gather_with_optimizer_step",
         "Megatron has it with checkpoints of --ckpt-format torch only, which a plan cannot write; "

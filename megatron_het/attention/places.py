@@ -171,11 +171,6 @@ class LayerExchange:
         """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
         return False
 
-    @property
-    def needs_all(self) -> bool:
-        """Whether all queries travel between the ranks that share the slice; equal on all of them."""
-        return self.is_active
-
     def begin_forward(self, query: Tensor) -> Given:
         """Hand the query out; returns the tokens that are given away."""
         return NOTHING

@@ -370,7 +370,7 @@ def _attend_shared(
     """The queries of all ranks that share the slice attend to this rank's keys, and its own to everything."""
     given, batch = (context.kernel, context.scale), rows.query.shape[1]
     # Devices that help expect all queries.
-    travels = None if now.needs_all else place.travels
+    travels = None if now.is_active else place.travels
     if travels is not None and not travels.is_any:
         rows.attend(place.calls(Keys.ALL, own, batch), *given)
         return
@@ -421,7 +421,7 @@ def _differentiate_shared(
     """Add up the gradients of a slice that other ranks share."""
     cache, exchange, batch = context.cache, context.exchange, mine[1].shape[1]
     given = context.kernel, context.scale, functools.partial(cache.add_gradient, context.microbatch)
-    travels = None if exchange.needs_all else place.travels
+    travels = None if exchange.is_active else place.travels
     if travels is not None and not travels.is_any:
         differentiate(place.calls(Keys.ALL, own, batch), mine, sums, *given)
         return

@@ -140,14 +140,7 @@ class ViewFlag:
 
 def flag_of(attribute: str) -> str:
     """The flag behind an attribute of parsed arguments."""
-    return "--" + _OTHER_NAMES.get(attribute, attribute.replace("_", "-"))
-
-
-# flags that have another name than their attribute
-_OTHER_NAMES = {
-    "fp4": "fp4-format",
-    "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
-}
+    return "--" + attribute.replace("_vp_", "_virtual_pipeline_").replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,11 +418,7 @@ class Feature:
 
 POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 ATTENTION_REFUSED = (
-    Refusal(
-        "attention_dropout",
-        "dropout inside attention would have to be the same in the slice's backward, call by call; "
-        "use --attention-dropout 0",
-    ),
+    Refusal("attention_dropout", "dropout inside attention must repeat in a slice's backward; use --attention-dropout 0"),
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),

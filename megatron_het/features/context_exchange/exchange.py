@@ -133,7 +133,7 @@ class ContextExchange:
     timeline: Timeline  # learns what was waiting
     device: torch.device
     keep: bool = False  # whether helpers add up the gradients of the keys and values that they keep
-    is_uneven: bool = False  # whether some ranks that share a slice may take part in a pass in which others do not
+    always: bool = False  # whether every pass counts as one with exchange
 
     def __post_init__(self) -> None:
         self._modes = {mode: self._held_keys(program) for mode, program in self.programs.items()}
@@ -413,11 +413,7 @@ class _Layer(LayerExchange):
 
     @property
     def is_active(self) -> bool:
-        return self._exchange.slot is not None
-
-    @property
-    def needs_all(self) -> bool:
-        return self.is_active or self._exchange.is_uneven
+        return self._exchange.slot is not None or self._exchange.always
 
     def _check(self) -> None:
         slot = self._exchange.slot

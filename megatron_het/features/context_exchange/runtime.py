@@ -161,6 +161,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         timeline=context.timeline,
         device=context.platform.device,
         keep=options.keep,
-        is_uneven=len({replica.cp for stage in plan.stages for replica in stage.replicas}) > 1,
+        # A replica of fewer ranks gives attention to one of those that share a slice, and all of these send alike.
+        always="cp" in context.groups.by_role and len({r.cp for s in plan.stages for r in s.replicas}) > 1,
     )
     return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

@@ -42,10 +42,7 @@ class ContextParallel(Feature):
     options = ContextParallelOptions
     sets = (_FLAG,)
     refused_by_plans = (
-        Refusal(
-            "hybrid_context_parallel",
-            "documents are shared by the plan's own context parallelism (--het-cp-documents whole)",
-        ),
+        Refusal("hybrid_context_parallel", "use the plan's own context parallelism, with --het-cp-documents whole"),
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
 

@@ -147,13 +147,9 @@ class Window(Feature):
         Refusal("save_params_interval", "parameters are not materialised between iterations"),
         Refusal("freeze_all_layers", "there is nothing to reduce"),
         Refusal(
-            "ddp_param_name_patterns_for_fp32_local_accumulation",
-            "the window reduces the gradient buffers, into which upstream copies these gradients "
-            "in its own reduction only",
+            "ddp_param_name_patterns_for_fp32_local_accumulation", "upstream's own reduction alone reads the copies"
         ),
-        Refusal(
-            "ddp_reduce_scatter_with_fp32_accumulation", "the window's own reduction sums in the type of the gradients"
-        ),
+        Refusal("ddp_reduce_scatter_with_fp32_accumulation", "the window's reduction sums in the gradients' type"),
     )
 
     def viewed(self, flags: Mapping[str, Any]) -> WindowOptions | None:
