@@ -66,16 +66,8 @@ _REFUSED = (
     Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),
     Refusal("defer_embedding_wgrad_compute", "the output layer would get no gradient from a plan's schedules"),
     Refusal("delay_wgrad_compute", "nothing makes the gradients that it puts off; schedules zb-* delay them"),
-    Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        "Megatron has it with checkpoints of --ckpt-format torch only, which a plan cannot write; "
-        "--overlap-param-gather alone goes with a plan",
-    ),
-    Refusal(
-        "fine_grained_activation_offloading",
-        "Megatron's own schedules tell it when an iteration ends and in which order passes go back; "
-        "a plan's schedule has offload of its own",
-    ),
+    Refusal("overlap_param_gather_with_optimizer_step", "it goes with --ckpt-format torch only, as no plan does"),
+    Refusal("fine_grained_activation_offloading", "it is not told when an iteration ends; plans have an own offload"),
 )
 _FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
 _FP8_ROWS, _MXFP8_ROWS = 16, 32
@@ -106,13 +98,8 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     if args.dataloader_type == "external":
         raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
     if not args.calculate_per_token_loss:
-        raise PlanError(
-            "--calculate-per-token-loss",
-            False,
-            "required with a plan",
-            "Gradients are summed and divided once by the global token count, so that any routing "
-            "of microbatches gives the same training; add the flag",
-        )
+        hint = "Add the flag: gradients are divided once, by all tokens, so that any routing gives the same training"
+        raise PlanError("--calculate-per-token-loss", False, "required with a plan", hint)
     if (args.train_iters or args.train_samples) and not args.skip_train and not args.eval_interval:
         problem = "Megatron divides by it when it counts samples, also where nothing is evaluated"
         raise PlanError("--eval-interval", args.eval_interval, problem, "Give it; --eval-iters 0 evaluates nothing")
@@ -336,13 +323,8 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
     if args.ckpt_format != "torch_dist":
         raise PlanError("--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans")
     if args.non_persistent_ckpt_type not in (None, "global"):
-        raise PlanError(
-            "--non-persistent-ckpt-type",
-            args.non_persistent_ckpt_type,
-            "of replicas of different TP or EP and of tied embeddings only one copy is saved, which other ranks "
-            "cannot read from a local checkpoint",
-            "Use global",
-        )
+        problem = "of unequal replicas and tied embeddings one copy is saved, which others cannot read there"
+        raise PlanError("--non-persistent-ckpt-type", args.non_persistent_ckpt_type, problem, "Use global")
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
     distributed = plan.training.distributed_optimizer
     if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:

@@ -418,7 +418,7 @@ class Feature:
 
 POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 ATTENTION_REFUSED = (
-    Refusal("attention_dropout", "dropout inside attention must repeat in a slice's backward; use --attention-dropout 0"),
+    Refusal("attention_dropout", "dropout inside attention would differ in a backward; use --attention-dropout 0"),
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),

@@ -146,9 +146,7 @@ class Window(Feature):
         Refusal("save_wgrads_interval", "gradients are freed as soon as they are reduced"),
         Refusal("save_params_interval", "parameters are not materialised between iterations"),
         Refusal("freeze_all_layers", "there is nothing to reduce"),
-        Refusal(
-            "ddp_param_name_patterns_for_fp32_local_accumulation", "upstream's own reduction alone reads the copies"
-        ),
+        Refusal("ddp_param_name_patterns_for_fp32_local_accumulation", "only upstream's reduction knows it"),
         Refusal("ddp_reduce_scatter_with_fp32_accumulation", "the window's reduction sums in the gradients' type"),
     )
 
