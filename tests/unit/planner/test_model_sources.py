@@ -100,7 +100,7 @@ WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
         (QWEN, None),
         (DEEPSEEK, None),
         (WINDOWED, None),
-        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn logit softcapping"),
+        ({**LLAMA, "attn_logit_softcapping": 50.0, "torch_dtype": "float32"}, "attn_logit_softcapping = 50.0"),
     ],
 )
 def test_commands_take_a_config(tmp_path, capsys, config, word):
@@ -110,7 +110,8 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
     plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
     assert main(["plan", *common, *plan]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert (f"cannot train it yet ({word})" in said) if word else ("cannot train it yet" not in said)
+    assert said.count("priced only: ") == bool(word) and (", fp32 " in said) == bool(word)
+    assert not word or f"Megatron cannot train this model: {word}" in said
     code = main(["emit", str(tmp_path / "p.json"), *common, "--out", str(tmp_path / "run"), "--train-iters", "5"])
     assert code == (2 if word else 0), capsys.readouterr().err
     assert not word or not (tmp_path / "run").exists()
@@ -126,7 +127,7 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
     common += ["--seq-length", "4096", "--global-batch-size", "128"]
     plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
     assert main(["plan", *common, *plan]) == 0
-    assert "cannot train it yet" not in capsys.readouterr().out
+    assert "priced only" not in capsys.readouterr().out
     assert json.loads((tmp_path / "p.json").read_text())["training"]["sequence_parallel"] is True
     assert main(["emit", str(tmp_path / "p.json"), *common, "--out", str(tmp_path / "run"), "--train-iters", "5"]) == 0
     written = (tmp_path / "run" / "args.sh").read_text()

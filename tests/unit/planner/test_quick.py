@@ -469,8 +469,8 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     row = {"stage": 0, "gpu": "A100", "place": "A100", "tp": 1, "cp": 1, "replicas": 1, "layers": 1, "busy_s": 1.0}
     row |= {"microbatches_per_replica": 1, "memory_bytes": {"weights": 1.0}, "total_bytes": 1.0, "fits": True}
     row |= {"capacity_bytes": 2.0, "state_share": None}
-    names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload", "documents")
-    body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "not_run": [], "host_memory": []}
+    names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload", "documents", "precision")
+    body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "host_memory": []}
     body |= {"catalog_prices": {}, "idle_gpus": {}, "uncertainty_of": {"runs": 1, "of": "runs"}}
     body |= {"gpus_without_price": [], "model_notes": [], "schedule": "1f1b", "recompute": "none"}
     figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")

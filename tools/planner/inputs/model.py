@@ -209,8 +209,11 @@ class Model(BaseModel):
         found = []
         if self.flags:
             found.append(f"flags of the model: {' '.join(flag_words(self.flags))}")
+        if parts := [name.replace("_", " ") for name in self.not_run if name not in self.lost]:
+            found.append(f"priced only: runs with a plan cannot train this model yet ({', '.join(parts)})")
         if self.lost:
-            found.append("Megatron cannot train this model: " + "; ".join(f"{k} = {v}" for k, v in self.lost.items()))
+            lost = (v if k.startswith("(") else f"{k} = {v}" for k, v in self.lost.items())
+            found.append(f"priced only: Megatron cannot train this model: {'; '.join(lost)}")
         if self.unread:
             found.append("not taken over: " + "; ".join(self.unread))
         return found

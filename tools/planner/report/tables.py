@@ -206,6 +206,7 @@ def summary(
         "gpus": _by_place(estimator, candidate.gpus()),
         "idle_gpus": _by_place(estimator, candidate.gpus(), idle=True),
         "not_run": model.not_run,
+        "precision": model.precision,
         "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
         "documents": _documents(estimator, candidate, estimate),
@@ -308,7 +309,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
         name = row["place"] + part_in_words(row)
         counts = (row[key] for key in (*sizes, "replicas", "layers", "microbatches_per_replica"))
-        busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
+        busy = f"{100 * row['busy_s'] / body['iteration_s']:.0f} %"
         where.add_row(str(row["stage"]), name, *map(str, counts), busy)
         memory.add_row(
             str(row["stage"]),
@@ -322,6 +323,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     lines = [
         f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
         + f"ZeRO-{body['zero_stage']}"
+        + ("" if body["precision"] == "bf16" else f", {body['precision']}")
         + (f", {body['chunks']} chunks per stage" if body["chunks"] > 1 else "")
         + (f", {body['slices']} slices per sequence" if body["slices"] > 1 else "")
         + (", offload" if body["offload"] else "")
@@ -341,9 +343,6 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             f"Transfers between stages run beside compute, over NCCL. If they did not: about {blocking:.4g} s "
             f"({100 * (blocking / body['iteration_s'] - 1):+.0f} %)"
         )
-    if body["not_run"]:
-        unknown = ", ".join(body["not_run"]).replace("_", " ")
-        lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
     lines += body["model_notes"]
     lines += host_memory_lines(body["host_memory"])
     if (own := body["documents"]) is not None:
