@@ -82,15 +82,18 @@ class _Point:
         like: Without stages and slack.
     """
 
-    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "stages", "total")
+    __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "stages", "tails", "total")
 
-    def __init__(self, like: Candidate, total: int, stages: dict[object, _Priced]) -> None:
+    def __init__(self, like: Candidate, total: int, sketch: "Sketch") -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         # all that computing depends on, and what its stages compute, by the parts of embedding and head and by groups
         computing = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
         self.computes = *computing, like.rows
-        self.stages = stages.setdefault(computing, defaultdict(dict))
+        self.stages = sketch.stages.setdefault(computing, defaultdict(dict))
+        # gradient reduction and update of a layer, which depend neither on the batch nor on recomputation
+        exchanging = like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
+        self.tails = sketch.tails.setdefault(exchanging, {})
         # stages of a plan that has no more passes than a plan may have
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         # by the parts of embedding and head that stages have, and by groups; False where they cannot run
@@ -113,7 +116,7 @@ class Sketch:
         self.points: dict[object, _Point | None] = {}
         self._met: dict[int, tuple[Candidate, _Point | None]] = {}
         self.stages: dict[object, _Priced] = {}
-        self.tails: dict[object, float] = {}
+        self.tails: dict[object, dict[tuple[Group, ...], float]] = {}
         self._guesses: dict[Groups, _Guesses] = {}
         self._asked: tuple[Groups, _Guesses] = (), _Guesses({}, {})
         self._compiled = loops()
@@ -171,7 +174,7 @@ class Sketch:
         )
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
-            self.points[key] = None if rest else _Point(c, total, self.stages)
+            self.points[key] = None if rest else _Point(c, total, self)
         self._met[id(like)] = like, self.points[key]
         return self.points[key]
 
@@ -267,7 +270,7 @@ class Sketch:
         if stage is None:
             return None
         rooms = layer_rooms(self.estimator, groups, like, point.total, *ends, slack=0.0)
-        return None if rooms is None else _Known(stage, self._tail(groups, like), rooms)
+        return None if rooms is None else _Known(stage, self._tail(point, groups), rooms)
 
     def _stage(self, point: _Point, groups: tuple[Group, ...], ends: tuple[float, float]) -> _Stage | None:
         """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
@@ -293,15 +296,13 @@ class Sketch:
         figures = found[0], ends, width * load.layer_s, size / unit.layer_parameters
         return _Stage(*figures, 1.0 / found[0], width, usd, _FIGURES.pack(*figures), _ROW.pack(*figures, 0.0))
 
-    def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
-        """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
-        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
-        if key not in self.tails:
-            load = stage_load(self.estimator, groups, like, *_NO_ENDS)
+    def _tail(self, point: _Point, groups: tuple[Group, ...]) -> float:
+        if groups not in point.tails:
+            load = stage_load(self.estimator, groups, point.like, *_NO_ENDS)
             assert load is not None  # the caller knows its load
-            found = tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
-            self.tails[key] = found
-        return self.tails[key]
+            like = point.like.with_(stages=(Stage(1, groups),) * 3, rows=())
+            point.tails[groups] = tail_s(self.estimator, like, load.units, 1)
+        return point.tails[groups]
 
 
 def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tuple[float, float, float]:

@@ -181,7 +181,7 @@ def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
         if i < len(before) and (stage is before[i] or stage == before[i]):
             out.append(known[i])
             continue
-        groups = tuple(Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0)
+        groups = tuple([Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0])
         if not groups:
             return None
         out.append(groups)
