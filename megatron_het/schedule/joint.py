@@ -100,8 +100,7 @@ class _Events:
 
     def __init__(self, graph: Graph, together: Iterable[Sequence[int]] = ()) -> None:
         self.graph = graph
-        # of both ends one
-        self.parent = parent = [other if other > node else node for node, other in enumerate(graph.other_end)]
+        self.parent = parent = [b if b > a else a for a, b in enumerate(graph.other_end)]  # of both ends one
         self.skipped: set[int] = set()
         for rules in RULES:
             skipped, pairs = rules.joined(graph)

@@ -376,6 +376,7 @@ def _spans(graph: Graph, wanted: set[int]) -> dict[int, tuple[Sequence[int], Seq
     Transfers are passed, and up to the use of its parameters a collective passes all but other collectives.
     """
     ops, spans = graph.ops, dict[int, tuple[Sequence[int], Sequence[int]]]()
+    has_copies = not graph.kinds.isdisjoint(_COPIES)
     for d, (first, stop) in enumerate(pairwise(graph.first)):
         chunks = len(graph.program.shape.layers[graph.program.devices[d].stage])
         near: dict[bool, Sequence[int]] = {False: (), True: ()}  # by whether it is a collective
@@ -391,12 +392,14 @@ def _spans(graph: Graph, wanted: set[int]) -> dict[int, tuple[Sequence[int], Seq
         for node in range(stop - 1, first - 1, -1):
             kind, chunk = ops[node].kind, ops[node].chunk
             if node in wanted:
-                mine = of_gradients if kind is Kind.GRAD_REDUCE else users
+                mine = of_gradients if has_copies and kind is Kind.GRAD_REDUCE else users
                 about = sorted([mine[key] for key in (chunk, -2 - node) if key in mine])[:1]
                 spans[node] = spans[node][0], near[False] if kind in _COPIES else (*about, *near[True])
             if kind not in TRANSFERS:
                 near[kind in COLLECTIVES] = (node,)
-                keys = chunk_of(kind, chunk, chunks), *[-2 - other for other in graph.waits[node]]
-                for known in () if kind in COLLECTIVES else (users,) if kind in _COPIES else (users, of_gradients):
-                    known.update(dict.fromkeys(keys, node))
+            if kind not in TRANSFERS and kind not in COLLECTIVES:
+                for known in (users, of_gradients) if has_copies and kind not in _COPIES else (users,):
+                    known[chunk_of(kind, chunk, chunks)] = node
+                    for other in graph.waits[node]:
+                        known[-2 - other] = node
     return spans
