@@ -313,8 +313,7 @@ def check_skipping(plan: Plan, args: Any) -> None:
     """
     if getattr(args, "iterations_to_skip", None) and plan.most_chunks > 1:
         problem = f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage"
-        hint = "Use one chunk per stage, or leave the flag out"
-        raise PlanError("--iterations-to-skip", " ".join(map(str, args.iterations_to_skip)), problem, hint)
+        raise PlanError("--iterations-to-skip", " ".join(map(str, args.iterations_to_skip)), problem, "Use one chunk")
 
 
 def _check_checkpoint(plan: Plan, args: Any) -> None:
@@ -326,8 +325,7 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
         problem = "of unequal replicas and tied embeddings one copy is saved, which others cannot read there"
         raise PlanError("--non-persistent-ckpt-type", args.non_persistent_ckpt_type, problem, "Use global")
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
-    distributed = plan.training.distributed_optimizer
-    if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+    if plan.training.distributed_optimizer and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         problem = "required with the distributed optimizer and a plan: other formats depend on the layout"
         raise PlanError("--dist-ckpt-optim-fully-reshardable", False, problem, "Add the flag")
 

@@ -254,7 +254,6 @@ class SkippingIterator:
         if self._drawn < self.count:
             self._last = next(self.own)
         self._drawn = (self._drawn + 1) % self.num_draws
-        # Megatron changes what it gets
         return {name: None if value is None else value[: self.rows] for name, value in self._last.items()}
 
 

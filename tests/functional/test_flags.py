@@ -52,7 +52,6 @@ CASES = [
     sliced("gathered-late-split-vocabulary", {**_SPLIT, **_LATE, "microbatches": 4}, own=_GATHERED),
     # A replica's first forward depends on the other one's: their gathers of parameters must not wait for forwards.
     new_case("v-half-gathered-late", [[1], [1, 1]], [(2, 2), (3, 3)], schedule=_V_HALF, own=_GATHERED, **_LATE),
-    # Ranks that share a slice, of which one alone attends for the other stage.
     new_case("window-exchanged", [[1], [1]], [3, 2], family="sliding-window", cp=[[1], [2]], schedule=_EXCHANGED),
     new_case("gpt", [[1], [2, 1]], [2, 3], family="gpt", even_routing=False, sequence_parallel=True),
     new_case("qkv-bias", [[2], [1]], [2, 3], family="qkv-bias", distributed_optimizer=True),

@@ -114,6 +114,10 @@ class MultiTokenPrediction(Feature):
     def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
         """Refuse what Megatron's layers do not do everywhere."""
         flag = "--mtp-num-layers"
+        has_copy = not plan.model.tied_embeddings and plan.path[0] != plan.path[-1]
+        if has_copy and getattr(args, "mtp_detach_heads", False) and args.overlap_grad_reduce:
+            problem = "the last chunk's copy of the embedding gets no gradient then, and early reductions wait for one"
+            raise PlanError("--mtp-detach-heads", True, problem, "Leave it out, or --overlap-grad-reduce")
         if args.position_embedding_type not in _POSITIONS:
             problem = f"Megatron's layers of {flag} know {' and '.join(_POSITIONS)} only, in one process too"
             hint = f"Use one of them, or leave out {flag}"

@@ -328,6 +328,8 @@ BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe
 
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 CHUNKED = {"mlp_chunks_for_training": 2}
+DETACHED = {"mtp_num_layers": 1, "mtp_detach_heads": True, "untie_embeddings_and_output_weights": True}
+LATER = replace(made(), model=replace(made().model, mtp_num_layers=1, tied_embeddings=False))
 
 
 def in_slices() -> Plan:
@@ -390,6 +392,7 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
         (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, "--iterations-to-skip = '3 4'.*2 chunks"),
         (more_stages(4), {"iterations_to_skip": [3, 4]}, None),
         (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards"),
+        (LATER, {**DETACHED, "overlap_grad_reduce": True}, "--mtp-detach-heads = True.*gets no gradient"),
         (more_stages(2), {"optimizer": "sgd"}, None),
     ],
 )
