@@ -168,15 +168,8 @@ def test_places_that_cannot_be_written_are_refused_first(files, capsys, command,
 
 def test_poplar_shards_parameters_as_ministages_or_says_why_not(files, capsys):
     """Too large for one GPU without sharding: the window where ministages are allowed, else a refusal."""
-    large = {
-        **MODEL,
-        "num_layers": 24,
-        "hidden_size": 3072,
-        "ffn_hidden_size": 12288,
-        "num_attention_heads": 16,
-        "distributed_optimizer": True,
-        "micro_batch_sizes": [1],
-    }
+    sizes = {"num_layers": 24, "hidden_size": 3072, "ffn_hidden_size": 12288, "num_attention_heads": 16}
+    large = {**MODEL, **sizes, "distributed_optimizer": True, "micro_batch_sizes": [1]}
     (files / "m.yaml").write_text(yaml.safe_dump(large))
     words = [*common(files), "--search", "poplar", "--out", files / "p.json"]
     code, out = call(capsys, "plan", *words)
@@ -355,8 +348,7 @@ def test_precision_of_the_command_line(files, capsys):
     assert code == 2 and "--precision" in json.loads(out.out)["error"]["hint"]
     half = ("--precision", "fp16")
     code, out = call(capsys, "plan", *common(files), *half, "--out", plan, "--schedules", "1f1b")
-    assert code == 0
-    assert json.loads(plan.read_text())["training"]["precision"] == "fp16"
+    assert code == 0 and json.loads(plan.read_text())["training"]["precision"] == "fp16"
     assert json.loads(out.out)["runtime"] == "megatron_het without Transformer Engine"
     code, out = call(capsys, "check", plan, *common(files))
     assert code == 2
@@ -408,8 +400,7 @@ def test_what_a_comparison_prints(files, capsys):
     cluster = {"nodes": [{**CLUSTER["nodes"][0], "gpu": "H100-SXM", "usd_per_gpu_hour": None}, CLUSTER["nodes"][1]]}
     (files / "c.yaml").write_text(yaml.safe_dump(cluster))
     code, out = call(capsys, "compare", *common(files)[:-1], "--schedules", "1f1b")
-    (row,) = (line for line in out.out.splitlines() if "H100-SXM only" in line)
-    assert code == 0 and "unknown" in row
+    assert code == 0 and ["unknown" in line for line in out.out.splitlines() if "H100-SXM only" in line] == [True]
 
 
 def test_a_kind_in_two_zones_is_named_with_its_zone():
@@ -422,6 +413,14 @@ def test_a_kind_in_two_zones_is_named_with_its_zone():
         nodes = (nodes[0], nodes[1].model_copy(update={"zone": zone}))
         estimator = with_catalog(Cluster(nodes=nodes), Model(**MIDDLE))
         assert summary(estimator, both, estimator.estimate(both), None)["gpus"] == counted
+
+
+def test_plans_on_gpus_of_several_vendors_are_priced_only(files, capsys):
+    nodes = [{"gpu": gpu, "count": 1, "gpus_per_node": 2} for gpu in ("MI300X", "H100-SXM")]
+    (files / "c.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", "--schedules", "1f1b", "--no-verify")
+    assert code == 0 and "priced only: H100-SXM and MI300X" in json.loads(out.out)["model_notes"][-1]
+    assert call(capsys, "check", files / "p.json", *common(files))[0] == 1
 
 
 def test_equal_stages_in_a_row_are_written_once():
@@ -441,6 +440,5 @@ def test_progress_is_said_where_nobody_sees_a_line_move(capsys):
 
 
 def test_lines_are_not_wrapped(capsys):
-    line = "stock Megatron can run this plan: " + "--flag value " * 20
-    say({}, Namespace(json=False), line)
+    say({}, Namespace(json=False), line := "stock Megatron can run this plan: " + "--flag value " * 20)
     assert capsys.readouterr().out == line + "\n"

@@ -265,16 +265,16 @@ def test_one_kind_without_transformer_engine_gives_all_ranks_local_layers() -> N
     with pytest.raises(PlannerError, match="V100-32, T4 cannot run Transformer Engine"):
         device_arguments(on("V100-32", "T4"), devices("V100-32", "T4"), ["--moe-grouped-gemm"])
     assert device_arguments(on("A100-80", "H200"), devices("A100-80", "H200", "V100-32"), []) == ([], [])
+    with pytest.raises(PlannerError, match="H200 and MI300X are of several vendors"):
+        device_arguments(on("MI300X", "H200"), devices("MI300X", "H200"), [])
 
 
 def test_kinds_that_no_build_of_pytorch_serves_get_their_own_interpreters() -> None:
     plan = on("V100-32", "B200")
     notes = device_arguments(plan, devices("V100-32", "B200"), [])[1]
     assert "no build of PyTorch has kernels for all kinds (V100-32: cu126; B200: cu130)" in notes[1]
-    kinds = {
-        "V100-32": NodeKind(4, python="/env/old/bin/python", gres="gpu:v100"),
-        "B200": NodeKind(8, python="/env/new/bin/python", gres="gpu:b200"),
-    }
+    kinds = {"V100-32": NodeKind(4, python="/env/old/bin/python", gres="gpu:v100")}
+    kinds["B200"] = NodeKind(8, python="/env/new/bin/python", gres="gpu:b200")
     nodes = place(plan, kinds)
     text = het_sbatch(nodes, kinds, LAUNCH)
     assert 'export HET_PYTHONS="/env/old/bin/python /env/new/bin/python"' in text

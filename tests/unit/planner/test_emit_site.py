@@ -423,8 +423,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
         raise AssertionError("Megatron was imported for what is refused without it")
 
     monkeypatch.setattr(commands, "check_start", takes_seconds)
-    assert main([*words, "--job-name", "a b"]) == 2
-    assert "--job-name" in capsys.readouterr().err
+    assert main([*words, "--job-name", "a b"]) == 2 and "--job-name" in capsys.readouterr().err
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
     jobset = ["--target", "jobset", "--volume", f"claim:{tmp_path}"]

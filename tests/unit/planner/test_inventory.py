@@ -229,8 +229,7 @@ def test_from_a_machine_and_a_file_to_the_command(folder: Path, capsys: pytest.C
     assert "(--tokenizer-type and --tokenizer-model)\n\nWhen that is filled in, start the job with:\n" in said
     assert said.endswith("\nbash run/job/torchrun-node-0.sh\n")
     assert "--mock-data" in Path("run/job/args.sh").read_text()
-    assert main(["quickstart", "--model", "model.yaml"]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert main(["quickstart", "--model", "model.yaml"]) == 2 and "--force" in capsys.readouterr().err
 
 
 def test_known_models_are_those_of_the_examples_and_the_published_runs() -> None:
@@ -304,12 +303,10 @@ def test_costs_that_would_take_too_long_are_left_out(gpus, tmp_path, capsys, mon
     out = tmp_path / "plan.json"
     words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml"), "--out", str(out)]
     words += ["--schedules", "1f1b", "--limit-s", "30"]
-    assert main(words) == 0
-    assert load_plan(out).predicted.costs is not None
+    assert main(words) == 0 and load_plan(out).predicted.costs is not None
     assert "does not watch itself" not in capsys.readouterr().out
     monkeypatch.setattr(module, "PRICING_S", 100.0)
-    assert main(words) == 0
-    assert load_plan(out).predicted.costs is None
+    assert main(words) == 0 and load_plan(out).predicted.costs is None
     assert "does not watch itself" in " ".join(capsys.readouterr().out.split())
 
 

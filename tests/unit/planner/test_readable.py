@@ -81,8 +81,7 @@ def test_nothing_is_cut_off_at_80_columns():
     for word in ("replicas", "layers", "microbatches", "needed", "largest", "iteration", "ratio", "A100-40"):
         assert word in text
     assert "northamerica-northeast1-b" in text and "TOO MUCH" in text
-    utilisation = body["model_flops_utilisation"]
-    assert 0 < utilisation < 1 and f"MFU {100 * utilisation:.1f} %" in text
+    assert 0 < (share := body["model_flops_utilisation"]) < 1 and f"MFU {100 * share:.1f} %" in text
 
 
 def test_stock_plans_are_even():
@@ -120,6 +119,6 @@ def test_the_baseline_divides_experts_over_replicas():
 
 def test_the_baseline_uses_tp_where_one_gpu_is_too_small():
     shape = {"num_layers": 7, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
-    large = MODEL.model_copy(update=shape)
-    even = best_even_split(estimator(NodeGroup(gpu="A100-40", count=2, gpus_per_node=8), model=large))
+    nodes = NodeGroup(gpu="A100-40", count=2, gpus_per_node=8)
+    even = best_even_split(estimator(nodes, model=MODEL.model_copy(update=shape)))
     assert even is not None and even[0].stages[0].groups[0].tp > 1

@@ -246,8 +246,7 @@ def test_the_asked_for_ranks_run_with_the_users_flags_last(
         return {rank: {"error": "no figures"} for rank in asked}
 
     monkeypatch.setattr(dry_run, "run_ranks", run_ranks)
-    assert main([*words_of_run, *more, "--", "--lr", "1", "--vocab-size", "9"]) == 1
-    assert seen["ranks"] == ranks
+    assert main([*words_of_run, *more, "--", "--lr", "1", "--vocab-size", "9"]) == 1 and seen["ranks"] == ranks
     assert seen["flags"][-4:] == ["--lr", "1", "--vocab-size", "9"] and "--het-plan" in seen["flags"]
     assert [row["error"] for row in json.loads(capsys.readouterr().out)["ranks"]] == ["no figures"] * len(ranks)
 
@@ -267,8 +266,7 @@ def test_what_cannot_run_is_refused(
     path = Path(words_of_run[words_of_run.index("--model") + 1])
     kept = [line for line in MODEL_OF_RUN.splitlines() if line.split(":")[0] not in change]
     path.write_text("\n".join([*kept, change]), encoding="utf-8")
-    assert main([*words_of_run, *more]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["key"] == key
+    assert main([*words_of_run, *more]) == 2 and json.loads(capsys.readouterr().out)["error"]["key"] == key
 
 
 def test_flags_of_megatron_are_refused_elsewhere(capsys: Said) -> None:
@@ -304,8 +302,7 @@ def test_waits_of_the_host_are_shown(words_of_run: list[str], monkeypatch: Patch
     assert main([*words_of_run, "--rank", "0", "--cuda"]) == 0
     text = capsys.readouterr().out
     assert text.index("send_forward") < text.index("training.py:7") and "waits inside operations: 2" in text
-    assert main([*words_of_run, "--rank", "0"]) == 0
-    assert "Waits of the host" not in capsys.readouterr().out
+    assert main([*words_of_run, "--rank", "0"]) == 0 and "Waits of the host" not in capsys.readouterr().out
 
 
 # The archive for a report of a bug.

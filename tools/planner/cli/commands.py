@@ -501,7 +501,8 @@ def _misfits(
     except PlannerError as error:
         return [_problem(error.key, error)], [], []
     candidate, estimate, _ = priced(estimator, made, options)
-    problems: list[dict[str, Any]] = []
+    apart = estimator.cluster.vendors_problem(candidate.gpus())
+    problems: list[dict[str, Any]] = [{"key": "stages", "problem": apart}] if apart else []
     for m in estimate.memory:
         if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
             gpu = estimator.cluster.nodes[m.group.pool].gpu
@@ -515,9 +516,8 @@ def _misfits(
     for node in {estimator.cluster.nodes[pool].gpu for pool in candidate.gpus()}:
         device = estimator.cluster.gpu(node)
         if not device.supports(made.training.precision):
-            problems.append(
-                {"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"}
-            )
+            problem = f"{node} does not support {made.training.precision}"
+            problems.append({"key": "training.precision", "problem": problem})
     worst = estimate.worst_memory
     fullest = (
         f"memory is fullest on stage {worst.stage} ({estimator.cluster.nodes[worst.group.pool].gpu}): "

@@ -328,11 +328,13 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
         cluster: A ``tools.planner.inputs.cluster.Cluster``.
 
     Raises:
-        PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks.
+        PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks; kinds are of several vendors.
     """
     used = {device for stage in plan.stages for r in stage.replicas for device in r.devices}
     names = dict.fromkeys(node.gpu for node in cluster.nodes if node.gpu in used)
     gpus = {name: cluster.gpu(name) for name in names if not cluster.gpu(name).is_processor}
+    if problem := cluster.vendors_problem(i for i, node in enumerate(cluster.nodes) if node.gpu in used):
+        raise PlannerError("emit", "stages", " ".join(gpus), problem, "Plan without one of them")
     without = [name for name, gpu in gpus.items() if not gpu.has_transformer_engine]
     flags: list[str] = []
     notes: list[str] = []

@@ -1,6 +1,7 @@
 """The cluster file: which nodes there are, where, how they are connected and what they cost."""
 
 import os
+from collections.abc import Iterable
 from math import log
 from typing import Annotated, Any
 
@@ -255,6 +256,13 @@ class Cluster(BaseModel):
     def place(self, node: NodeGroup) -> str:
         """The kind of a group's GPUs, with the zone where the cluster has several."""
         return node.gpu + (f" ({node.zone})" if len({n.zone for n in self.nodes}) > 1 else "")
+
+    def vendors_problem(self, pools: Iterable[int]) -> str:
+        """Why the kinds of these groups cannot train together: they are of several vendors; empty if they can."""
+        names = sorted({self.nodes[pool].gpu for pool in pools})
+        known = {"rocm" in self.gpu(name).torch_builds for name in names if self.gpu(name).torch_builds}
+        problem = f"{' and '.join(names)} are of several vendors: no library of collectives joins them (docs/scale.md)"
+        return problem if len(known) > 1 else ""
 
     @staticmethod
     def in_one_node(first: NodeGroup, second: NodeGroup) -> bool:

@@ -173,6 +173,7 @@ def summary(
         n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
         for p, n in candidate.gpus().items()
     )
+    apart = estimator.cluster.vendors_problem(candidate.gpus())
     blocking = blocking_ratio(estimator, candidate, estimate)
     uncertainty = estimator.uncertainty(candidate)
     watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
@@ -207,7 +208,7 @@ def summary(
         "idle_gpus": _by_place(estimator, candidate.gpus(), idle=True),
         "not_run": model.not_run,
         "precision": model.precision,
-        "model_notes": model.notes,
+        "model_notes": [*model.notes, *([f"priced only: {apart}"] if apart else [])],
         "host_memory": offloaded(estimator, estimate),
         "documents": _documents(estimator, candidate, estimate),
         **{name: getattr(candidate, name) for name in _SETTINGS},
