@@ -219,10 +219,8 @@ class Sketch:
 
     def _find_least(self, point: _Point, groups: Groups) -> float:
         count, wanted, stages = len(groups), self.estimator.model.num_layers, []
-        before = stage = ends = None
-        for mine, its_ends in zip(groups, ends_of(point.like.rows, count)):
-            if mine is not before or its_ends != ends:  # most stages are the same object as the one before
-                before, ends, stage = mine, its_ends, self._stage(point, mine, its_ends)
+        for mine, ends in zip(groups, ends_of(point.like.rows, count)):
+            stage = self._stage(point, mine, ends)
             if stage is None:
                 return inf
             stages.append(stage)
