@@ -425,9 +425,8 @@ def test_plans_on_gpus_of_several_vendors_are_priced_only(files, capsys):
 
 def test_equal_stages_in_a_row_are_written_once():
     estimator = with_catalog(Cluster(nodes=(NodeGroup(gpu="A100-40", count=2, gpus_per_node=4),)), Model(**MIDDLE))
-    plan = Candidate(
-        (Stage(1, (Group(0, 1, 1),)), *[Stage(2, (Group(0, 2, 1),))] * 2), 4, schedule="slimpipe", slices=8
-    )
+    stages = (Stage(1, (Group(0, 1, 1),)), *[Stage(2, (Group(0, 2, 1),))] * 2)
+    plan = Candidate(stages, 4, schedule="slimpipe", slices=8)
     assert describe(estimator, plan) == "slimpipe n8 mb4 1L 1xA100-40 / 2L 1xA100-40.tp2 (2 times)"
 
 

@@ -298,8 +298,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, where: str) -> None:
-    file = tmp_path / "trace.csv"
-    file.write_text(text)
+    (file := tmp_path / "trace.csv").write_text(text)
     with pytest.raises(PlannerError) as caught:
         load_trace(file, cluster())
     assert caught.value.key == where
@@ -318,8 +317,7 @@ def test_pauses_grow_with_the_state_as_measured() -> None:
 
 
 def test_the_cluster_of_a_pool() -> None:
-    some = limited(cluster(), (0, 2))
-    assert some is not None and [(n.gpu, n.count) for n in some.nodes] == [("T4", 2)]
+    assert [(n.gpu, n.count) for n in limited(cluster(), (0, 2)).nodes] == [("T4", 2)]
     assert limited(cluster(), (0, 0)) is None
 
 
@@ -357,8 +355,7 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     assert told["join_s"]["value"] == 3.0 and told["restart_s"]["value"] > Costs().restart_s + 0.1
     assert 5.0 < told["leave_s"]["value"] == told["death_s"]["value"] < 5.05, "5 s, and 1 s for 10^12 bytes of state"
     (tmp_path / "pauses.json").write_text("{}")
-    assert main(words) == 2
-    assert "benchmarks.elastic" in capsys.readouterr().out
+    assert main(words) == 2 and "benchmarks.elastic" in capsys.readouterr().out
 
 
 def test_a_save_at_notice_counts_when_a_node_fails_later() -> None:
