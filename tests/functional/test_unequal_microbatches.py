@@ -20,7 +20,8 @@ _ROW = {**PLAIN, "microbatches": 3}
 def made() -> list[Case]:
     """Data parallelism alone, mixed TP, slices with what goes over the stages, context parallelism, a window."""
     rng = random.Random(5)
-    alone = Case("alone", build_plan([[1, 1, 1]], [2], rng, distributed_optimizer=True))
+    own = ("--eval-micro-batch-size", "3")  # which is the largest
+    alone = Case("alone", build_plan([[1, 1, 1]], [2], rng, distributed_optimizer=True), own=own)
     mixed = Case("mixed", build_plan([[2, 1], [1]], [2, 3], rng, sequence_parallel=True, tied=True))
     exchange = {"exchange": {"context_exchange": True, "exchange_idle": True}, "vocabulary": True, "offload": 0.5}
     window = Case("window", build_plan([[1, 1], [1]], [2, 2], rng, distributed_optimizer=True))
