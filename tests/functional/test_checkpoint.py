@@ -232,8 +232,7 @@ def test_saved_under_another_plan(lab: Lab, train: Train, kind: Kind, whole: Run
 @pytest.mark.parametrize("under", tiers(["second plan", "stock Megatron"], ["stock Megatron"]))
 def test_resuming_elsewhere_continues_the_losses(train: Train, kind: Kind, whole: Run, under: str):
     chosen = kind.second if under == "second plan" else None
-    flags = [] if chosen else stock_flags(kind)
-    flags += ["--ckpt-step", str(SAVED_AT), "--ckpt-fully-parallel-load"]  # which ranks without replicas cannot
+    flags = ["--ckpt-step", str(SAVED_AT), "--ckpt-fully-parallel-load", *([] if chosen else stock_flags(kind))]
     resumed = train(chosen, kind.weights, *flags, load=whole.checkpoints)
     assert_goes_on(resumed, whole, 2e-3 if kind.weights.precision == "bf16" else BAR)
 

@@ -93,8 +93,7 @@ def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
     [
         # Every rank of a stage holds the only copy of its weights, so nothing is complete once one of them is lost.
         pytest.param(plan("two", [[1], [1]], [2, 3], **DIVIDED), 0, marks=pytest.mark.full),
-        # The shards of the second stage end between two layers: nobody that is left knows the lost layer's state, and
-        # everybody has its weights.
+        # Shards end between two layers: nobody that is left knows the lost layer's state, and all have its weights.
         (plan("three", [[1], [1, 1], [1]], [1, 2, 2], **DIVIDED), 1),
     ],
 )

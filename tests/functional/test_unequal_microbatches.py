@@ -20,13 +20,14 @@ _ROW = {**PLAIN, "microbatches": 3}
 def made() -> list[Case]:
     """Data parallelism alone, mixed TP, slices with what goes over the stages, context parallelism, a window."""
     rng = random.Random(5)
-    own = ("--eval-micro-batch-size", "3")  # which is the largest
-    alone = Case("alone", build_plan([[1, 1, 1]], [2], rng, distributed_optimizer=True), own=own)
+    dp = Case(
+        "alone", build_plan([[1, 1, 1]], [2], rng, distributed_optimizer=True), own=("--eval-micro-batch-size=3",)
+    )
     mixed = Case("mixed", build_plan([[2, 1], [1]], [2, 3], rng, sequence_parallel=True, tied=True))
     exchange = {"exchange": {"context_exchange": True, "exchange_idle": True}, "vocabulary": True, "offload": 0.5}
     window = Case("window", build_plan([[1, 1], [1]], [2, 2], rng, distributed_optimizer=True))
     return [
-        with_sizes(alone, (3, 1, 2), rng),
+        with_sizes(dp, (3, 1, 2), rng),
         with_sizes(mixed, (1, 4, 1), rng),
         with_sizes(sliced_case({**_ROW, **exchange}, "exchange", rng), (1, 3, 2), rng),
         with_sizes(sliced_case({**_ROW, "cp": 2, "tied": True}, "context-parallel", rng), (2, 3, 1), rng),

@@ -127,13 +127,11 @@ def test_learning_rates_and_loss_scales_go_on(monkeypatch: pytest.MonkeyPatch):
         groups = [{"wd_mult": 1.0, "default_config": own, "max_lr": (1 if own else 5) * rate} for own in (True, False)]
         parts = [Mock(**{"grad_scaler.state_dict.return_value": {"scale": scale}}) for scale in scales]
         args = Mock(iteration=0, num_floating_point_operations_so_far=0)
-        return Mock(
-            optimizer=Mock(chained_optimizers=parts, param_groups=groups), args=args, scheduler=Mock(state_dict=dict)
-        )
+        optimizer = Mock(chained_optimizers=parts, param_groups=groups)
+        return Mock(optimizer=optimizer, args=args, scheduler=Mock(state_dict=dict))
 
     before, after = trainee(1e-3, 8.0), trainee(2e-3, 2.0, 2.0)
-    found = [{"common": state._common(before, 0), "numbers": {}}]
-    state._set_common(after, state._own_part(found, None)[0])
+    state._set_common(after, state._own_part([{"common": state._common(before, 0), "numbers": {}}], None)[0])
     assert [group["max_lr"] for group in after.optimizer.param_groups] == [1e-3, 5e-3]
     for part in after.optimizer.chained_optimizers:
         assert part.grad_scaler.load_state_dict.call_args[0][0]["scale"].item() == 8.0
