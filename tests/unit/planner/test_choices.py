@@ -128,7 +128,7 @@ def test_a_vocabulary_is_split_where_the_last_stage_would_be_late() -> None:
     assert sum(busy) == pytest.approx(sum(whole_busy), rel=0.01) and max(busy) < 1.01 * min(busy)
     assert max(whole_busy) > 2 * min(whole_busy)
     assert found.estimate.iteration_s == pytest.approx(found.iteration_s, rel=0.1)
-    assert not chosen(estimator(vocab_size=1024), Candidate(stages, 1, zero_stage=1)).candidate.rows
+    assert not chosen(estimator(vocab_size=1024), Candidate(two_stages(1), 1, zero_stage=1)).candidate.rows
     later = estimator(vocab_size=256000, mtp_num_layers=1)  # their layers read whole tables
     assert not any(c.rows for c in changes(later, GOAL, Candidate(stages, 1, zero_stage=1)))
 

@@ -236,7 +236,9 @@ def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> N
     whole = balance(estimator, groups, Candidate((), 1, zero_stage=1))
     split = balance(estimator, groups, Candidate((), 1, zero_stage=1, rows=((1.0, 1.0),), ep=8))
     assert whole.stages[-1].layers < 6 and [s.layers for s in split.stages] == [6] * 4
-    assert split.rows == ((0.25, 0.25),) * 4 and split.ep == 2
+    assert split.rows == ((0.25, 0.25),) * 4 and split.ep == 2 and (whole.depths, split.depths) == ((), (2, 2, 2))
+    priced = estimator.estimate(split)
+    assert block_s(estimator, split, priced) == pytest.approx(priced.iteration_s, rel=0.01)
     single = balance(estimator, groups[:1], split.with_(stages=()))
     assert single is not None and single.rows == ()  # nothing to divide a vocabulary over
 

@@ -59,6 +59,7 @@ class Stage(NamedTuple):
     groups: tuple[Group, ...]
 
 
+MEETING = 2  # depths of 1F1B with which stages of equal width meet for the output layer without waiting
 Passes = tuple[int, ...]  # sequences of each pass of one replica
 
 

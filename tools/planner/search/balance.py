@@ -6,8 +6,9 @@ from math import gcd
 from typing import NamedTuple
 
 from megatron_het.plan.schema import layers_of
+from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..costs.candidate import Candidate, Group, Stage
+from ..costs.candidate import MEETING, Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
@@ -155,8 +156,9 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     total = model.global_batch_size // like.micro_batch_size
     loads: list[Load] = []
     caps: list[int] = []
-    widths = {sum([g.count for g in stage]) for stage in groups}
-    slack = like.slack if len(widths) > 1 else 0.0
+    is_even = len({sum([g.count for g in stage]) for stage in groups}) == 1
+    meets = is_even and like.rows and like.slack == SLACK and schedule_of(like).has_depths
+    slack = like.slack if meets or not is_even else 0.0
     later, ends = sum([g.count for stage in groups for g in stage]), ends_of(like.rows, count)
     for s, stage in enumerate(groups):
         first, last = ends[s]
@@ -172,6 +174,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
     stages = tuple([Stage(n, g) for n, g in zip(layers, groups)])
+    like = like.with_(depths=(MEETING,) * (count - 1)) if meets else like  # twice as many in flight, too
     if like.across_replicas:
         return like.with_(stages=stages, rows=rows).over_replicas(like.ep)
     return like.with_(stages=stages, rows=rows, ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))

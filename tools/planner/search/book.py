@@ -85,7 +85,7 @@ class _Point:
     __slots__ = ("computes", "known", "like", "mismatch", "most_stages", "schedule", "stages", "tails", "total")
 
     def __init__(self, like: Candidate, total: int, sketch: "Sketch") -> None:
-        self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
+        self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0, depths=()), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         # all that computing depends on, and what its stages compute, by the parts of embedding and head and by groups
         computing = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
@@ -245,7 +245,7 @@ class Sketch:
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, max(map(len, groups)) > 1)
-        if like.rows:
+        if like.rows and not (schedule.has_depths and min(widths) == max(widths)):  # these have depths to meet with
             unit, layers = self.estimator.unit_of(like, groups[0][0]), self.estimator.model.num_layers / len(groups)
             assert unit is not None  # its stage has a load
             loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
@@ -487,7 +487,7 @@ class Book:
     def _balance(self, key: object, groups: Groups, like: Candidate, slack: float) -> Candidate | None:
         """The candidate with the layers that balance it."""
         if (key, slack) not in self.balanced:
-            self.balanced[key, slack] = balance(self.estimator, groups, like.with_(slack=slack))
+            self.balanced[key, slack] = balance(self.estimator, groups, like.with_(slack=slack, depths=()))
         return self.balanced[key, slack]
 
     def try_slack(self, candidate: Candidate) -> tuple[float, Candidate]:
@@ -506,8 +506,8 @@ class Book:
             return False
         if candidate in self.good or score > NEARLY * self.best_of.get(PLAIN.name, inf):
             return False
-        first = candidate.stages[0].groups
-        return any(len(s.groups) > 1 or s.groups[0].count != first[0].count for s in candidate.stages)
+        alike = {(1, candidate.stages[0].groups[0].count)}
+        return bool(candidate.depths) or {(len(s.groups), s.groups[0].count) for s in candidate.stages} != alike
 
     def try_candidate(self, candidate: Candidate) -> float:
         """Evaluate a complete candidate."""
@@ -527,7 +527,7 @@ class Book:
                 self.progress.best = min(score, self.progress.best)
             if len(self.good) > 5 * self.KEEP:
                 self._prune()
-        elif self.nearest is None or score < self.nearest[0]:
+        elif not candidate.depths and (self.nearest is None or score < self.nearest[0]):
             self.nearest = (score, candidate, estimate)
         return score
 

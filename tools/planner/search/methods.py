@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations, product
 from math import gcd, inf
 
-from ..costs.candidate import Candidate, Group, SequencePart, Stage
+from ..costs.candidate import MEETING, Candidate, Group, SequencePart, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, operations_of
@@ -465,14 +465,16 @@ def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
         return
     even = (1,) * len(heads)
     by_speed = tuple(round(100 * h / min(heads)) for h in heads)
-    for shares in dict.fromkeys((even, by_speed)):
+    deep = schedule_of(c).has_depths
+    meeting = tuple(max(n, MEETING) for n in c.depths or (1,) * (len(heads) - 1)) if deep else ()
+    for shares, depths in product(dict.fromkeys((even, by_speed)), {c.depths: 0, meeting: 0}):
         rows = rows_of(shares, estimator.model.tied_embeddings)
-        yield c.with_(rows=rows)
+        yield c.with_(rows=rows, depths=depths)
         ends = [part / head for (part, _), head in zip(rows, heads)]
         layers = balanced(sum(s.layers for s in c.stages), rates, ends, c.chunks)
         stages = tuple(Stage(n, s.groups) for s, n in zip(c.stages, layers))
         if stages != c.stages:
-            yield c.with_(rows=rows, stages=stages, shares=None)
+            yield c.with_(rows=rows, stages=stages, shares=None, depths=depths)
 
 
 def _layers(c: Candidate) -> Iterator[Candidate]:

@@ -18,9 +18,6 @@ from .outcome import Found, Goal
 from .pools import Limits, power_below
 from .seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
 
-# More microbatches in flight across slow links, for finalists under 1F1B.
-
-
 # What a candidate takes for certain, before it is simulated.
 
 
@@ -96,11 +93,7 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
 
 
 def hide_transfers(book: Book) -> None:
-    """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster.
-
-    Those of the best of each number of stages, and of those with as many replicas on every stage, which may become the
-    best of all by it.
-    """
+    """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster."""
     estimator = book.estimator
     best: dict[tuple[int, bool], tuple[float, Candidate]] = {}
     for candidate, (score, _) in book.good.items():
@@ -132,10 +125,7 @@ def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tup
 
 
 def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
-    """Leave out replicas that shorten nothing: the slowest one of their stage has as much to do without them.
-
-    What else it has to do gets less: gradients are summed over fewer replicas.
-    """
+    """Leave out replicas that shorten nothing: the slowest one of their stage has as much to do without them."""
     stages = []
     total = estimator.model.global_batch_size // candidate.micro_batch_size
     for s, stage in enumerate(candidate.stages):
@@ -260,10 +250,10 @@ def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """Yields the same stages under other schedules."""
+    """Yields the same stages under other schedules; no parameter window has its vocabulary split from the start."""
     plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
     for schedule in goal.allowed:
-        yield from schedule.variants(estimator, plain)
+        yield from schedule.variants(estimator, plain) if not (c.rows and schedule.shards_parameters) else ()
 
 
 def _without(stages: Stages) -> Iterator[Stages]:

@@ -16,7 +16,7 @@ from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.model import Model
 from ...inputs.model_parts import Lengths, drawn
-from ..candidate import Candidate, Estimate, Pipeline, StageTimes, divided_alike
+from ..candidate import MEETING, Candidate, Estimate, Pipeline, StageTimes, divided_alike
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
 from ..unit import Unit
@@ -108,9 +108,10 @@ class OneFOneB(Schedule):
         """Seconds in which stages that meet for the output layer of every microbatch wait for each other.
 
         Between two meetings a stage begins with a backward for which the stage before waits, or ends with a forward
-        that has come from two stages before.
+        that has come from two stages before.  Neither is so where a stage holds two microbatches more than the next.
         """
-        if not candidate.rows or len(stages) == 1:
+        meets = set(candidate.depths) == {MEETING} and divided_alike(candidate, [s.microbatches for s in stages])
+        if not candidate.rows or len(stages) == 1 or meets:
             return 0.0
         units, layers = [stage.units[0] for stage in stages], [stage.layers for stage in candidate.stages]
         forward = [unit.layer_f * n for unit, n in zip(units, layers)]
