@@ -145,6 +145,16 @@ class Weights:
         return f"{self.precision}-{'tied' if self.tied else 'untied'}-{self.layers}-{self.family}"
 
 
+def recompute_some(plan: Plan) -> Plan:
+    """A plan with full recomputation, in which every second stage runs some layers of its chunks again only."""
+    stages = list(plan.stages)
+    for s in range(0, len(stages) if plan.training.recompute == "full" else 0, 2):
+        again = tuple((s + c + 1) % (n + 1) for c, n in enumerate(stages[s].layers))
+        replicas = tuple(replace(r, recompute_layers=again) for r in stages[s].replicas)
+        stages[s] = replace(stages[s], replicas=replicas)
+    return replace(plan, stages=tuple(stages))
+
+
 @dataclass(frozen=True)
 class Case:
     """A plan and how to train under it."""

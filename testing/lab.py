@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, save_plan
-from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags
+from testing.cases import STEPS, VOCABULARY, Case, Weights, common_flags, recompute_some
 from testing.compare import Differences, compare
 from testing.runner import Job, Runner
 
@@ -117,7 +117,7 @@ class Lab:
         folder = self.folder / "cases" / f"{self._jobs:03}-{case.name}"
         self._jobs += 1
         folder.mkdir(parents=True)
-        save_plan(case.plan, folder / "plan.json")
+        save_plan(recompute_some(case.plan), folder / "plan.json")
         flags = self.common_flags(*case.reference, by_samples=case.by_samples)
         plan = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
         return Job(

@@ -237,6 +237,10 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
     if granularity is not None and granularity != plan.training.recompute:
         raise PlanError("--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}")
+    how = args.recompute_method, args.recompute_num_layers
+    if how not in (("uniform", 1), (None, None)) and any(r.recompute_layers for s in plan.stages for r in s.replicas):
+        problem = "the plan says which layers of each chunk run again (recompute_layers)"
+        raise PlanError("--recompute-num-layers", how[1], problem, "Leave it and --recompute-method out")
 
 
 def _check_recompute(args: Any) -> None:

@@ -330,6 +330,8 @@ class Replica:
     """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
     cp_devices: tuple[str, ...] = field(default=(), metadata={"omit_default": True})
     """Name of the device kind of each context-parallel rank; none where all are ``device``."""
+    recompute_layers: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
+    """How many layers of each chunk, its first ones, full recomputation runs again; none where it runs all again."""
 
     @property
     def tp(self) -> int:

@@ -188,6 +188,7 @@ def check_plan(plan: Plan) -> None:
         _check_microbatches(stage, s, plan.num_microbatches)
         _check_divisibility(stage, s, plan.model, plan.training)
         _check_state_shares(stage, s)
+        _check_recomputed(stage, s, plan.training)
     placement = Placement(plan)
     for s in range(len(plan.stages)):
         _check_expert_groups(placement, s)
@@ -338,6 +339,11 @@ def _check_expert_groups(placement: Placement, s: int) -> None:
                 f"{few} has {counts[few]} microbatches",
                 "Give replicas that share experts equally many, or put replicas with equally many next to each other",
             )
+        again = {stage.replicas[q].recompute_layers for q in together}
+        if len(again) > 1:  # they exchange tokens in what runs again, too
+            problem = f"replicas {', '.join(map(str, together))} share experts, and do not run the same layers again"
+            where = f"stages[{s}].replicas[{together[0]}].recompute_layers"
+            raise PlanError(where, [list(n) for n in again], problem, "Give all of them the same numbers")
 
 
 def _check_crossing_ranks(stage: Stage, s: int) -> None:
@@ -414,6 +420,16 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
         missing = next(m for m in range(num_microbatches) if m not in owner)
         problem = f"microbatch {missing} belongs to no replica (there are {num_microbatches})"
         raise PlanError(f"stages[{s}].replicas[*].microbatches", sorted(owner), problem)
+
+
+def _check_recomputed(stage: Stage, s: int, training: TrainingShape) -> None:
+    for q, replica in enumerate(stage.replicas):
+        where, given = f"stages[{s}].replicas[{q}].recompute_layers", replica.recompute_layers
+        if given and training.recompute != "full":
+            hint = "Leave it out, or use full"
+            raise PlanError(where, list(given), f"training.recompute is {training.recompute!r}", hint)
+        if given and not (len(given) == len(stage.layers) and all(0 <= k <= n for k, n in zip(given, stage.layers))):
+            raise PlanError(where, list(given), f"must be a number of layers of each chunk: 0 to {list(stage.layers)}")
 
 
 def _check_state_shares(stage: Stage, s: int) -> None:

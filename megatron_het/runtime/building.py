@@ -8,7 +8,7 @@ where in a V every chunk of a rank has its own position, and stages may have dif
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,16 @@ def recompute_up_projections(models: Iterable[torch.nn.Module], reduces_early: b
                 layer.mlp.__class__ = RecomputingMLP
                 count += 1
     return count
+
+
+def recompute_first_layers(models: Iterable[torch.nn.Module], counts: Sequence[int]) -> None:
+    """Let chunks of a rank, not yet wrapped, run their first layers again only: so many of each of its chunks."""
+    for model in models:
+        block: Any = model.decoder
+        count = counts[getattr(model, "vp_stage", None) or 0]
+        block.config = copy.copy(block.config)  # layers, and what follows them, keep their own
+        block.config.recompute_granularity = "full" if count else None
+        block.config.recompute_method, block.config.recompute_num_layers = "block", count
 
 
 class PositionedLayout(PipelineParallelLayerLayout):

@@ -280,8 +280,11 @@ class HetSession:
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         from megatron.training import get_args
 
-        from megatron_het.runtime.building import recompute_up_projections
+        from megatron_het.runtime.building import recompute_first_layers, recompute_up_projections
 
+        where = self.placement.locate(self.groups.rank)
+        if counts := self.placement.replica(where.stage, where.replica).recompute_layers:
+            recompute_first_layers(model, counts)
         recompute_up_projections(model, get_args().overlap_grad_reduce)
         add_all_gradients(model)
         mark_sharded(model)

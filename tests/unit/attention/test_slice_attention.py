@@ -20,7 +20,7 @@ from megatron_het.attention.places import Rotations, SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.device import Platform
 from megatron_het.device.memory import memory_meter
-from megatron_het.runtime.building import RecomputingMLP, recompute_up_projections
+from megatron_het.runtime.building import RecomputingMLP, recompute_first_layers, recompute_up_projections
 
 
 @pytest.mark.parametrize(
@@ -420,3 +420,19 @@ def test_other_layers_stay(given: dict[str, Any]) -> None:
     layer.recompute_mlp = bool(given)
     assert recompute_up_projections([model], "gradient_accumulation_fusion" in given) == 0
     assert type(model.decoder.layers[0].mlp) is MLP
+
+
+def test_only_the_first_layers_of_a_chunk_run_again() -> None:
+    models = [_model() for _ in range(3)]
+    for i, model in enumerate(models):
+        model.vp_stage = i
+        model.decoder.config = SimpleNamespace(recompute_granularity="full", recompute_method="uniform")
+    config = models[0].decoder.config
+    recompute_first_layers(reversed(models), (0, 2, 1))
+    found = [vars(model.decoder.config) for model in models]
+    assert [(f["recompute_granularity"], f["recompute_num_layers"]) for f in found] == [
+        (None, 0),
+        ("full", 2),
+        ("full", 1),
+    ]
+    assert {f["recompute_method"] for f in found} == {"block"} and config.recompute_method == "uniform"

@@ -286,6 +286,24 @@ def spanning(*counts: int, ep: int, **more: Any) -> Plan:
     return replace(plan, training=training, stages=(Stage((4,), tuple(replicas)),))
 
 
+def again_in_one(plan: Plan, *counts: int) -> Plan:
+    """The first replica runs some layers of its chunks again only, by default one."""
+    first, *rest = plan.stages[0].replicas
+    stage = replace(plan.stages[0], replicas=(replace(first, recompute_layers=counts or (1,)), *rest))
+    return replace(plan, stages=(stage,), training=replace(plan.training, recompute="full"))
+
+
+@pytest.mark.parametrize("counts", [(1,), (0,), (5,), (1, 1)])
+def test_layers_that_run_again(counts: tuple[int, ...]) -> None:
+    plan = again_in_one(two_replicas(), *counts)
+    with refusal(None if counts in ((1,), (0,)) else r"replicas\[0\].recompute_layers = .*0 to \[4\]"):
+        check_plan(plan)
+    given = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    if counts == (1,):
+        with refusal("--recompute-num-layers = 2.*which layers of each chunk run again"):
+            check_arguments(plan, arguments(**given, pipeline_model_parallel_size=1), 2)
+
+
 @pytest.mark.parametrize(
     ("plan", "changed", "reason"),
     [
@@ -295,6 +313,11 @@ def spanning(*counts: int, ep: int, **more: Any) -> Plan:
             spanning(3, 1, 3, 1, ep=2),
             {},
             "replicas 1 and 0 share experts.*replica 1 has 1 microbatches.*next to each other",
+        ),
+        (
+            again_in_one(spanning(2, 2, ep=2)),
+            {},
+            "recompute_layers.*share experts, and do not run the same layers again",
         ),
         (spanning(2, 2, 2, ep=2), {}, r"replicas\[0\].ep = 2.*3 ranks that cut weights so"),
         (spanning(2, 2, ep=1, etp=-1), {}, r"etp = -1.*at least 0"),

@@ -139,6 +139,7 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
     ("stages.1.replicas.0.ep", 3, ["stages[1].replicas[0].ep", "must divide the TP size", "which is 2"]),
     ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "at least 1"]),
+    ("stages.0.replicas.0.recompute_layers", [1], ["recompute_layers", "training.recompute is 'none'"]),
     ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "the stage has 1 ranks"]),
     ("model.num_attention_heads", 3, ["model.num_query_groups"]),
     ("model.seq_length", 33, ["sequence parallel", "33"]),

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
-from testing.planner_cases import estimator_of, random_pool, read_back, with_catalog
+from testing.planner_cases import cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -17,8 +17,17 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import finish
 from tools.planner.search import methods as choices
+from tools.planner.search.balance import balance, relieved
 from tools.planner.search.book import Book
-from tools.planner.search.methods import best_regular, changes, choose, in_slices, of_kinds_together, with_experts
+from tools.planner.search.methods import (
+    best_regular,
+    changes,
+    choose,
+    in_slices,
+    of_kinds_together,
+    search,
+    with_experts,
+)
 from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
 
 GOAL = Goal()
@@ -278,3 +287,27 @@ def test_plans_that_differ_in_microbatches_in_flight_only_count_as_one() -> None
     others = [Candidate(stages, 2), Candidate(stages[::-1], 1, recompute="full")]
     found = [Found(c, estimate, 1.0 + i) for i, c in enumerate([*alike, *others])]
     assert choices._distinct(found) == [found[0], *found[3:]]
+
+
+def test_layers_run_again_only_where_memory_is_short() -> None:
+    """Each stage keeps as many as fit, and the written plan says which run again."""
+    cluster = cluster_of(("RTX-4090", 1, 4, 12.5e9), ("L40S", 1, 4, 12.5e9))
+    sizes = {"layers": 16, "hidden": 4096, "heads": 32, "tokens": 8192, "batch": 32}
+    priced = estimator_of(cluster, model_of(**sizes, distributed_optimizer=True))
+    groups = (((Group(0, 1, 2),),) * 2) + (((Group(1, 1, 2),),) * 2)
+    whole = balance(priced, groups, Candidate((), 1, "full", zero_stage=1))
+    found = relieved(priced, whole)
+    kept = [s.groups[0].kept for s in found.stages]
+    assert 0 < kept[0] < kept[1] < kept[2] == kept[3] == 1
+    assert priced.fits(priced.estimate(found))
+    assert priced.estimate(found).iteration_s < 0.85 * priced.estimate(whole).iteration_s
+    for s in (0, 1):  # one more would be too much
+        more = [[k + (i == s) / found.stages[i].layers] for i, k in enumerate(kept)]
+        assert not priced.fits(priced.estimate(found.keeping(more)))
+    best = search("auto", priced, GOAL).best
+    check_emitted(priced, best)
+    plan = build_plan(priced, best.candidate, best.estimate)
+    again = [(s.layers, s.replicas[0].recompute_layers) for s in plan.stages]
+    assert any(k for _, k in again) and any(sum(k) < sum(n) for n, k in again)
+    assert relieved(priced, whole.with_(offload=True)).offload
+    assert relieved(estimator_of(cluster, priced.model.model_copy(update={"recompute": ("full",)})), whole) == whole

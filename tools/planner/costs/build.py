@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from itertools import combinations, islice
+from itertools import accumulate, combinations, islice, pairwise
 from math import gcd, inf
 from typing import Any
 
@@ -267,11 +267,19 @@ def _stage(
             ranks = tuple(range(rank, rank + g.tp * len(parts)))
             rank += len(ranks)
             made = Replica(ranks, tuple(mine), device, speed, zone, cp=len(parts), state_share=share, ep=ep, etp=etp)
+            if g.kept and candidate.recompute == "full":
+                made = replace(made, recompute_layers=_again(layers, candidate.chunks_of(s), g.kept))
             if len(set(shares)) > 1:
                 made = replace(made, cp_shares=shares)
             replicas.append(replace(made, cp_devices=names) if len(set(names)) > 1 else made)
             per_rank += [RankPrediction(r, len(mine) * time_s, *figures[i // g.tp]) for i, r in enumerate(ranks)]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
+
+
+def _again(layers: int, chunks: int, kept: float) -> tuple[int, ...]:
+    """How many layers of each chunk run again where a share of all is kept: about as many of each."""
+    again, ends = layers - round(kept * layers), accumulate(chunk_layers(layers, chunks), initial=0)
+    return tuple(b * again // layers - a * again // layers for a, b in pairwise(ends))
 
 
 def _parameters(
@@ -335,8 +343,8 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         most: dict[tuple[Any, ...], float] = {}
         parts = state_parts(stage)
         for q, replica in enumerate(stage.replicas):
-            g = replica_group(replica, seated[s][q], plan.most_cp)
-            key = g.pool, g.tp, 0 if alike else g.ep, g.parts
+            g = replica_group(replica, seated[s][q], plan.most_cp, stage)
+            key = g.pool, g.tp, 0 if alike else g.ep, g.parts, g.kept
             groups[key] = groups.get(key, 0) + 1
             most[key] = max(most.get(key, 0.0), parts[q])
         stages.append((sum(stage.layers), groups))
@@ -366,7 +374,9 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
     if training.micro_batch_sizes and len(plan.stages) == 1:
-        kinds = [replica_group(r, mine, found.cp) for mine, r in zip(seated[0], plan.stages[0].replicas)]
+        kinds = [
+            replica_group(r, mine, found.cp, plan.stages[0]) for mine, r in zip(seated[0], plan.stages[0].replicas)
+        ]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
 
@@ -390,14 +400,16 @@ def _over_replicas(candidate: Candidate) -> Candidate:
     return found if same else candidate
 
 
-def replica_group(replica: Replica, seats: Sequence[Seat], cp: int) -> Group:
-    """A replica as a group of one, with parts where these are not ``cp`` equal ones of one pool."""
+def replica_group(replica: Replica, seats: Sequence[Seat], cp: int, stage: PlanStage) -> Group:
+    """A replica of a stage as a group of one, with parts where these are not ``cp`` equal ones of one pool."""
     divisor = gcd(*replica.shares)
     parts = tuple(
         SequencePart(seat.pool, n // divisor) for seat, n in zip(seats[:: replica.tp], replica.shares, strict=True)
     )
     plain = len(parts) == cp and len(set(parts)) == 1
-    return Group(seats[0].pool, replica.tp, 1, replica.ep, () if plain else parts)
+    layers = sum(stage.layers)
+    kept = (layers - sum(replica.recompute_layers)) / layers if replica.recompute_layers else 0.0
+    return Group(seats[0].pool, replica.tp, 1, replica.ep, () if plain else parts, kept)
 
 
 def _check_parts(plan: Plan, cluster: Cluster, seated: list[list[list[Seat]]], file: str) -> None:

@@ -32,7 +32,8 @@ class Group(NamedTuple):
     ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.  Where
     it is larger than ``tp``, the replicas of the stage share experts.  ``parts`` are the context-parallel ranks of each
     where these are not as many as the candidate's ``cp``, in one pool and with equal parts; ``pool`` is that of the
-    first, and the shares have no common divisor.
+    first, and the shares have no common divisor.  ``kept`` is the share of the stage's layers, whole ones, that full
+    recomputation leaves out.
     """
 
     pool: int
@@ -40,6 +41,7 @@ class Group(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     ep: int = 0
     parts: tuple[SequencePart, ...] = ()
+    kept: float = 0.0
 
     @property
     def pools(self) -> tuple[int, ...]:
@@ -57,6 +59,11 @@ class Stage(NamedTuple):
 
     layers: int
     groups: tuple[Group, ...]
+
+    def of(self, layers: int) -> "Stage":
+        """The stage with another number of layers."""
+        groups = [g._replace(kept=int(g.kept * layers + 1e-6) / layers) if g.kept else g for g in self.groups]
+        return Stage(layers, tuple(groups))
 
 
 MEETING = 2  # depths of 1F1B with which stages of equal width meet for the output layer without waiting
@@ -119,6 +126,17 @@ class Candidate(NamedTuple):
         for name, value in changes.items():
             fields[_AT[name]] = value
         return tuple.__new__(Candidate, fields)
+
+    def keeping(self, shares: Sequence[Sequence[float]] = ()) -> "Candidate":
+        """With the activations of these shares of layers kept, by stage and group; without, all run again."""
+        if not shares and not any(g.kept for s in self.stages for g in s.groups):
+            return self
+        rows = shares or [[0.0] * len(s.groups) for s in self.stages]
+        stages = [
+            s._replace(groups=tuple([g._replace(kept=share) for g, share in zip(s.groups, row)]))
+            for s, row in zip(self.stages, rows)
+        ]
+        return self.with_(stages=tuple(stages), chunk_counts=self.chunk_counts)
 
     def chunks_of(self, s: int) -> int:
         """Model chunks of a stage."""

@@ -16,7 +16,7 @@ from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
 from .candidate import Candidate, Group, Passes, SequencePart, StageTimes, layers_at
 from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
-from .unit import Unit, unit_of_kinds, unit_of_parts
+from .unit import Unit, mixed, unit_of_kinds, unit_of_parts
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.
 
@@ -317,6 +317,9 @@ class OperatingPoints:
             stage: Of a hybrid model: whose layers they run; None for the mean of all layers.
         """
         c = candidate
+        if group.kept and c.recompute == "full":
+            both = [self.unit_of(c.with_(recompute=r), group._replace(kept=0.0), stage) for r in ("full", "none")]
+            return mixed(both[0], both[1], group.kept) if both[0] and both[1] else None
         if c.sizes:
             return unit_of_group(self, c, group)
         if group.parts:
@@ -333,6 +336,10 @@ class OperatingPoints:
     def units_of_parts(self, candidate: Candidate, group: Group, stage: int | None = None) -> list[Unit] | None:
         """Figures of each kind of context-parallel rank (``Candidate.parts_of``) of a group with parts of its own."""
         c = candidate
+        if group.kept and c.recompute == "full":
+            whole = group._replace(kept=0.0)
+            again, kept = (self.units_of_parts(c.with_(recompute=r), whole, stage) or [] for r in ("full", "none"))
+            return [mixed(a, k, group.kept) for a, k in zip(again, kept)] or None
         if c.sizes:
             c = c.with_(micro_batch_size=max(map(max, c.sizes[_place(c, group)])), sizes=())
         pools = tuple({part.pool: None for part in group.parts})

@@ -108,7 +108,7 @@ def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: S
     out = []
     for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
         for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
-            kind = s, replica_group(replica, mine, candidate.cp), passes[q] if passes else ()
+            kind = s, replica_group(replica, mine, candidate.cp, stage), passes[q] if passes else ()
             out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
     return out
 

@@ -116,6 +116,17 @@ def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -
     )
 
 
+def mixed(again: Unit, kept: Unit, share: float) -> Unit:
+    """The unit of a stage that keeps the activations of a share of its layers, and runs the others again."""
+    names = ("layer_f", "layer_b", "layer_bytes", "attention_f", "attention_b", "pass_f", "pass_b")
+    found = {name: (1 - share) * getattr(again, name) + share * getattr(kept, name) for name in names}
+    sliced = (1 - share) * again.layer_bytes * again.sliced_share + share * kept.layer_bytes * kept.sliced_share
+    kinds = tuple((mixed(a, k, share), chunks) for (a, chunks), (k, _) in zip(again.kinds, kept.kinds))
+    return replace(
+        kept if share == 1 else again, **found, sliced_share=sliced / (found["layer_bytes"] or 1.0), kinds=kinds
+    )
+
+
 def unit_of_parts(units: Sequence[Unit]) -> Unit:
     """Context-parallel ranks that go through every layer together.
 

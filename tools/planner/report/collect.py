@@ -488,7 +488,7 @@ def _timeline(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Se
         for q, replica in enumerate(stage.replicas):
             tp = f" TP {replica.tp}" if replica.tp > 1 else ""
             names.append(f"{s}.{q} {replica.device}{tp}")
-            unit = estimator.unit_of(candidate, replica_group(replica, seated[s][q], candidate.cp))
+            unit = estimator.unit_of(candidate, replica_group(replica, seated[s][q], candidate.cp, stage))
             assert unit is not None  # the plan has been priced
             held.append(rank_parameters(candidate, unit, s) * estimator.model.element_bytes)
     return timeline_of(found.result, "Predicted", names, held)

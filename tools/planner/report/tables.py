@@ -129,6 +129,7 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
                 "tp": g.tp,
                 "cp": candidate.cp,
                 "layers": candidate.stages[s].layers,
+                "recomputed": round((1 - g.kept) * candidate.stages[s].layers) * (candidate.recompute == "full"),
                 "microbatches_per_replica": share,
                 **({} if portion is None else {"part_of_sequences": portion}),
                 "busy_s": estimate.stage_busy_s[s],
@@ -304,12 +305,17 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     if body["simulated_s"] is not None:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
     sizes = ("tp", "cp") if any(row["cp"] > 1 for row in body["stages"]) else ("tp",)
-    where = table("Stages", "stage", "GPUs", *(s.upper() for s in sizes), "replicas", "layers", "microbatches", "busy")
+    is_partial = any(row["recomputed"] for row in body["stages"])
+    is_partial &= any(row["recomputed"] < row["layers"] for row in body["stages"])
+    again = ("recomputed",) if is_partial else ()
+    where = table(
+        "Stages", "stage", "GPUs", *(s.upper() for s in sizes), "replicas", "layers", *again, "microbatches", "busy"
+    )
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
         name = row["place"] + part_in_words(row)
-        counts = (row[key] for key in (*sizes, "replicas", "layers", "microbatches_per_replica"))
+        counts = (row[key] for key in (*sizes, "replicas", "layers", *again, "microbatches_per_replica"))
         busy = f"{100 * row['busy_s'] / body['iteration_s']:.0f} %"
         where.add_row(str(row["stage"]), name, *map(str, counts), busy)
         memory.add_row(
@@ -406,6 +412,7 @@ def extras_in_words(c: Candidate) -> list[str]:
     out += ["split vocabulary"] if c.rows else []
     out += ["exchange"] if c.exchange else []
     out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
+    out += ["recomputing some layers only"] if c != c.keeping() else []
     return out + (["passes of different sizes"] if c.sizes else [])
 
 

@@ -2,13 +2,13 @@
 
 from functools import cache
 from itertools import accumulate, pairwise
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 from megatron_het.plan.schema import layers_of
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..costs.candidate import MEETING, Candidate, Group, Stage
+from ..costs.candidate import MEETING, Candidate, Group, GroupMemory, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
@@ -173,11 +173,52 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     rows = like.rows if count > 1 else ()
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
-    stages = tuple([Stage(n, g) for n, g in zip(layers, groups)])
+    stages = tuple([Stage(n, g).of(n) for n, g in zip(layers, groups)])
     like = like.with_(depths=(MEETING,) * (count - 1)) if meets else like  # twice as many in flight, too
     if like.across_replicas:
         return like.with_(stages=stages, rows=rows).over_replicas(like.ep)
     return like.with_(stages=stages, rows=rows, ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))
+
+
+def relieved(estimator: Estimator, candidate: Candidate, most_s: float = inf) -> Candidate:
+    """The candidate with the activations of as many layers kept as fit, where it would run all layers again.
+
+    The memory of a replica grows by as much with each layer that is kept; where all are, none needs room to run again.
+
+    Args:
+        most_s: A plan that takes longer even if it keeps all is of no use.
+    """
+    if candidate.recompute != "full" or "none" not in estimator.model.recompute or candidate.sizes or candidate.offload:
+        return candidate
+    ones = [[1.0] * len(s.groups) for s in candidate.stages]
+    kept = estimator.estimate(candidate.keeping(ones), most_s)
+    again = None if kept is None or kept.iteration_s > most_s else estimator.estimate(candidate.keeping())
+    if kept is None or again is None or not estimator.fits(again):
+        return candidate
+    if estimator.fits(kept):
+        return candidate.keeping().with_(recompute="none")
+    counts = []
+    for s, stage in enumerate(candidate.stages):
+        pairs = zip(again.memory_of(candidate, s), kept.memory_of(candidate, s))
+        mine = [min(_kept_layers(estimator, stage.layers, *pair) for pair in zip(*parts)) for parts in pairs]
+        counts.append([min(mine)] * len(mine) if candidate.across_replicas else mine)
+    for fewer in range(3):
+        shares = [[max(0, k - fewer) / s.layers for k in mine] for mine, s in zip(counts, candidate.stages)]
+        found = candidate.keeping(shares)
+        estimate = estimator.estimate(found)
+        if estimate is not None and estimator.fits(estimate):
+            return found
+    return candidate.keeping()
+
+
+def _kept_layers(estimator: Estimator, layers: int, again: GroupMemory, kept: GroupMemory) -> int:
+    """How many layers a rank can keep, from its memory where it keeps none and all."""
+    free = estimator.memory_margin * again.capacity_bytes
+    if kept.total_bytes <= free:
+        return layers
+    all_but_one = kept.total_bytes - kept.workspace_bytes + again.workspace_bytes
+    each = max(1.0, (all_but_one - again.total_bytes) / layers)
+    return max(0, min(layers - 1, int((free - again.total_bytes) / each)))
 
 
 def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[int]) -> list[int]:

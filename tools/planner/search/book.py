@@ -15,7 +15,7 @@ from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s
-from .balance import Rooms, balance, ends_of, layer_rooms, stage_load
+from .balance import Rooms, balance, ends_of, layer_rooms, relieved, stage_load
 from .outcome import PENALTY, Goal, Progress
 from .pools import Limits, all_gpus
 
@@ -381,6 +381,8 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
 
 
 LESS = (0.5, 0.0)  # slack to try, in this order, where the full slack does not fit
+RELIEVED, NEARBY = 1.25, 1.03
+"""Plans within the first factor of the best may keep layers; of use are those that get within the second by it."""
 NEARLY = 1.6 * PENALTY
 """Scores above this multiple of the best are hopeless: too slow, or more than about half too large for memory."""
 
@@ -473,6 +475,8 @@ class Book:
                 found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
                 if tight in self.good:
                     break
+            if found[0] <= RELIEVED * self.to_beat:
+                found = self.try_relieved(*found)
             candidate = found[1]
             old = self.by_stages.get(len(groups))
             if candidate is not None and (old is None or found[0] < old[0]):
@@ -483,6 +487,24 @@ class Book:
                     self.alike[len(groups)] = (found[0], candidate)
             self.scores[key] = found
         return found
+
+    def try_relieved(self, score: float, candidate: Candidate | None) -> tuple[float, Candidate | None]:
+        """A usable candidate that keeps what its memory holds, its layers balanced anew for that, if that is better."""
+        if candidate not in self.good or candidate.recompute != "full":
+            return score, candidate
+        best, current = (score, candidate), candidate
+        most_s = self.goal.seconds(self.estimator, candidate, NEARBY * self.to_beat)
+        for _ in range(2):
+            current = relieved(self.estimator, current, most_s)
+            found = self.try_candidate(current)
+            if current.recompute != "full" or found >= best[0]:
+                break
+            best = found, current
+            again = balance(self.estimator, tuple([s.groups for s in current.stages]), current)
+            if again is None or again.stages == current.stages:
+                break
+            current = again
+        return best
 
     def _balance(self, key: object, groups: Groups, like: Candidate, slack: float) -> Candidate | None:
         """The candidate with the layers that balance it."""

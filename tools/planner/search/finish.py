@@ -9,12 +9,12 @@ from math import inf
 from megatron_het.schedule.generators.listing import ORDERS
 
 from ..costs.build import build_plan, seats
-from ..costs.candidate import Candidate, Group, Stage
+from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
-from .balance import balance, stage_load
+from .balance import balance, relieved, stage_load
 from .book import Book, Sketch, in_regions, there
 from .moves import deeper, least_s, neighbours
 from .outcome import Effort, Found, Goal, Outcome, Progress
@@ -98,7 +98,7 @@ def _hopeful(
 
 def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch) -> Iterator[Candidate]:
     """Replicas moved between stages, added and left out, with the layers that balance them: what looks best."""
-    limits, like = all_gpus(estimator), current.candidate
+    limits, like = all_gpus(estimator), current.candidate.keeping()
     most = NEARLY_AS_GOOD * sketch.value(tuple(stage.groups for stage in like.stages), like)
     looked_at = []
     for i, (groups, changed) in enumerate(neighbours(estimator, goal, like, current.estimate.bottleneck, limits)):
@@ -109,7 +109,7 @@ def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch)
         depths = changed.depths if len(groups) == len(changed.stages) else ()
         balanced = balance(estimator, groups, changed.with_(depths=depths, shares=None))
         if balanced is not None and balanced.stages:
-            yield balanced
+            yield relieved(estimator, balanced)
 
 
 MayCompute = Callable[[int, int, tuple[Group, ...]], bool]
@@ -148,8 +148,8 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
         for a, b in ((i, j), (j, i)):
             if stages[a].layers > candidate.chunks and may_compute(b, stages[b].layers + 1, stages[b].groups):
                 changed = list(stages)
-                changed[a] = Stage(stages[a].layers - 1, stages[a].groups)
-                changed[b] = Stage(stages[b].layers + 1, stages[b].groups)
+                changed[a] = stages[a].of(stages[a].layers - 1)
+                changed[b] = stages[b].of(stages[b].layers + 1)
                 yield candidate.with_(stages=tuple(changed))
 
 

@@ -472,7 +472,7 @@ def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
         yield c.with_(rows=rows, depths=depths)
         ends = [part / head for (part, _), head in zip(rows, heads)]
         layers = balanced(sum(s.layers for s in c.stages), rates, ends, c.chunks)
-        stages = tuple(Stage(n, s.groups) for s, n in zip(c.stages, layers))
+        stages = tuple(s.of(n) for s, n in zip(c.stages, layers))
         if stages != c.stages:
             yield c.with_(rows=rows, stages=stages, shares=None, depths=depths)
 
@@ -485,8 +485,8 @@ def _layers(c: Candidate) -> Iterator[Candidate]:
         for a, b in ((i, i + 1), (i + 1, i)):
             if c.stages[a].layers > c.chunks:
                 stages = list(c.stages)
-                stages[a] = Stage(stages[a].layers - 1, stages[a].groups)
-                stages[b] = Stage(stages[b].layers + 1, stages[b].groups)
+                stages[a] = stages[a].of(stages[a].layers - 1)
+                stages[b] = stages[b].of(stages[b].layers + 1)
                 yield c.with_(stages=tuple(stages), shares=None)
 
 

@@ -196,6 +196,7 @@ def neighbours(
     Args:
         spread: With a pool spread anew over its stages, which changes many of them at once.
     """
+    candidate = candidate.keeping()
     stages = _open(candidate)
     groups = tuple(s.groups for s in candidate.stages)
     for like in _settings(estimator, goal, candidate):

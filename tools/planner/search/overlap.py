@@ -25,7 +25,7 @@ MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int]:
     """Counts different stages beyond one per kind of GPU, stages with TP over PCIe, and stages of one layer."""
-    stages, intra = candidate.stages, estimator.network.intra
+    stages, intra = candidate.keeping().stages, estimator.network.intra
     shapes = {s.groups for s in stages}
     kinds = {frozenset(p for g in groups for p in g.pools) for groups in shapes}
     shared = sum(any(g.tp > 1 and intra[p] < SHARED_BUS for g in s.groups for p in g.pools) for s in stages)

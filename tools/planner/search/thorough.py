@@ -10,6 +10,7 @@ from math import inf
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
+from .balance import relieved
 from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
@@ -174,6 +175,7 @@ MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 HOPEFUL = 1.15  # starting points that look worse than a known plan by this factor will not be better
 _Sketched = tuple[float, tuple[int, int], Groups, Candidate]  # a guess, when it was made, and of what
+MOST_RELIEVED = 8  # plans of each schedule that run all layers again, and may keep some
 POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
@@ -450,7 +452,7 @@ def _promising(
     Args:
         hasty: Of many neighbours only the first are looked at, if one of them looks much better.
     """
-    here = book.sketch.value(tuple(s.groups for s in current.stages), current)
+    here = book.sketch.value(tuple(s.groups for s in current.keeping().stages), current)
     most = here * (1 + effort.near) if current in book.good else inf
     clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
     known = book.good[current][1] if current in book.good else book.estimator.estimate(current)
@@ -481,7 +483,7 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
     if not starts and book.nearest is not None:
         starts = [book.nearest[1]]
     for candidate in starts:
-        groups: Groups = tuple(s.groups for s in candidate.stages)
+        groups: Groups = tuple(s.groups for s in candidate.keeping().stages)
         for variant in schedule_variants(book.estimator, book.goal, candidate):
             book.try_groups(groups, variant)
     _even_seeds(book, limits)
@@ -538,6 +540,9 @@ def _even_variants(book: Book, groups: Groups, like: Candidate) -> list[Candidat
 def _polish(book: Book) -> None:
     """Change the best of each schedule a little: numbers of ministages, orders, layers, and no useless replicas."""
     for schedule in book.goal.allowed:
+        full = [c for c, _ in book.top(len(book.good), schedule.name) if c.recompute == "full"]
+        for candidate in full[:MOST_RELIEVED]:
+            book.try_relieved(book.try_candidate(candidate), candidate)
         for candidate, _ in book.top(2, schedule.name):
             for refined in schedule.refined(candidate):
                 book.try_groups(tuple(s.groups for s in candidate.stages), refined)
@@ -558,9 +563,9 @@ def _shift_layers(book: Book, current: Candidate) -> None:
             if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
                 continue
             changed = list(current.stages)
-            changed[i] = Stage(changed[i].layers - 1, changed[i].groups)
-            changed[j] = Stage(changed[j].layers + 1, changed[j].groups)
-            shifted = current.with_(stages=tuple(changed))
+            changed[i] = changed[i].of(changed[i].layers - 1)
+            changed[j] = changed[j].of(changed[j].layers + 1)
+            shifted = relieved(book.estimator, current.with_(stages=tuple(changed)))
             found = book.try_candidate(shifted)
             if found < score * (1 - 1e-9):
                 current, score, improved = shifted, found, True
