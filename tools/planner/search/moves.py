@@ -13,6 +13,7 @@ from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
 from ..errors import PlannerError
+from .balance import relieved
 from .book import Book, Groups
 from .outcome import Found, Goal
 from .pools import Limits, power_below
@@ -62,10 +63,10 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
 
     def simulated(depths: tuple[int, ...]) -> float | None:
         if depths not in tried:
-            estimate = _fitting(estimator, goal, candidate, depths)
-            if estimate is None:
+            fitting = _fitting(estimator, goal, candidate, depths)
+            if fitting is None:
                 return None
-            other = candidate.with_(depths=depths)
+            other, estimate = fitting
             try:
                 seconds = block_s(estimator, other, estimate)
             except PlannerError:
@@ -74,8 +75,8 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
         return tried[depths].iteration_s
 
     def estimated(depths: tuple[int, ...]) -> float | None:
-        estimate = found.estimate if depths == plain else _fitting(estimator, goal, candidate, depths)
-        return None if estimate is None else estimate.iteration_s
+        fitting = (candidate, found.estimate) if depths == plain else _fitting(estimator, goal, candidate, depths)
+        return None if fitting is None else fitting[1].iteration_s
 
     passes, transfers = _passes_s(estimator, candidate), estimator.transfer_times(candidate)
     if briefly:
@@ -104,10 +105,9 @@ def hide_transfers(book: Book) -> None:
             best[kind] = score, candidate
     for score, candidate in best.values():
         depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
-        deep = candidate.with_(depths=depths)
-        estimate = estimator.estimate(deep) if max(depths) > 1 else None
-        if estimate is not None and book.goal.value(estimate) < score * (1 - FASTER):
-            book.try_candidate(deep)
+        fitting = _fitting(estimator, book.goal, candidate, depths) if max(depths) > 1 else None
+        if fitting is not None and book.goal.value(fitting[1]) < score * (1 - FASTER):
+            book.try_candidate(fitting[0])
 
 
 def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
@@ -116,12 +116,15 @@ def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
     return tuple(2 + n if n else 1 for n in hidden)
 
 
-def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tuple[int, ...]) -> Estimate | None:
-    """Returns what the closed form says with these depths; None where that does not fit."""
-    other = candidate.with_(depths=depths)
+def _fitting(
+    estimator: Estimator, goal: Goal, candidate: Candidate, depths: tuple[int, ...]
+) -> tuple[Candidate, Estimate] | None:
+    """The candidate with these depths, which leave less memory for what is kept; None where that does not fit."""
+    other = relieved(estimator, candidate.with_(depths=depths))
     estimate = estimator.estimate(other)
-    fits = estimate is not None and estimator.fits(estimate) and goal.violation(other, estimate) == 0
-    return estimate if fits else None
+    if estimate is None or not estimator.fits(estimate) or goal.violation(other, estimate):
+        return None
+    return other, estimate
 
 
 def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
