@@ -210,7 +210,7 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
     odd = Candidate(stages, 1, "full")
     estimate = estimator.estimate(odd)
     assert estimate is not None
-    assert irregularity(estimator, odd) == (1, 0, 1) and irregularity(estimator, plain.candidate) == (0, 0, 0)
+    assert irregularity(estimator, odd) == (1, 0, 1, 0) and irregularity(estimator, plain.candidate) == (0, 0, 0, 0)
     for gpu, over_pcie in (("A40", 1), ("V100-32", 0)):  # whose NVLink is slow
         nodes = (NodeGroup(gpu=gpu, count=1, gpus_per_node=4),)
         with_tp = Candidate((Stage(6, (Group(0, 4, 1),)),), 1)
@@ -360,3 +360,17 @@ def test_it_does_not_overshoot():
     xs, ys = [1, 2, 4, 8], [1.0, 1.01, 5.0, 5.02]
     found = [interpolated(xs, ys, 1 + 7 * i / 100) for i in range(101)]
     assert found == sorted(found) and found[0] == 1.0 and found[-1] == pytest.approx(5.02)
+
+
+@pytest.mark.parametrize(("longer", "chosen"), [(1.008, 1), (1.012, 3)])
+def test_kinds_do_not_take_turns_for_nothing(longer: float, chosen: int) -> None:
+    nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=2) for gpu in ("A100-40", "A100-80"))
+    estimator = estimator_of(Cluster(nodes=nodes), MODEL)
+    plans = []
+    for pools, seconds in (((0, 1, 0, 1), 10.0), ((0, 0, 1, 1), 10.0 * longer)):
+        candidate = Candidate(tuple(Stage(3, (Group(pool, 1, 1),)) for pool in pools), 1, "full")
+        plans.append(Found(candidate, estimator.estimate(candidate), seconds, confirmed=True))
+    outcome = Outcome("auto", plans)
+    prefer_plain(estimator, Goal(), outcome)
+    assert irregularity(estimator, outcome.best.candidate) == (0, 0, 0, chosen)
+    assert (outcome.passed_over is not None) == (chosen == 1)

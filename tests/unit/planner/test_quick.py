@@ -466,7 +466,17 @@ def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
 
 def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     """To lay out such a table takes longer than many a search."""
-    row = {"stage": 0, "gpu": "A100", "place": "A100", "tp": 1, "cp": 1, "replicas": 1, "layers": 1, "recomputed": 0, "busy_s": 1.0}
+    row = {
+        "stage": 0,
+        "gpu": "A100",
+        "place": "A100",
+        "tp": 1,
+        "cp": 1,
+        "replicas": 1,
+        "layers": 1,
+        "recomputed": 0,
+        "busy_s": 1.0,
+    }
     row |= {"microbatches_per_replica": 1, "memory_bytes": {"weights": 1.0}, "total_bytes": 1.0, "fits": True}
     row |= {"capacity_bytes": 2.0, "state_share": None}
     names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload", "documents", "precision")

@@ -223,6 +223,7 @@ def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
     return [
         {
             "gpu": estimator.cluster.nodes[pool].gpu,
+            "place": estimator.cluster.place(estimator.cluster.nodes[pool]),
             "bytes_per_node": held,
             "limit_bytes": estimator.cluster.nodes[pool].host_memory_bytes,
         }
@@ -251,7 +252,7 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         limit = row["limit_bytes"]
         known = "; give host_memory_bytes in the cluster file" if limit is None else f", of {limit / GIB:.0f} GiB"
-        lines.append(f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node{known}")
+        lines.append(f"{row['place']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node{known}")
     return lines
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..costs.unit import Unit
 from ..inputs.cluster import NodeGroup
-from .finish import confirm
+from .finish import confirm, pools_of
 from .outcome import Found, Goal, Outcome, PassedOver, Shift
 
 SMALL = 0.005
@@ -23,14 +24,14 @@ NETWORK_OFF, KIND_OFF = 0.2, 0.1
 MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
 
 
-def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int]:
-    """Counts different stages beyond one per kind of GPU, stages with TP over PCIe, and stages of one layer."""
+def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int, int]:
+    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and turns of kinds."""
     stages, intra = candidate.keeping().stages, estimator.network.intra
     shapes = {s.groups for s in stages}
     kinds = {frozenset(p for g in groups for p in g.pools) for groups in shapes}
     shared = sum(any(g.tp > 1 and intra[p] < SHARED_BUS for g in s.groups for p in g.pools) for s in stages)
     short = sum(s.layers == 1 for s in stages) if len(stages) < estimator.model.num_layers else 0
-    return len(shapes) - len(kinds), shared, short
+    return len(shapes) - len(kinds), shared, short, sum(a != b for a, b in pairwise(pools_of(candidate)))
 
 
 def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
@@ -41,8 +42,11 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     limit, least = best.value(goal) * (1 + PLAINER), irregularity(estimator, best.candidate)
     near = [f for f in outcome.found if f.runnable and f.value(goal) <= limit]
     for found in sorted(near, key=lambda f: (irregularity(estimator, f.candidate), f.value(goal))):
-        if irregularity(estimator, found.candidate) >= least:
+        plainness = irregularity(estimator, found.candidate)
+        if plainness >= least:
             break
+        if plainness[:3] == least[:3] and found.value(goal) > best.value(goal) * (1 + PLAINER / 2):
+            continue  # kinds that take turns cost less trouble than stages that differ
         confirmed = confirm(estimator, goal, [found])
         if confirmed and confirmed[0].value(goal) <= limit:
             outcome.found = [confirmed[0], *[f for f in outcome.found if f is not found]]
@@ -53,10 +57,11 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
 
 def _in_words(estimator: Estimator, candidate: Candidate) -> str:
     """Returns what is irregular about a plan."""
-    _, shared, short = irregularity(estimator, candidate)
+    _, shared, short, turns = irregularity(estimator, candidate)
     words = f"{len(candidate.stages)} stages, {len({s.groups for s in candidate.stages})} different ones"
     words += f", {short} of one layer" if short else ""
-    return words + (f", {shared} with TP over PCIe" if shared else "")
+    words += f", {shared} with TP over PCIe" if shared else ""
+    return words + (f", kinds of GPU change {turns} times" if turns else "")
 
 
 def _passed_over(estimator: Estimator, best: Found, chosen: Found, is_plainer: bool) -> PassedOver:
