@@ -349,7 +349,7 @@ def big_plan(runner: Runner, big: BigPlan, folder: Path, which: str) -> Iterator
     kinds = rank_kinds(plan)
     chosen = {"first": kinds[:1], "last": kinds[-1:], "some": [kinds[0], kinds[len(kinds) // 2], kinds[-1]]}
     for kind in dict.fromkeys(chosen.get(which, kinds)):
-        rank = kind.ranks[0]
+        rank = kind[0]
         out = folder / f"rank-{rank}.json"
         words = ("--rank", str(rank), "--out", str(out), "--", *flags)
         entry: dict[str, Any] = {"name": big.name, "world_size": plan.world_size, "rank": rank}

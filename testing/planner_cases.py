@@ -19,7 +19,7 @@ from tools.planner.inputs.catalog import Gpu, catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.report.analysis import even_splits
+from tools.planner.report.analysis import even_stages
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import LESS, Book, Groups
@@ -370,14 +370,18 @@ def even_split_with_zero_2(cluster: Cluster, model: Model) -> tuple[float, str] 
     larger one, compared by rate.
     """
     best: tuple[float, str] | None = None
-    for width in (n for n in range(1, cluster.total_gpus + 1) if cluster.total_gpus % n == 0):
+    singles = [p for p, n in enumerate(cluster.nodes) for _ in range(n.quota)]
+    for width in (n for n in range(1, len(singles) + 1) if len(singles) % n == 0):
+        count = len(singles) // width
+        if model.num_layers % count:
+            continue
+        stages = even_stages(singles, 1, count, width, model.num_layers // count)
         wider = model.model_copy(
             update={"global_batch_size": -(-model.global_batch_size // width) * width, "micro_batch_sizes": ()}
         )
         estimator = with_catalog(cluster, wider)
-        for candidate in even_splits(estimator, 2):
-            if sum(g.count for g in candidate.stages[0].groups) != width:
-                continue
+        for batch, recompute in product(wider.batch_sizes, wider.recompute):
+            candidate = Candidate(stages, batch, recompute, zero_stage=2, even=True)
             estimate = estimator.estimate(candidate)
             if estimate is None or not estimator.fits(estimate):
                 continue

@@ -80,7 +80,7 @@ def test_merge_is_that_of_python(built, order):
         shape = some_shape(rng)
         limits = [rng.randint(1, 6) for _ in shape.devices]
         times = [[rng.choice((1.0, 1.5, rng.random())) for _ in shape.devices] for _ in range(2)]
-        mine = plain._Layout(shape).merge(built, limits, *times, order)
+        mine = plain._Layout(built, shape).merge(shape, limits, *times, order)
         theirs = fast_merge(shape, limits, *times, order)
         assert [list(map(bool, way)) for way in mine] == theirs
         different += any(len(set(way)) > 1 and way != sorted(way) for way in theirs)

@@ -284,6 +284,8 @@ def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tupl
 
 def simulate(options: argparse.Namespace) -> int:
     """Simulate a plan with its own routing."""
+    from megatron_het.schedule.view import visualize
+
     from ..costs.simulation import simulate_candidate
 
     if options.trace:
@@ -299,9 +301,11 @@ def simulate(options: argparse.Namespace) -> int:
     body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
     body["simulated_peak_bytes"] = list(found.peak_bytes)
     if options.trace:
-        _trace(found.result, options.trace)
-    if options.picture:
-        _picture(found.result, options.picture)
+        write_text(options.trace, json.dumps(visualize.chrome_trace(found.result)))
+    if options.picture and options.picture.endswith(".txt"):
+        write_text(options.picture, visualize.text_picture(found.result) + "\n")
+    elif options.picture:
+        visualize.draw(found.result, options.picture)
     written = [f"wrote {path}" for path in (options.trace, options.picture) if path]
     say(body, options, *summary_tables(body), *written)
     return 0
@@ -315,21 +319,6 @@ def refuse_unrunnable(made: Any, file: str) -> None:
         check_plan_alone(made)
     except PlanError as error:
         raise from_plan_error(file, error) from None
-
-
-def _trace(result: Any, path: str) -> None:
-    from megatron_het.schedule.view.visualize import chrome_trace
-
-    write_text(path, json.dumps(chrome_trace(result)))
-
-
-def _picture(result: Any, path: str) -> None:
-    from megatron_het.schedule.view.visualize import draw, text_picture
-
-    if path.endswith(".txt"):
-        write_text(path, text_picture(result) + "\n")
-    else:
-        draw(result, path)
 
 
 def profile(options: argparse.Namespace) -> int:

@@ -36,11 +36,7 @@ RANK_FILE = "rank-{rank}.json"
 _LAST_LINES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class RankKind:
-    """Ranks that hold, compute and send alike."""
-
-    ranks: tuple[int, ...]  # all of them, ascending; the first one is run
+RankKind = tuple[int, ...]  # ranks that hold, compute and send alike, ascending; the first one is run
 
 
 def rank_kinds(plan: Plan) -> list[RankKind]:
@@ -62,7 +58,7 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
                 device = replica.devices[part] if replica.cp_devices else ""
                 key = s, replica.cut, replica.cp, tokens, device, alike, replica.state_share, shape
                 found.setdefault(key, []).extend(replica.tp_group(part))
-    return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
+    return [tuple(sorted(ranks)) for ranks in found.values()]
 
 
 # fmt: off
@@ -105,8 +101,8 @@ def dry_run(options: argparse.Namespace) -> int:
     flags = rank_flags(plan, model, options.plan, options.flags)
     check_planned_precision(plan, model, str(options.plan))
     kinds = _chosen(plan, options)
-    found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
-    rows = [_row(plan, kind, found.get(kind.ranks[0])) for kind in kinds]
+    found = run_ranks([k[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
+    rows = [_row(plan, kind, found.get(kind[0])) for kind in kinds]
     body = {"plan": options.plan, "world_size": plan.world_size, "kernels": options.kernels, "ranks": rows}
     body["model_notes"] = model.notes
     if options.out:
@@ -121,9 +117,9 @@ def _chosen(plan: Plan, options: argparse.Namespace) -> list[RankKind]:
         for rank in options.rank:
             if rank >= plan.world_size:
                 raise PlannerError("command line", "--rank", rank, f"the plan has ranks 0 to {plan.world_size - 1}")
-        return [RankKind((rank,)) for rank in dict.fromkeys(options.rank)]
+        return [(rank,) for rank in dict.fromkeys(options.rank)]
     if options.all:
-        return [RankKind((rank,)) for rank in range(plan.world_size)]
+        return [(rank,) for rank in range(plan.world_size)]
     return rank_kinds(plan)
 
 
@@ -218,8 +214,8 @@ def _reason(lines: Sequence[str], ended: str) -> str:
 
 def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, Any]:
     """A rank's figures beside what the plan predicts."""
-    rank = kind.ranks[0]
-    row: dict[str, Any] = {"rank": rank, "stands_for": len(kind.ranks), "ranks": list(kind.ranks)} | (found or {})
+    rank = kind[0]
+    row: dict[str, Any] = {"rank": rank, "stands_for": len(kind), "ranks": list(kind)} | (found or {})
     row["device"] = next(r.device_of(rank) for s in plan.stages for r in s.replicas if rank in r.ranks)
     if plan.predicted is not None:
         mine = next((r for r in plan.predicted.per_rank if r.rank == rank), None)
@@ -452,20 +448,20 @@ class Verifier:
             self._now = folder, len(kinds)
             save_plan(plan, folder / "plan.json")
             flags = rank_flags(plan, self._model, str(folder / "plan.json"), [])
-            ranks = [kind.ranks[0] for kind in kinds]
+            ranks = [kind[0] for kind in kinds]
             results = run_ranks(ranks, flags, RANK_S, kernels, bound_s=left_s, folder=folder) if left_s > 0 else {}
             self._now = None
         self._spent_s += time.monotonic() - start_s
-        kinds.sort(key=lambda kind: kind.ranks)
+        kinds.sort()
         late = {"error": f"not run: --verify-limit-s {self._limit_s:g} was spent"}
-        return [_check(plan, kind, results.get(kind.ranks[0], late), memory, gpus) for kind in kinds]
+        return [_check(plan, kind, results.get(kind[0], late), memory, gpus) for kind in kinds]
 
 
 def _predicted(
     plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]
 ) -> tuple[str, GroupMemory]:
     """GPU of a kind of rank, and what the planner's formulas say of its memory."""
-    rank = kind.ranks[0]
+    rank = kind[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
     mine = [m for m in memory if m.stage == s and m.group.tp == replica.tp] or [m for m in memory if m.stage == s]
     mine = [m for m in mine if gpus[m.group.pool] == replica.device_of(rank)] or mine
@@ -485,8 +481,8 @@ def _check(
     gpu, said = _predicted(plan, kind, memory, gpus)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
-        rank=kind.ranks[0],
-        stands_for=len(kind.ranks),
+        rank=kind[0],
+        stands_for=len(kind),
         stage=said.stage,
         gpu=gpu,
         needed_bytes=peak,

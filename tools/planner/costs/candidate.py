@@ -138,6 +138,12 @@ class Candidate(NamedTuple):
         ]
         return self.with_(stages=tuple(stages), chunk_counts=self.chunk_counts)
 
+    def shifted(self, a: int, b: int) -> "Candidate":
+        """Returns the candidate with a layer less on stage ``a`` and one more on stage ``b``."""
+        stages = list(self.stages)
+        stages[a], stages[b] = stages[a].of(stages[a].layers - 1), stages[b].of(stages[b].layers + 1)
+        return self.with_(stages=tuple(stages))
+
     def chunks_of(self, s: int) -> int:
         """Model chunks of a stage."""
         return self.chunk_counts[s] if self.chunk_counts else self.chunks

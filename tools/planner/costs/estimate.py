@@ -5,8 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_het.plan.validate import most_chunks
 
@@ -162,30 +161,9 @@ __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "
 
 
 class Estimator(OperatingPoints):
-    """Evaluates candidates for one cluster and model.
-
-    Attributes:
-        known_estimates, known_seconds: What was evaluated and simulated; parts of a cluster are searched again and
-            again, and meet the same candidates.
-        known_blocks: By candidate, what was made to simulate it in other orders too (``simulation.py``).
-    """
+    """Evaluates candidates for one cluster and model."""
 
     evaluations = 0  # how many candidates have been evaluated
-
-    @cached_property
-    def known_estimates(self) -> dict[Candidate, Estimate | None]:
-        """By candidate; None where there are no figures."""
-        return {}
-
-    @cached_property
-    def known_blocks(self) -> dict[Candidate, Any]:
-        """By candidate in one order."""
-        return {}
-
-    @cached_property
-    def known_seconds(self) -> dict[tuple[Candidate, bool], float | PlannerError]:
-        """By candidate, and whether the whole plan was simulated."""
-        return {}
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
         """Returns what ``simulate`` says of the candidate, asked once; raises PlannerError."""

@@ -14,7 +14,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
-from .candidate import Candidate, Group, Passes, SequencePart, StageTimes, layers_at
+from .candidate import Candidate, Estimate, Group, Passes, SequencePart, StageTimes, layers_at
 from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
 from .unit import Unit, mixed, unit_of_kinds, unit_of_parts
 
@@ -217,6 +217,11 @@ class OperatingPoints:
         self.known_points: dict[object, Candidate] = {}
         self.known_sketches: dict[str, Any] = {}  # of plans that are changed, by objective
         self.known_refined: dict[Any, dict[Candidate, Any]] = {}  # where refinements that came by a plan end, by goal
+        # known_estimates, known_seconds: what was evaluated, and simulated (with whether it was the whole plan);
+        # parts of a cluster are searched again and again, and meet the same candidates
+        self.known_estimates: dict[Candidate, Estimate | None] = {}
+        self.known_seconds: dict[tuple[Candidate, bool], float | PlannerError] = {}
+        self.known_blocks: dict[Candidate, Any] = {}  # what was made to simulate one in other orders too
         self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
         mixed = model.element_bytes == 2

@@ -94,11 +94,7 @@ def _require_own(path: Path) -> None:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     """With the types of its functions, which C does not tell."""
-    ints, doubles, octets = (
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.POINTER(ctypes.c_double),
-        ctypes.POINTER(ctypes.c_uint8),
-    )
+    ints, doubles, octets = (ctypes.POINTER(kind) for kind in (c_int32, c_double, c_uint8))
     shape: list[Any] = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ints, ints, ints, ints]
     found.het_merge.argtypes = [*shape, ints, doubles, doubles, ctypes.c_int32, octets, ints]
     found.het_merge.restype = ctypes.c_int
@@ -434,30 +430,24 @@ class _Part:
     """One part of the pipelines, as the compiled loops want it."""
 
     def __init__(self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs) -> None:
-        self._compiled, self._shape, self._speeds = compiled, part.shape, speeds
-        self._layout = _Layout(part.shape)
+        self._shape, self._speeds, self._layout = part.shape, speeds, _Layout(compiled, part.shape)
         self._timing = _Timing(part.shape, part.devices, costs)
         self._mine = np.array(self._layout.mine, dtype=np.int64)
         self._device = np.repeat(np.arange(len(part.devices)), 2 * np.diff(self._layout.at))
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
-        orders = ways(self._shape, self._speeds, merge=self._merge, **parameters)
+        orders = ways(self._shape, self._speeds, merge=self._layout.merge, **parameters)
         back = np.frombuffer(b"".join(map(bytes, orders)), dtype=np.uint8).astype(np.int64)
         microbatch = np.empty_like(back)
         microbatch[back == 0] = microbatch[back == 1] = self._mine  # both kinds run in ascending order
         return self._timing.seconds(self._device, back, microbatch)
 
-    def _merge(
-        self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
-    ) -> Ways:
-        return self._layout.merge(self._compiled, limits, forward_s, backward_s, order)
-
 
 class _Layout:
     """A shape as the compiled loops want it."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, compiled: ctypes.CDLL, shape: Shape) -> None:
+        self._compiled = compiled
         count = len(shape.devices)
         mine = [shape.microbatches_of(d) for d in range(count)]
         self.at = [0, *accumulate(map(len, mine))]
@@ -474,19 +464,14 @@ class _Layout:
         )
 
     def merge(
-        self,
-        compiled: ctypes.CDLL,
-        limits: Sequence[int],
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        order: str,
+        self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
     ) -> Ways:
         """Returns what ``fast_merge`` says."""
         out, done = (c_uint8 * (2 * self.at[-1]))(), (c_int32 * len(limits))()
         # Nobody has more in flight than there are microbatches.
-        most = [min(n, self.shape.microbatches) for n in limits]
+        most = [min(n, shape.microbatches) for n in limits]
         passes = _doubles(forward_s), _doubles(backward_s)
-        if compiled.het_merge(*self.arguments, _ints(most), *passes, ORDERS.index(order), out, done):
+        if self._compiled.het_merge(*self.arguments, _ints(most), *passes, ORDERS.index(order), out, done):
             raise MemoryError
         found = bytes(out)
         return [found[2 * at : 2 * at + n] for at, n in zip(self.at, done)]

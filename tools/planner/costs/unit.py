@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,43 +89,35 @@ class Unit:
         return out
 
 
+_OF_LAYERS = ("layer_f", "layer_b", "attention_f", "attention_b", "pass_f", "pass_b")
+
+
+def _means(units: Sequence[tuple[Unit, float]], total: float) -> dict[str, Any]:
+    """Figures of a layer in the mean, each unit with its part of the total."""
+    found = {name: sum(n * getattr(u, name) for u, n in units) / total for name in (*_OF_LAYERS, "layer_bytes")}
+    sliced = sum(n * u.layer_bytes * u.sliced_share for u, n in units) / total
+    return found | {"sliced_share": sliced / found["layer_bytes"] if found["layer_bytes"] else 1.0}
+
+
 def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -> Unit:
     """The unit of a stage whose layers are of these kinds, each with its layers in every chunk."""
     counted = [(of, sum(chunks)) for of, chunks in kinds]
     total = sum(count for _, count in counted)
     if not total:
         return unit
-
-    def mean(name: str) -> float:
-        return sum(count * getattr(of, name) for of, count in counted) / total
-
-    kept = mean("layer_bytes")
-    sliced = sum(count * of.layer_bytes * of.sliced_share for of, count in counted) / total
     return replace(
         unit,
-        layer_f=mean("layer_f"),
-        layer_b=mean("layer_b"),
-        layer_bytes=kept,
-        layer_parameters=mean("layer_parameters"),
-        attention_f=mean("attention_f"),
-        attention_b=mean("attention_b"),
-        pass_f=mean("pass_f"),
-        pass_b=mean("pass_b"),
+        **_means(counted, total),
+        layer_parameters=sum(count * of.layer_parameters for of, count in counted) / total,
         workspace_bytes=max(of.workspace_bytes for of, count in counted if count),
-        sliced_share=sliced / kept if kept else 1.0,
         kinds=kinds,
     )
 
 
 def mixed(again: Unit, kept: Unit, share: float) -> Unit:
     """The unit of a stage that keeps the activations of a share of its layers, and runs the others again."""
-    names = ("layer_f", "layer_b", "layer_bytes", "attention_f", "attention_b", "pass_f", "pass_b")
-    found = {name: (1 - share) * getattr(again, name) + share * getattr(kept, name) for name in names}
-    sliced = (1 - share) * again.layer_bytes * again.sliced_share + share * kept.layer_bytes * kept.sliced_share
     kinds = tuple((mixed(a, k, share), chunks) for (a, chunks), (k, _) in zip(again.kinds, kept.kinds))
-    return replace(
-        kept if share == 1 else again, **found, sliced_share=sliced / (found["layer_bytes"] or 1.0), kinds=kinds
-    )
+    return replace(kept if share == 1 else again, **_means([(again, 1 - share), (kept, share)], 1.0), kinds=kinds)
 
 
 def unit_of_parts(units: Sequence[Unit]) -> Unit:
@@ -134,11 +127,10 @@ def unit_of_parts(units: Sequence[Unit]) -> Unit:
     """
     slowest = max(units, key=lambda u: u.layer_f + u.layer_b)
     fullest = max(units, key=lambda u: u.layer_bytes / u.capacity_bytes)
-    layers = ("layer_f", "layer_b", "attention_f", "attention_b", "pass_f", "pass_b")
     ends = ("embedding_f", "embedding_b", "head_f", "head_b")
     return replace(
         fullest,
-        **{name: getattr(slowest, name) for name in layers},
+        **{name: getattr(slowest, name) for name in _OF_LAYERS},
         **{name: max(getattr(u, name) for u in units) for name in ends},
         kinds=tuple(
             (unit_of_parts([u.kinds[i][0] for u in units]), chunks) for i, (_, chunks) in enumerate(fullest.kinds)

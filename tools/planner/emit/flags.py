@@ -144,11 +144,15 @@ def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
 
 def common_arguments(plan: Plan) -> list[str]:
     """Flags that all plans of one training have in common; the rest comes from the plan of the moment."""
+    return [*_batch_and_precision(plan), "--dist-ckpt-optim-fully-reshardable"]
+
+
+def _batch_and_precision(plan: Plan, batch_sizes: str = "") -> list[str]:
     training = plan.training
-    words = ["--global-batch-size", str(training.global_batch_size), "--calculate-per-token-loss"]
-    if training.precision in ("bf16", "fp16"):
-        words.append(f"--{training.precision}")
-    return [*words, "--dist-ckpt-optim-fully-reshardable"]
+    size = ["--global-batch-size", str(training.global_batch_size)]
+    # Any routing of microbatches gives the same training only with this.
+    words = [*(["--step-batch-size-schedule", batch_sizes] if batch_sizes else size), "--calculate-per-token-loss"]
+    return words + ([f"--{training.precision}"] if training.precision in ("bf16", "fp16") else [])
 
 
 def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
@@ -159,16 +163,7 @@ def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
         batch_sizes: Megatron's schedule of global batch sizes, which stands in place of the plan's size.
     """
     training = plan.training
-    words = ["--micro-batch-size", str(training.micro_batch_size)]
-    words += (
-        ["--step-batch-size-schedule", batch_sizes]
-        if batch_sizes
-        else ["--global-batch-size", str(training.global_batch_size)]
-    )
-    # Any routing of microbatches gives the same training only with this.
-    words.append("--calculate-per-token-loss")
-    if training.precision in ("bf16", "fp16"):
-        words.append(f"--{training.precision}")
+    words = ["--micro-batch-size", str(training.micro_batch_size), *_batch_and_precision(plan, batch_sizes)]
     if training.sequence_parallel:
         words.append("--sequence-parallel")
     if training.recompute == "full":

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,30 +83,20 @@ class ProfileSettings:
     def points(self) -> list[Point]:
         """Every point to measure, cheap ones first within a TP size."""
         slices = self.fitting_slices() or (self.model.seq_length,)
-        found: dict[Point, None] = {}
         kinds: tuple[LayerKind, ...] = ("embedding", "layer", "head")
         if self.model.experts is not None and self.model.experts.dense:
             kinds = ("embedding", "layer", "dense", "head")
         if self.model.kinds:
             layers = dict.fromkeys(MEASURED_AS[symbol] for symbol in self.model.kinds)
             kinds = ("embedding", *layers, "head")
-        for tp, tokens, batch, recompute, layer in itertools.product(
-            self.tp, slices, self.micro_batch_sizes, self.recompute, kinds
-        ):
-            kept = "none" if layer in ENDS else recompute
-            for ep, windowed in self._variants(layer, tp):
-                found[
-                    Point(
-                        layer=layer,
-                        micro_batch_size=batch,
-                        tp=tp,
-                        slice_tokens=tokens,
-                        recompute=kept,  # type: ignore[arg-type]
-                        ep=ep,
-                        windowed=windowed,
-                    )
-                ] = None
-        return list(found)
+        found = [
+            Point(layer, batch, tp, tokens, "none" if layer in ENDS else recompute, *variant)  # type: ignore[arg-type]
+            for tp, tokens, batch, recompute, layer in itertools.product(
+                self.tp, slices, self.micro_batch_sizes, self.recompute, kinds
+            )
+            for variant in self._variants(layer, tp)
+        ]
+        return list(dict.fromkeys(found))
 
     def _variants(self, layer: LayerKind, tp: int) -> Iterator[tuple[int, bool]]:
         """Expert-parallel sizes, and attention with the window and without."""
@@ -230,22 +221,11 @@ def largest(fits: Any, limit: int = 1 << 16) -> int:
         fits: Function of the micro batch size; False when it ran out of memory.
         limit: Stop doubling here.
     """
-    good, bad = 0, None
     size = 1
-    while size <= limit:
-        if not fits(size):
-            bad = size
-            break
-        good, size = size, size * 2
-    if bad is None:
-        return good
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+    while size <= limit and fits(size):
+        size *= 2
+    good, between = size // 2, range(size // 2 + 1, size if size <= limit else 0)
+    return good + bisect_left(between, True, key=lambda middle: not fits(middle))
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -225,16 +225,9 @@ def _corrected_profile(
 
 def _slower_device(device: DeviceProfile, name: str, factors: Factors) -> DeviceProfile:
     forward, backward = factors
-    timings = [
-        replace(
-            t,
-            forward_s=t.forward_s * forward,
-            backward_s=t.backward_s * backward,
-            fixed_forward_s=t.fixed_forward_s * forward,
-            fixed_backward_s=t.fixed_backward_s * backward,
-        )
-        for t in device.timings
-    ]
+    by = {"forward_s": forward, "backward_s": backward, "fixed_forward_s": forward, "fixed_backward_s": backward}
+    changed = [{name: getattr(t, name) * factor for name, factor in by.items()} for t in device.timings]
+    timings = [replace(t, **figures) for t, figures in zip(device.timings, changed)]
     return replace(device, kind=name, timings=timings)
 
 

@@ -26,22 +26,6 @@ from .tables import describe, unpriced
 MOST_GROUPS = 4  # up to so many node groups every choice of them is tried; beyond it all, each kind and each region
 
 
-def even_splits(estimator: Estimator, zero: int | None = None) -> list[Candidate]:
-    """All GPUs with TP 1, equal stages of each size, equal batches.
-
-    Args:
-        zero: ZeRO stage; by default that of Megatron's distributed optimizer where the model allows it.
-    """
-    model = estimator.model
-    singles = [p for p, n in enumerate(estimator.cluster.nodes) for _ in range(n.quota)]
-    out = []
-    for count in (k for k in range(1, min(len(singles), model.num_layers) + 1) if len(singles) % k == 0):
-        if model.num_layers % count == 0:
-            stages = _stages(singles, 1, count, len(singles) // count, model.num_layers // count)
-            out += _operating_points(estimator, stages, zero)
-    return out
-
-
 def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
     """Plans that stock Megatron can run: one TP and EP size, equal stages with equal replicas, equal batches (1F1B).
 
@@ -97,31 +81,19 @@ def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> 
         total = model.global_batch_size // batch
         width = next((w for w in range(len(seats) // count, 0, -1) if total % w == 0), 0)
         if width not in stages:
-            stages[width] = _stages(seats, tp, count, width, model.num_layers // count)
-        for plain in _operating_points(estimator, stages[width], None, (batch,)):
+            stages[width] = even_stages(seats, tp, count, width, model.num_layers // count)
+        for recompute in model.recompute:
+            plain = Candidate(stages[width], batch, recompute, zero_stage=int(model.distributed_optimizer), even=True)
             yield from dict.fromkeys((plain, *(plain.over_replicas(ep) for ep in sizes_over_replicas(estimator))))
 
 
-def _stages(seats: list[int], tp: int, count: int, width: int, layers: int) -> tuple[Stage, ...]:
+def even_stages(seats: list[int], tp: int, count: int, width: int, layers: int) -> tuple[Stage, ...]:
     """Stages of ``width`` replicas each, in the order of the seats (the node group of each TP group)."""
     out = []
     for s in range(count):
         mine = seats[s * width : (s + 1) * width]
         out.append(Stage(layers, tuple(Group(p, tp, mine.count(p)) for p in dict.fromkeys(mine))))
     return tuple(out)
-
-
-def _operating_points(
-    estimator: Estimator, stages: tuple[Stage, ...], zero: int | None, batches: tuple[int, ...] | None = None
-) -> list[Candidate]:
-    model = estimator.model
-    if zero is None:
-        zero = 1 if model.distributed_optimizer else 0
-    return [
-        Candidate(stages, batch, recompute, zero_stage=zero, even=True)
-        for batch in batches or model.batch_sizes
-        for recompute in model.recompute
-    ]
 
 
 # Plans that differ from the best one in kind: in schedule, number of stages, TP or GPUs used.

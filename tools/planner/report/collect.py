@@ -15,7 +15,7 @@ from ..costs.candidate import Candidate, rank_parameters
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import schedule_of
 from ..costs.simulation import Simulation, simulate_candidate
-from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.cluster import Cluster
 from ..inputs.packing import Seat
 from .data import ClusterMap, Figure, Lane, LinkOnMap, NodeOnMap, PageData, PoolOnMap, TimelineData, ZoneOnMap
 from .tables import part_in_words, state_in_words, summary
@@ -143,23 +143,20 @@ def _pools(estimator: Estimator, plan: Plan, seated: Seats) -> list[PoolOnMap]:
             )
             for k in range(count)
         ]
-        out.append(_pool(estimator, node, used, nodes, text))
+        price = node.usd_per_gpu_hour
+        pool_on_map = PoolOnMap(
+            gpu=node.gpu,
+            gpus_per_node=node.gpus_per_node,
+            count=node.count,
+            used_gpus=used,
+            quota=node.quota,
+            usd_per_gpu_hour=cluster.gpu(node.gpu).usd_per_hour if price is None else price,
+            network_bytes_per_s=node.network_bytes_per_s,
+            nodes=nodes,
+            left_out=text,
+        )
+        out.append(pool_on_map)
     return out
-
-
-def _pool(estimator: Estimator, node: NodeGroup, used: int, nodes: list[NodeOnMap], left_out: str) -> PoolOnMap:
-    price = node.usd_per_gpu_hour
-    return PoolOnMap(
-        gpu=node.gpu,
-        gpus_per_node=node.gpus_per_node,
-        count=node.count,
-        used_gpus=used,
-        quota=node.quota,
-        usd_per_gpu_hour=estimator.cluster.gpu(node.gpu).usd_per_hour if price is None else price,
-        network_bytes_per_s=node.network_bytes_per_s,
-        nodes=nodes,
-        left_out=left_out,
-    )
 
 
 def _zones(cluster: Cluster) -> list[ZoneOnMap]:

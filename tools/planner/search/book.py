@@ -2,6 +2,7 @@
 
 from array import array
 from collections import defaultdict
+from collections.abc import Callable
 from ctypes import addressof, c_double
 from math import inf
 from struct import Struct
@@ -467,24 +468,16 @@ class Book:
                 self.scores[key] = (inf, None)
                 return inf, None
             candidate = self._balance(key, groups, like, like.slack or SLACK)
-            found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
-            for slack in LESS if candidate is not None and self._needs_less(candidate, found[0]) else ():
-                tight = self._balance(key, groups, like, slack)
-                if tight is None:
-                    continue
-                found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
-                if tight in self.good:
-                    break
+            found = inf, None
+            if candidate is not None:
+                found = self.try_slack(candidate, lambda slack: self._balance(key, groups, like, slack))
             if found[0] <= RELIEVED * self.to_beat:
                 found = self.try_relieved(*found)
             candidate = found[1]
-            old = self.by_stages.get(len(groups))
-            if candidate is not None and (old is None or found[0] < old[0]):
-                self.by_stages[len(groups)] = (found[0], candidate)
-            if candidate is not None and len({sum(g.count for g in stage) for stage in groups}) == 1:
-                old = self.alike.get(len(groups))
-                if old is None or found[0] < old[0]:
-                    self.alike[len(groups)] = (found[0], candidate)
+            is_even = len({sum(g.count for g in stage) for stage in groups}) == 1
+            for best in (self.by_stages, self.alike) if is_even else (self.by_stages,):
+                if candidate is not None and found[0] < best.get(len(groups), (inf, None))[0]:
+                    best[len(groups)] = found[0], candidate
             self.scores[key] = found
         return found
 
@@ -512,11 +505,19 @@ class Book:
             self.balanced[key, slack] = balance(self.estimator, groups, like.with_(slack=slack, depths=()))
         return self.balanced[key, slack]
 
-    def try_slack(self, candidate: Candidate) -> tuple[float, Candidate]:
-        """With slack in flight where that fits, without it where only that fits."""
+    def try_slack(
+        self, candidate: Candidate, with_slack: Callable[[float], Candidate | None] | None = None
+    ) -> tuple[float, Candidate]:
+        """With slack in flight where that fits, without it where only that fits.
+
+        Args:
+            with_slack: Makes the candidate with other slack; by default nothing else is changed.
+        """
         found = (self.try_candidate(candidate), candidate)
         for slack in LESS if self._needs_less(candidate, found[0]) else ():
-            tight = candidate.with_(slack=slack)
+            tight = with_slack(slack) if with_slack else candidate.with_(slack=slack)
+            if tight is None:
+                continue
             found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
             if tight in self.good:
                 break

@@ -1,5 +1,6 @@
 """The end of every search: finalists are put into real zones, simulated event by event, and ordered by that."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -88,10 +89,8 @@ def _hopeful(
         if candidate in seen:
             continue
         seen.add(candidate)
-        estimate = estimator.estimate(candidate, goal.seconds(estimator, candidate, most))
-        if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
-            continue
-        if goal.value(estimate) <= most:
+        estimate = goal.usable(estimator, candidate, most_s=goal.seconds(estimator, candidate, most))
+        if estimate is not None and goal.value(estimate) <= most:
             found.append((goal.value(estimate), len(found), candidate, estimate))
     return [(candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2])]
 
@@ -147,10 +146,7 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
     for i, j in combinations(range(len(stages)), 2):
         for a, b in ((i, j), (j, i)):
             if stages[a].layers > candidate.chunks and may_compute(b, stages[b].layers + 1, stages[b].groups):
-                changed = list(stages)
-                changed[a] = stages[a].of(stages[a].layers - 1)
-                changed[b] = stages[b].of(stages[b].layers + 1)
-                yield candidate.with_(stages=tuple(changed))
+                yield candidate.shifted(a, b)
 
 
 Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
@@ -225,6 +221,34 @@ def finish(
     outcome.found, outcome.evaluations = confirm(estimator, goal, found, bound), book.estimator.evaluations
     if not outcome.found and book.nearest is not None:
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
+
+
+def of_method(
+    name: str,
+    book: Book,
+    estimator: Estimator,
+    goal: Goal,
+    effort: Effort,
+    *,
+    bound_s: float,
+    look: Callable[[], None],
+    place: Callable[[Candidate], Candidate] = lambda candidate: candidate,
+) -> Outcome:
+    """The outcome of a published method; Ctrl-C ends it with the best so far.
+
+    Args:
+        bound_s: Time of a plan that is known already.
+        look: Fills the book.
+        place: Puts a candidate into the real zones.
+    """
+    started, outcome = time.process_time(), Outcome(name)
+    try:
+        look()
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), place, bound=bound_s)
+    outcome.cpu_s = time.process_time() - started
+    return outcome
 
 
 def _finalists(
@@ -410,10 +434,8 @@ def _placed(
         return None
     if real == candidate:
         return real, estimate
-    again = estimator.estimate(real)
-    if again is None or not estimator.fits(again) or goal.violation(real, again) > 0:
-        return None
-    return real, again
+    again = goal.usable(estimator, real)
+    return None if again is None else (real, again)
 
 
 def _simulated(

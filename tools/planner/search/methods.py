@@ -76,18 +76,13 @@ def with_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
     Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
     too, and activations wait in main memory, as few as fits.
     """
-    ways = [(s, 2 if s.name == "interleaved" else 1) for s in goal.allowed if s.name in ("1f1b", "interleaved")]
-    settings = [
-        (schedule.name, chunks, batch, recompute, ep)
-        for schedule, chunks in ways
-        for batch in estimator.model.batch_sizes[:_BATCHES]
-        for recompute in estimator.model.recompute
-        for ep in sizes_over_replicas(estimator)
-    ]
+    model, ways = estimator.model, [(s.name, 2 if s.name == "interleaved" else 1) for s in goal.allowed]
+    ways = [way for way in ways if way[0] in ("1f1b", "interleaved")]
+    settings = list(product(ways, model.batch_sizes[:_BATCHES], model.recompute, sizes_over_replicas(estimator)))
     for is_split in (False, True) if settings else ():
         for stages, _ in _shapes(estimator, (1,), has_ends=not is_split):
-            rows = rows_of((1,) * len(stages), estimator.model.tied_embeddings) if is_split else ()
-            for name, chunks, batch, recompute, ep in settings:
+            rows = rows_of((1,) * len(stages), model.tied_embeddings) if is_split else ()
+            for (name, chunks), batch, recompute, ep in settings:
                 yield Candidate(stages, batch, recompute, name, chunks, rows=rows).over_replicas(ep)
 
 
@@ -340,12 +335,7 @@ def _promising(
 
 
 def _usable(estimator: Estimator, goal: Goal, candidate: Candidate, fits: bool = True) -> Estimate | None:
-    if not schedule_of(candidate).runs(estimator, candidate):
-        return None
-    estimate = estimator.estimate(candidate)
-    if estimate is None or goal.violation(candidate, estimate) > 0:
-        return None
-    return estimate if not fits or estimator.fits(estimate) else None
+    return goal.usable(estimator, candidate, fits=fits) if schedule_of(candidate).runs(estimator, candidate) else None
 
 
 def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found | None:
@@ -484,10 +474,7 @@ def _layers(c: Candidate) -> Iterator[Candidate]:
     for i in range(len(c.stages) - 1):
         for a, b in ((i, i + 1), (i + 1, i)):
             if c.stages[a].layers > c.chunks:
-                stages = list(c.stages)
-                stages[a] = stages[a].of(stages[a].layers - 1)
-                stages[b] = stages[b].of(stages[b].layers + 1)
-                yield c.with_(stages=tuple(stages), shares=None)
+                yield c.shifted(a, b).with_(shares=None)
 
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
@@ -545,14 +532,10 @@ def _distinct(found: list[Found]) -> list[Found]:
 
 def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> Outcome:
     """Modules are imported when needed."""
-    if method == "zorse":
-        from .papers import search_zorse
+    if method in ("zorse", "sailor"):
+        from .papers import search_sailor, search_zorse
 
-        return search_zorse(estimator, goal, progress)
-    if method == "sailor":
-        from .papers import search_sailor
-
-        return search_sailor(estimator, goal, progress)
+        return (search_zorse if method == "zorse" else search_sailor)(estimator, goal, progress)
     if method == "poplar":
         from .poplar import search_poplar
 

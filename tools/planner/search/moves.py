@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, permutations
 from math import ceil
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
@@ -121,10 +121,8 @@ def _fitting(
 ) -> tuple[Candidate, Estimate] | None:
     """The candidate with these depths, which leave less memory for what is kept; None where that does not fit."""
     other = relieved(estimator, candidate.with_(depths=depths))
-    estimate = estimator.estimate(other)
-    if estimate is None or not estimator.fits(estimate) or goal.violation(other, estimate):
-        return None
-    return other, estimate
+    estimate = goal.usable(estimator, other)
+    return None if estimate is None else (other, estimate)
 
 
 def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
@@ -272,16 +270,9 @@ def _without(stages: Stages) -> Iterator[Stages]:
             yield [s for s in kept if s]
 
 
-def _pairs(count: int, bottleneck: int) -> Iterator[tuple[int, int]]:
-    for i in range(count):
-        for j in range(count):
-            if i != j and (count <= 4 or bottleneck in (i, j)):
-                yield i, j
-
-
 def _moved(stages: Stages, bottleneck: int) -> Iterator[Stages]:
-    for i, j in _pairs(len(stages), bottleneck):
-        for key, count in stages[i].items():
+    for i, j in permutations(range(len(stages)), 2):
+        for key, count in stages[i].items() if len(stages) <= 4 or bottleneck in (i, j) else ():
             for n in _amounts(count):
                 changed = _copied(stages, i, j)
                 changed[i][key] -= n

@@ -133,6 +133,20 @@ class Goal:
             miss += over
         return value * (1 + PENALTY * miss) + (PENALTY * value if miss > 0 else 0.0)
 
+    def usable(
+        self, estimator: Estimator, candidate: Candidate, *, most_s: float = inf, fits: bool = True
+    ) -> Estimate | None:
+        """Returns the closed form of a candidate that holds all constraints, None for others.
+
+        Args:
+            most_s: Of what takes longer nothing need be said.
+            fits: Memory is a constraint.
+        """
+        estimate = estimator.estimate(candidate, most_s)
+        if estimate is None or (fits and not estimator.fits(estimate)) or self.violation(candidate, estimate) > 0:
+            return None
+        return estimate
+
 
 PENALTY = 100.0
 

@@ -1,10 +1,9 @@
 """Planners of Zorse (splitting the bandwidth graph) and Sailor (dynamic programming over stages and resources)."""
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 from ..costs.build import chunk_layers
@@ -12,7 +11,7 @@ from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import MINISTAGES
 from .book import Book, Groups
-from .finish import finish
+from .finish import of_method
 from .outcome import NORMAL, Effort, Goal, Outcome, Progress
 from .pools import Limits, all_gpus, expand, merge
 
@@ -143,24 +142,19 @@ def search_zorse(
     Args:
         bound_s: Plans that certainly take longer are left out.
     """
-    progress = progress or Progress()
-    started = time.process_time()
-    book = Book(estimator, goal, progress)
-    outcome = Outcome("zorse")
+    book = Book(estimator, goal, progress or Progress())
     nodes = sum(n.count for n in estimator.cluster.nodes)
-    try:
+
+    def look() -> None:
         for parts in (1, 2, 4):
             if nodes * parts > 4 * MAX_GROUPS and parts > 1:
                 break
-            progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
+            book.progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
             configure_groups(book, parts, bound=bound_s)
-            if progress.out_of_time:
+            if book.progress.out_of_time:
                 raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound=bound_s)
-    outcome.cpu_s = time.process_time() - started
-    return outcome
+
+    return of_method("zorse", book, estimator, goal, effort, bound_s=bound_s, look=look)
 
 
 def configure_groups(book: Book, parts: int, bound: float = inf) -> None:
@@ -213,34 +207,19 @@ def search_sailor(
     Args:
         bound_s: Branches whose iterations are certainly longer are left out.
     """
-    progress = progress or Progress()
-    started = time.process_time()
-    merged = merge(estimator)
-    book = Book(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress)
-    outcome = Outcome("sailor")
-    try:
-        for stages in STAGES:
-            if stages > estimator.model.num_layers:
-                break
-            for batch in estimator.model.batch_sizes:
-                for recompute in estimator.model.recompute:
-                    progress.text = f"{stages} stage(s), micro batch {batch}"
-                    _degrees(book, stages, Candidate((), batch, recompute, even=True), bound_s)
-                    if progress.out_of_time:
-                        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    finish(
-        book,
-        outcome,
-        estimator,
-        goal,
-        replace(effort, regroups=False),
-        lambda c: expand(merged, estimator.cluster, c),
-        bound=bound_s,
-    )
-    outcome.cpu_s = time.process_time() - started
-    return outcome
+    merged, model = merge(estimator), estimator.model
+    book = Book(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress or Progress())
+
+    def look() -> None:
+        counts = [stages for stages in STAGES if stages <= model.num_layers]
+        for stages, batch, recompute in itertools.product(counts, model.batch_sizes, model.recompute):
+            book.progress.text = f"{stages} stage(s), micro batch {batch}"
+            _degrees(book, stages, Candidate((), batch, recompute, even=True), bound_s)
+            if book.progress.out_of_time:
+                raise KeyboardInterrupt
+
+    place = partial(expand, merged, estimator.cluster)
+    return of_method("sailor", book, estimator, goal, effort, bound_s=bound_s, look=look, place=place)
 
 
 def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
@@ -363,19 +342,13 @@ class _Offers:
         fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
         self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
         self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
+        self.of = cache(self._of)
 
-        self._known: dict[int, list[Offer]] = {}
-
-    def of(self, s: int) -> list[Offer]:
+    def _of(self, s: int) -> list[Offer]:
         """Returns what stage ``s`` may be given if all GPUs were free, the least value first.
 
         The least value is that of stages ``s`` to the last if nobody else needed a GPU.
         """
-        if s not in self._known:
-            self._known[s] = self._all(s)
-        return self._known[s]
-
-    def _all(self, s: int) -> list[Offer]:
         out: list[Offer] = []
         seconds, tp = self._seconds[s], self._tps[s]
         quota = [node.quota for node in self._estimator.cluster.nodes]

@@ -1,8 +1,6 @@
 """Poplar's planner: no pipeline, uneven batches over ZeRO data parallelism."""
 
-import time
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
 from megatron_het.auto_batch.allocation import Curve, accumulated
@@ -13,7 +11,7 @@ from ..costs.operating import pass_s
 from ..costs.schedules import MINISTAGES
 from ..costs.stages import tail_s
 from .book import Book
-from .finish import finish
+from .finish import of_method
 from .outcome import NORMAL, Effort, Goal, Outcome, Progress
 
 # Microbatches of different sizes for a plan of one stage: Poplar's curves and algorithm 2 on predicted times.
@@ -175,16 +173,14 @@ def search_poplar(
     Args:
         bound_s: Time of a plan that is known already; slower ones are of no use.
     """
-    progress = progress or Progress()
-    started = time.process_time()
-    book = Book(estimator, goal, progress)
-    outcome = Outcome("poplar")
+    book = Book(estimator, goal, progress or Progress())
     nodes, last = estimator.cluster.nodes, 3 if estimator.model.distributed_optimizer else 0
     plain: list[Candidate] = []
-    try:
+
+    def look() -> None:
         for recompute in estimator.model.recompute:
             for zero in range(last + 1):
-                progress.text = f"ZeRO-{zero}"
+                book.progress.text = f"ZeRO-{zero}"
                 smallest = estimator.model.batch_sizes[0]
                 usable = [p for p in range(len(nodes)) if _fits(estimator, p, zero, smallest, recompute)]
                 if len(usable) < len(nodes) and zero < last:
@@ -204,11 +200,8 @@ def search_poplar(
                         book.try_candidate(MINISTAGES.of(candidate, chunks))
                 _try_unequal(book, usable or range(len(nodes)), recompute, zero, bound_s)
                 break
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    if not book.good:
-        for candidate in plain:
-            book.try_candidate(candidate)
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound=bound_s)
-    outcome.cpu_s = time.process_time() - started
-    return outcome
+        if not book.good:
+            for candidate in plain:
+                book.try_candidate(candidate)
+
+    return of_method("poplar", book, estimator, goal, effort, bound_s=bound_s, look=look)

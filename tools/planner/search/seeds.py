@@ -45,10 +45,7 @@ def operating_points(
     ways += [(ep, True) for ep in sizes_over_replicas(estimator)] if over_replicas else []
     points = [
         Candidate((), b, r, zero_stage=z, ep=ep, across_replicas=across)
-        for ep, across in ways
-        for b in model.batch_sizes
-        for r in model.recompute
-        for z in zeros
+        for (ep, across), b, r, z in product(ways, model.batch_sizes, model.recompute, zeros)
     ]
 
     def bound(point: Candidate) -> float:

@@ -28,7 +28,7 @@ from .pools import (
     pools_left_out,
     rounded_down,
 )
-from .seeds import WORTH, even_seeds, seeds, with_split_vocabulary
+from .seeds import WORTH, best_rate, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
@@ -64,23 +64,16 @@ class _Tree:
         self.total = estimator.model.global_batch_size // point.micro_batch_size
         self.options = []
         for groups in stage_options(estimator, point, book.limits):
-            units = [estimator.unit(g.pool, g.tp, point.micro_batch_size, point.recompute) for g in groups]
+            units = [u for g in groups if (u := estimator.unit_of(point, g)) is not None]  # there are figures for all
             use = [0] * len(estimator.cluster.nodes)
             for g in groups:
                 use[g.pool] += g.tp * g.count
-            if sum(g.count for g in groups) <= self.total and all(units):
-                rate = 0.0
-                for g, u in zip(groups, units):
-                    assert u is not None
-                    rate += g.count / (u.layer_f + u.layer_b)
+            if sum(g.count for g in groups) <= self.total:
+                rate = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units))
                 self.options.append((groups, tuple(use), units, rate))
         self.options.sort(key=lambda option: -option[3])
-        self.best_rate = [0.0] * len(estimator.cluster.nodes)
-        for pool in range(len(self.best_rate)):
-            for tp in (1, 2, 4, 8):
-                u = estimator.unit(pool, tp, point.micro_batch_size, point.recompute)
-                if u:
-                    self.best_rate[pool] = max(self.best_rate[pool], 1 / (u.layer_f + u.layer_b) / tp)
+        pools = range(len(estimator.cluster.nodes))
+        self.best_rate = [best_rate(estimator, pool, point) / point.micro_batch_size for pool in pools]
 
     def limit(self) -> float:
         """Iterations at least this long need not be looked at."""
@@ -562,10 +555,7 @@ def _shift_layers(book: Book, current: Candidate) -> None:
         for i, j in product(range(count), repeat=2):
             if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
                 continue
-            changed = list(current.stages)
-            changed[i] = changed[i].of(changed[i].layers - 1)
-            changed[j] = changed[j].of(changed[j].layers + 1)
-            shifted = relieved(book.estimator, current.with_(stages=tuple(changed)))
+            shifted = relieved(book.estimator, current.shifted(i, j))
             found = book.try_candidate(shifted)
             if found < score * (1 - 1e-9):
                 current, score, improved = shifted, found, True
