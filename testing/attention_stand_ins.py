@@ -75,7 +75,10 @@ def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 class TransformerEngine(ModuleType):
-    """``transformer_engine.pytorch.cpp_extensions.fused_attn`` of Transformer Engine 2."""
+    """``transformer_engine.pytorch.cpp_extensions.fused_attn`` of Transformer Engine 2.
+
+    Its functions have more parameters; a call that gives one of those is an error here, as nothing would heed it.
+    """
 
     TORCH_DType = {"kBFloat16": torch.bfloat16, "kFloat32": torch.float32, "kFloat64": torch.float64}  # noqa: RUF012
     FusedAttnBackend = {"F16_arbitrary_seqlen": 1, "No_Backend": -1}  # noqa: RUF012
@@ -92,30 +95,15 @@ class TransformerEngine(ModuleType):
         v: torch.Tensor,
         fake_dtype: torch.dtype,
         fused_attention_backend: Any,
-        attn_bias: torch.Tensor | None = None,
-        cu_seqlens_q_padded: torch.Tensor | None = None,
-        cu_seqlens_kv_padded: torch.Tensor | None = None,
-        page_table_k: torch.Tensor | None = None,
-        page_table_v: torch.Tensor | None = None,
-        s_quantizer: Any = None,
-        o_quantizer: Any = None,
-        attn_scale: float | None = None,
-        dropout: float = 0.0,
-        fast_zero_fill: bool = True,
-        qkv_layout: str = "sbh3d",
-        attn_bias_type: str = "no_bias",
-        attn_mask_type: str = "padding",
-        softmax_type: str = "vanilla",
+        *,
+        attn_scale: float,
+        qkv_layout: str,
+        attn_mask_type: str,
         window_size: tuple[int, int] = (-1, -1),
-        bottom_right_diagonal: bool | None = None,
-        rng_gen: torch.Generator | None = None,
-        softmax_offset: torch.Tensor | None = None,
-        return_max_logit: bool = False,
-        cuda_graph: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Output, and log-sum-exp ``[b, h, s, 1]`` with the state of dropout."""
         CALLS["te forward"] = CALLS.get("te forward", 0) + 1
-        assert is_training and attn_scale is not None and fake_dtype is q.dtype
+        assert is_training and fake_dtype is q.dtype
         lengths = max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv
         _check((q, k, v), lengths, fused_attention_backend, qkv_layout, attn_mask_type, window_size)
         out, lse = attend(_heads_first(q, k, v), window_size, attn_scale)
@@ -136,27 +124,17 @@ class TransformerEngine(ModuleType):
         dqkv_dtype: Any,
         aux_ctx_tensors: list[torch.Tensor],
         fused_attention_backend: Any,
-        cu_seqlens_q_padded: torch.Tensor | None = None,
-        cu_seqlens_kv_padded: torch.Tensor | None = None,
-        s_quantizer: Any = None,
-        dp_quantizer: Any = None,
-        dqkv_quantizer: Any = None,
-        attn_scale: float | None = None,
-        dropout: float = 0.0,
-        fast_zero_fill: bool = True,
-        qkv_layout: str = "sbh3d",
-        attn_bias_type: str = "no_bias",
-        attn_mask_type: str = "padding",
-        softmax_type: str = "vanilla",
+        *,
+        attn_scale: float,
+        qkv_layout: str,
+        attn_mask_type: str,
         window_size: tuple[int, int] = (-1, -1),
-        bottom_right_diagonal: bool | None = None,
         deterministic: bool = False,
-        cuda_graph: bool = False,
     ) -> list[torch.Tensor]:
         """Gradients of q, k and v."""
         CALLS["te backward"] = CALLS.get("te backward", 0) + 1
         assert deterministic is torch.are_deterministic_algorithms_enabled()
-        assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype is q.dtype and attn_scale is not None
+        assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype is q.dtype
         lengths = max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv
         _check((q, k, v, o, d_o), lengths, fused_attention_backend, qkv_layout, attn_mask_type, window_size)
         lse, seed = aux_ctx_tensors

@@ -19,7 +19,13 @@ from megatron_het.megatron_patches.releases import RELEASES, Release, installed_
 from megatron_het.plan import ScheduleSpec
 from megatron_het.plan.run_config import HetConfig, plan_from_flags
 
-platform.activate()
+platform.activate()  # before Megatron is imported, which binds what the platform replaces
+
+import megatron.core.optimizer  # noqa: E402
+from megatron.core.datasets import utils  # noqa: E402
+from megatron.core.models.backends import WrappedTorchNorm  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.package_info import __shortversion__  # noqa: E402
 
 
 @pytest.fixture
@@ -72,8 +78,6 @@ def test_a_run_with_a_feature_stops_when_upstream_moved_under_it(monkeypatch):
 
 def test_installed_release_is_the_one_the_patches_name():
     # Not __version__, which ends in a commit where .venv lies inside a git checkout.
-    from megatron.core.package_info import __shortversion__
-
     assert __shortversion__ == installed_release().version
     assert {patch.version for patch in upstream.all_patches().values()} <= {
         upstream.UPSTREAM_VERSION,
@@ -148,8 +152,6 @@ def _norm_config(**changes):
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norm_weights_are_marked_for_sequence_parallel(clean, kind):
-    from megatron.core.models.backends import WrappedTorchNorm
-
     config = _norm_config(normalization=kind)
     upstream.uninstall("torch_norm")
     with pytest.raises(AssertionError, match="sequence parallel"):
@@ -162,8 +164,6 @@ def test_norm_weights_are_marked_for_sequence_parallel(clean, kind):
 
 
 def test_norms_without_sequence_parallel_are_unmarked_and_other_checks_stay(clean):
-    from megatron.core.models.backends import WrappedTorchNorm
-
     upstream.install("torch_norm")
     norm = WrappedTorchNorm(_norm_config(sequence_parallel=False), 8)
     assert not any(hasattr(parameter, "sequence_parallel") for parameter in norm.parameters())
@@ -174,9 +174,6 @@ def test_norms_without_sequence_parallel_are_unmarked_and_other_checks_stay(clea
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norm_weights_centred_at_zero_scale_by_one_more(clean, kind, sequence_parallel):
-    import torch
-    from megatron.core.models.backends import WrappedTorchNorm
-
     config = _norm_config(normalization=kind, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=True)
     upstream.uninstall("torch_norm")
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
@@ -196,8 +193,6 @@ def test_norm_weights_centred_at_zero_scale_by_one_more(clean, kind, sequence_pa
 
 
 def test_dataset_helpers_are_not_compiled_again(clean, monkeypatch):
-    from megatron.core.datasets import utils
-
     def make(*args, **kwargs):
         raise AssertionError("make was run")
 
@@ -213,12 +208,10 @@ class TestTorchAdam:
 
     @pytest.fixture
     def optimizer(self, clean):
-        import megatron.core.optimizer as upstream_optimizer
-
         if not uses_torch_adam():
             pytest.skip("Apex or Transformer Engine is installed: torch's Adam is not used")
         upstream.install("distributed_optimizer")
-        repaired = upstream_optimizer.DistributedOptimizer
+        repaired = megatron.core.optimizer.DistributedOptimizer
         parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
         instance = repaired.__new__(repaired)
         instance.is_stub_optimizer = False
@@ -232,8 +225,6 @@ class TestTorchAdam:
         return instance
 
     def test_is_still_a_distributed_optimizer(self, optimizer):
-        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
         assert isinstance(optimizer, DistributedOptimizer)
         assert type(optimizer) is not DistributedOptimizer
 

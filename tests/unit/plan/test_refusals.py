@@ -11,9 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatron_het import device as platform
+from megatron_het import megatron_patches as upstream
 from megatron_het.arguments import hooks
 from megatron_het.arguments.flags import split_arguments
 from megatron_het.arguments.megatron_args import check_arguments
+from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import Experts
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns, plan_from_flags
@@ -232,8 +235,6 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from megatron_het import device as platform
-
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setattr("torch.distributed.rendezvous", lambda *_: pytest.fail("ranks were to meet"))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -280,19 +281,17 @@ def test_megatron_refuses_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 def test_gloo_does_not_train_on_gpus(transport: str) -> None:
     """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
-    from megatron_het.device import Platform
-
     session: Any = SimpleNamespace(check=lambda args: None)
 
-    def problems(backend: str, device: Platform) -> list[str]:
+    def problems(backend: str, device: platform.Platform) -> list[str]:
         found = arguments(world_size=2, distributed_backend=backend)
         return [str(e) for e in hooks.argument_problems(HetConfig(made(), transport=transport), device, session, found)]
 
-    (refused,) = problems("gloo", Platform("cuda"))
+    (refused,) = problems("gloo", platform.Platform("cuda"))
     assert refused.startswith("--distributed-backend = 'gloo': groups of gloo cannot train with CUDA tensors")
     assert "--het-transport staged" in refused
-    assert problems("gloo", Platform("cpu", plays_cuda=True)) == [refused]
-    assert problems("nccl", Platform("cuda")) == problems("gloo", Platform("cpu")) == []
+    assert problems("gloo", platform.Platform("cpu", plays_cuda=True)) == [refused]
+    assert problems("nccl", platform.Platform("cuda")) == problems("gloo", platform.Platform("cpu")) == []
 
 
 def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:
@@ -428,9 +427,6 @@ def test_recomputed_norms_need_transformer_engine(installed: bool, monkeypatch: 
 def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
     tp: int, given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
-
     name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
     monkeypatch.setattr(platform, "activate", lambda: seen.append(os.environ.get(name)))
     monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
@@ -449,8 +445,6 @@ def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
 def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_het import device as platform
-
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -464,10 +458,6 @@ def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
 
 def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each feature is asked once about the plan and once about Megatron's arguments."""
-    from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
-    from megatron_het.features import FEATURES
-
     asked: list[str] = []
     for feature in FEATURES:
         check = feature.check

@@ -256,11 +256,7 @@ def test_check_says_what_only_the_schedule_knows(files, capsys):
     ("schedule", "parameters", "key"),
     [
         ("slimpipe", {"slices": 0}, "--het-slices"),
-        ("slimpipe", {"slices": -1}, "--het-slices"),
-        ("slimpipe", {"slices": "x"}, "--het-slices"),
-        ("1f1b", {"slack": None}, "schedule.parameters.slack"),
         ("1f1b", {"slack": "much"}, "schedule.parameters.slack"),
-        ("1f1b", {"zero_stage": "x"}, "schedule.parameters.zero_stage"),
         ("interleaved", {"group": "all"}, "schedule.parameters.group"),
     ],
 )

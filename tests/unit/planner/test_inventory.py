@@ -5,9 +5,9 @@ import json
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from megatron_het.plan import load_plan
 from tests.unit.planner.emit_plans import SMALL, WIDE
 from tools.planner.__main__ import COMMANDS, main, parser_of
 from tools.planner.cli import inventory as probes
-from tools.planner.cli.inventory import _BY_MEMORY, catalog_name, host_names
+from tools.planner.cli.inventory import _BY_MEMORY, catalog_name
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog, gpu_names
@@ -39,7 +39,7 @@ def tools(tmp_path, monkeypatch):
         (folder / f"{name}.txt").write_text(text)
         file = folder / name
         file.write_text(f'#!/bin/sh\necho "$@" > {folder}/{name}.asked\n/bin/cat {folder}/{name}.txt\nexit {code}\n')
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        file.chmod(0o755)
 
     return put
 
@@ -63,6 +63,8 @@ def run(tmp_path, capsys, *words):
         ("Tesla V100-SXM2-16GB", None, "V100-16"),
         ("Tesla V100-SXM2-32GB", None, "V100-32"),
         ("Tesla T4", None, "T4"),
+        ("teslav100s-32gb", None, "V100-32"),
+        ("teslat4", None, "T4"),
         ("NVIDIA A10G", None, "A10G"),
         ("NVIDIA L4", None, "L4"),
         ("NVIDIA L40S", None, "L40S"),
@@ -79,6 +81,7 @@ def run(tmp_path, capsys, *words):
         ("Quadro RTX 8000", None, "RTX-8000"),
         ("Tesla P100-SXM2-16GB", None, "P100-16"),
         ("NVIDIA GeForce GTX 1080", None, None),
+        ("gt430", None, None),
         ("big", None, None),
     ],
 )
@@ -108,9 +111,9 @@ def test_nvidia_smi(tools, tmp_path, capsys):
 def test_hosts_like_this_one(tools, tmp_path, capsys):
     tools("nvidia-smi", "NVIDIA H200, 143771\n" * 8)
     tools("sinfo", "x|p|gpu:8|(null)|1\n")
-    code, _ = run(tmp_path, capsys, "--hosts", "n[08-10],head.example")
+    code, _ = run(tmp_path, capsys, "--hosts", "n[08-09,11]x,head.example")
     (nodes,) = load_cluster(tmp_path / "c.yaml").nodes
-    assert code == 0 and nodes.hosts == ("n08", "n09", "n10", "head.example") and nodes.count == 4
+    assert code == 0 and nodes.hosts == ("n08x", "n09x", "n11x", "head.example") and nodes.count == 4
 
 
 def test_sinfo(tools, tmp_path, capsys):
@@ -189,10 +192,6 @@ def test_a_program_that_fails_or_hangs_is_named(tools, tmp_path, capsys, monkeyp
     assert code == 2 and "no answer" in said["error"]["problem"]
 
 
-def test_host_names():
-    assert host_names("a,b[1-3,7]x") == ("a", "b1x", "b2x", "b3x", "b7x")
-
-
 def test_without_asking(tmp_path, capsys):
     code, said = run(tmp_path, capsys, "--gpu", "H100-SXM", "--gpus-per-node", "4", "--hosts", "a,b")
     (nodes,) = load_cluster(tmp_path / "c.yaml").nodes
@@ -204,16 +203,9 @@ def test_without_asking(tmp_path, capsys):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, script in {
-        "nvidia-smi": "echo Tesla V100-SXM2-16GB, 16384; echo Tesla V100-SXM2-16GB, 16384",
-        "sinfo": "exit 1",
-    }.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+def folder(tools: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tools("nvidia-smi", "Tesla V100-SXM2-16GB, 16384\n" * 2)
+    tools("sinfo", "", code=1)
     monkeypatch.setenv("HET_PLAN_VERIFY", "0")
     monkeypatch.chdir(tmp_path)
     Path("model.yaml").write_text(yaml.safe_dump(SMALL))

@@ -14,9 +14,14 @@ import yaml
 from benchmarks.configs import FILES
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
+from tools.planner.costs.layer import activation_bytes
+from tools.planner.emit.command import model_options
+from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model import Model, load_model
-from tools.planner.inputs.model_parts import Latent
+from tools.planner.inputs.model_arguments import checkpoint_arguments
+from tools.planner.inputs.model_configs import from_config
+from tools.planner.inputs.model_parts import Experts, Latent
 
 LLAMA, QWEN, MIXTRAL, DEEPSEEK = (FILES[name] for name in ("llama-3-8b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"))
 
@@ -80,13 +85,19 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
 
 
 def test_windows():
-    from tools.planner.inputs.model_configs import from_config
-
     found = from_config(WINDOWED, "config.json")
     assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
 
 
 CLUSTER = {"nodes": [{"gpu": "H200", "count": 16, "gpus_per_node": 8, "network_bytes_per_s": 4e11}]}
+
+
+def words_of(folder, config):
+    """Options of all commands, and of ``plan``."""
+    (folder / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    common = ["--cluster", str(folder / "c.yaml"), "--model", str(write(folder, config))]
+    common += ["--seq-length", "4096", "--global-batch-size", "128"]
+    return common, ["--out", str(folder / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
 
 
 WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
@@ -104,10 +115,7 @@ WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
     ],
 )
 def test_commands_take_a_config(tmp_path, capsys, config, word):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
-    common += ["--seq-length", "4096", "--global-batch-size", "128"]
-    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
+    common, plan = words_of(tmp_path, config)
     assert main(["plan", *common, *plan]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("priced only: ") == bool(word) and (", fp32 " in said) == bool(word)
@@ -122,10 +130,7 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
 
 
 def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, MIXTRAL))]
-    common += ["--seq-length", "4096", "--global-batch-size", "128"]
-    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
+    common, plan = words_of(tmp_path, MIXTRAL)
     assert main(["plan", *common, *plan]) == 0
     assert "priced only" not in capsys.readouterr().out
     assert json.loads((tmp_path / "p.json").read_text())["training"]["sequence_parallel"] is True
@@ -165,9 +170,6 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
     ],
 )
 def test_flags_of_experts(experts, flags, runs):
-    from tools.planner.emit.flags import ModelOptions, model_arguments
-    from tools.planner.inputs.model_parts import Experts
-
     made = Experts(**experts)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
     assert made.runs == runs
@@ -184,9 +186,6 @@ SMALL = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_atten
      (5 / 6, 6, "--window-size 63,0 --window-attn-skip-freq 6"), (0.4, None, "")],
 )  # fmt: skip
 def test_flags_of_windows(tmp_path, share, period, flags):
-    from tools.planner.emit.command import model_options
-    from tools.planner.emit.flags import model_arguments
-
     model = Model(**SMALL, attention_window=64, windowed_layers=share)
     assert model.window_period == period and bool(model.not_run) == (period is None)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
@@ -198,9 +197,6 @@ def test_flags_of_windows(tmp_path, share, period, flags):
 
 
 def test_flags_of_latent_attention():
-    from tools.planner.emit.command import model_options
-    from tools.planner.emit.flags import model_arguments
-
     x = Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128)
     model = Model(**SMALL, latent=x)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
@@ -212,8 +208,6 @@ def test_flags_of_latent_attention():
 
 
 def test_slices_cache_what_is_compressed():
-    from tools.planner.costs.layer import activation_bytes
-
     x = Latent(query_rank=512, key_value_rank=64, nope_size=32, rope_size=16, value_size=32)
     plain, latent = Model(**SMALL), Model(**SMALL, latent=x)
     tokens = plain.seq_length
@@ -282,8 +276,6 @@ def test_real_torch_files_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     body = {"args": argparse.Namespace(num_layers=2, dtype=torch.bfloat16), "x": torch.ones(3)}
     torch.save(body, tmp_path / "common.pt")
-    from tools.planner.inputs.model_arguments import checkpoint_arguments
-
     assert checkpoint_arguments(tmp_path / "common.pt")[0]["num_layers"] == 2
 
 

@@ -4,6 +4,7 @@ import random
 import time
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,10 +26,11 @@ from tools.planner.costs.build import build_plan, candidate_of, seats
 from tools.planner.costs.simulation import others_busy, simulate_beside
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.search import methods
+from tools.planner.search import methods, thorough
 from tools.planner.search.auto import Effort, search_auto
 from tools.planner.search.methods import METHODS, search
 from tools.planner.search.outcome import MEDIUM, Goal, Outcome, Progress, cpu_limit
+from tools.planner.search.papers import minimum_cut, split
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ONE = Goal(schedules=("1f1b",))
@@ -124,8 +126,6 @@ def test_sailor_keeps_data_parallelism_in_a_region():
 
 def test_split_cuts_the_slow_links():
     """Two regions of two nodes each: the 2-cut separates the regions."""
-    from tools.planner.search.papers import split
-
     cluster = Cluster(
         nodes=(
             NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="a"),
@@ -146,10 +146,6 @@ def test_split_cuts_the_slow_links():
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
     """The cut between classes of twins weighs as much as the one of the graph of all node parts."""
-    import networkx as nx
-
-    from tools.planner.search.papers import minimum_cut
-
     rng = random.Random(seed)
     nodes = tuple(
         NodeGroup(
@@ -188,8 +184,6 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
 
 
 def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
-    from tools.planner.search import thorough
-
     cluster, model = zoned()
     calls = {"n": 0}
     original = thorough._climb

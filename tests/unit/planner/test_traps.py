@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from benchmarks.published.accuracy import reference_nodes
+from megatron_het.arguments.megatron_args import check_device_kind
+from megatron_het.doctor.__main__ import main as doctor
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
+from megatron_het.plan import PlanError, Replica
 from testing.planner_cases import model_of
 from tests.unit.plan.feature_checks import check_feature
 from tools.planner.__main__ import main
-from tools.planner.cli.inventory import catalog_name
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage, rank_parameters
 from tools.planner.costs.estimate import Estimator
@@ -26,6 +28,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.inputs.packing import NodeKind
+from tools.planner.replay.measured import _check
 from tools.planner.search.balance import balance
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000,
@@ -196,16 +199,8 @@ def test_kinds_that_slurm_cannot_tell_apart():
     assert check_told_apart({"a": NodeKind(8, gres="gpu"), "b": NodeKind(8, gres="gpu")})  # no Slurm: told only
 
 
-@pytest.mark.parametrize(("text", "name"), [("teslav100s-32gb", "V100-32"), ("teslat4", "T4"), ("gt430", None)])
-def test_odd_names_of_gpus(text, name):
-    found = catalog_name(text)
-    assert (found.name if found else None) == name
-
-
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "abc"), ("WORLD_SIZE", "-1"), ("RANK", "9" * 5000)])
 def test_a_rank_of_the_doctor_is_a_number(monkeypatch, capsys, variable, value):
-    from megatron_het.doctor.__main__ import main as doctor
-
     for name, given in {"RANK": "0", "WORLD_SIZE": "1", variable: value}.items():
         monkeypatch.setenv(name, given)
     assert doctor(["--plan", "p.json"]) == 2
@@ -213,8 +208,6 @@ def test_a_rank_of_the_doctor_is_a_number(monkeypatch, capsys, variable, value):
 
 
 def test_a_kind_of_operation_that_is_not_known():
-    from tools.planner.replay.measured import _check
-
     plan = SimpleNamespace(stages=())
     device = SimpleNamespace(operations={"DANCE": None})
     watched = SimpleNamespace(plan_hash="x", devices=[device])
@@ -235,9 +228,6 @@ def test_a_kind_of_operation_that_is_not_known():
     ],
 )
 def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
-    from megatron_het.arguments.megatron_args import check_device_kind
-    from megatron_het.plan import PlanError, Replica
-
     replicas = [Replica((i,), (0,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]
     plan = SimpleNamespace(stages=[SimpleNamespace(replicas=replicas)])
     try:

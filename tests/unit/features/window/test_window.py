@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 
+from megatron_het.features.window.chunk import ChunkWindow, WindowUse, chunk_by_chunk
+from megatron_het.features.window.shards import Parts, layered_layout
 from megatron_het.features.window.spec import Window, WindowOptions
+from megatron_het.features.window.state import StageSums
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
@@ -136,10 +140,6 @@ def test_updates_are_operations_only_when_made_at_once() -> None:
 
 
 def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out() -> None:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    from megatron_het.features.window.shards import layered_layout
-
     chunk = torch.nn.Module()
     chunk.embedding = torch.nn.Embedding(5, 7)
     chunk.decoder, chunk.mtp = torch.nn.Module(), torch.nn.Module()
@@ -192,8 +192,6 @@ def fake_chunk() -> SimpleNamespace:
 
 
 def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
-
     ddp, use = fake_chunk(), WindowUse()
     first, second = (layer.weight for layer in ddp.module.layers)
     before = first.detach().clone(), second.detach().clone()
@@ -217,8 +215,6 @@ def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> Non
 
 
 def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> None:
-    from megatron_het.features.window.chunk import ChunkWindow, WindowUse
-
     ddp, use = fake_chunk(), WindowUse()
     chunk = ChunkWindow(ddp, False, use)
     assert chunk.is_resident
@@ -236,8 +232,6 @@ def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> No
 
 
 def closed_chunk(use: Any) -> Any:
-    from megatron_het.features.window.chunk import ChunkWindow
-
     chunk = ChunkWindow(fake_chunk(), True, use)
     chunk.close()
     chunk.drop_gradients()
@@ -246,8 +240,6 @@ def closed_chunk(use: Any) -> Any:
 
 
 def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
-    from megatron_het.features.window.chunk import WindowUse
-
     chunk = closed_chunk(WindowUse())
     chunk.take_shards()  # nothing was loaded
     chunk.fetch()
@@ -265,8 +257,6 @@ def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
 
 def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
     """Only this rank's part of what was loaded stays; an open chunk is left open."""
-    from megatron_het.features.window.chunk import WindowUse
-
     use = WindowUse()
     chunk = closed_chunk(use)
     use.restart()
@@ -285,8 +275,6 @@ def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
 
 
 def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
-    from megatron_het.features.window.chunk import WindowUse, chunk_by_chunk
-
     class Upstream:
         opened: list[int] = []
 
@@ -321,8 +309,6 @@ def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
 
 def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
     """A ministage at one end of the model, whose bucket has another weight before the copy of the embedding."""
-    from megatron_het.features.window.shards import Parts
-
     model = torch.nn.Module()
     model.pre_process, model.post_process = pre_process, not pre_process  # type: ignore[assignment]
     other, model.embedding = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))
@@ -335,8 +321,6 @@ def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
 
 
 def test_copies_in_two_ministages_of_a_rank_get_one_sum() -> None:
-    from megatron_het.features.window.state import StageSums
-
     class Doubled:
         """Another stage has as much again."""
 
