@@ -80,14 +80,18 @@ _TOKENS = 8  # of a slice of a rank, at least
 
 def tiny_plan(plan: Plan) -> Plan:
     """The plan with a tiny dense model, and with as few microbatches as its schedule and its routes allow."""
+
+    def few(layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(min(n, _MOST_LAYERS) for n in layers)
+
     sizes = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
     slices = build(plan)[False].shape.slices
     parts = math.lcm(*(r.cp for s in plan.stages for r in s.replicas))
     stages = tuple(
         replace(
             s,
-            layers=tuple(min(n, _MOST_LAYERS) for n in s.layers),
-            replicas=tuple(replace(r, ep=1) for r in s.replicas),
+            layers=few(s.layers),
+            replicas=tuple(replace(r, ep=1, recompute_layers=few(r.recompute_layers)) for r in s.replicas),
         )
         for s in plan.stages
     )

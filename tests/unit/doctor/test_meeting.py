@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,7 +246,14 @@ def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1, ep=1
     ],
     ids=lambda p: p.schedule.name,
 )
-def test_tiny_plans_are_sound_and_small(given):
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tiny_plans_are_sound_and_small(given, recompute):
+    given = replace(given, training=replace(given.training, recompute=recompute))
+    stages = [
+        replace(s, replicas=tuple(replace(r, recompute_layers=s.layers) for r in s.replicas)) for s in given.stages
+    ]
+    given = replace(given, stages=tuple(stages)) if recompute == "full" else given
+    check_plan(given)
     tiny = tiny_plan(given)
     check_plan(tiny)
     check_plan_alone(tiny)

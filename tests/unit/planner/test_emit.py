@@ -9,6 +9,7 @@ import pytest
 
 from megatron_het.arguments.megatron_args import check_device_kind
 from megatron_het.plan import Plan, PlanError, ScheduleSpec, load_plan
+from testing.cases import recompute_some
 from testing.feature_cases import with_expert_parallel
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, context_parallel_plan, even_plan, make_plan, uneven_plan
 from tools.planner.costs.build import seats
@@ -72,6 +73,7 @@ def test_parameters_that_stock_megatron_does_not_miss() -> None:
         (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
         (context_parallel_plan(), "context-parallel size 2"),
         (with_expert_parallel(even_plan(), [[1, 1], [2, 2]]), "expert-parallel sizes [1, 2] differ"),
+        (recompute_some(make_plan(((8,), [((0,), (0, 1), "big")]), recompute="full")), "recomputes some layers only"),
         (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "its schedule sets 'vocabulary'"),
         (
             replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})),

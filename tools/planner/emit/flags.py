@@ -185,24 +185,19 @@ def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
         f"its schedule sets '{name}'" for name, value in plan.schedule.parameters.items() if value and name != "slack"
     ]
     reasons += filter(None, (feature.beyond_stock(plan, options) for feature, options in features_of(plan)))
-    sizes = {r.tp for s in plan.stages for r in s.replicas}
-    if len(sizes) > 1:
-        reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
-    for name, parts in (
-        ("expert-parallel", {r.ep for s in plan.stages for r in s.replicas}),
-        ("expert-tensor-parallel", {r.cut.etp for s in plan.stages for r in s.replicas}),
-    ):
-        if len(parts) > 1:
-            reasons.append(f"{name} sizes {sorted(parts)} differ")
-    counts = {len(s.replicas) for s in plan.stages}
-    if len(counts) > 1:
-        reasons.append(f"stages have {sorted(counts)} replicas")
-    shares = {len(r.microbatches) for s in plan.stages for r in s.replicas}
-    if len(shares) > 1:
-        reasons.append(f"replicas get {sorted(shares)} microbatches")
-    if len({len(s.layers) for s in plan.stages}) > 1:
-        reasons.append("stages have different numbers of chunks")
-    if not reasons and list(range(plan.world_size)) != [k for s in plan.stages for r in s.replicas for k in r.ranks]:
+    replicas = [r for s in plan.stages for r in s.replicas]
+    if any(r.recompute_layers for r in replicas):
+        reasons.append("it recomputes some layers only")
+    sizes = (
+        ("tensor-parallel sizes {} differ", {r.tp for r in replicas}),
+        ("expert-parallel sizes {} differ", {r.ep for r in replicas}),
+        ("expert-tensor-parallel sizes {} differ", {r.cut.etp for r in replicas}),
+        ("stages have {} replicas", {len(s.replicas) for s in plan.stages}),
+        ("replicas get {} microbatches", {len(r.microbatches) for r in replicas}),
+        ("stages have different numbers of chunks", {len(s.layers) for s in plan.stages}),
+    )
+    reasons += [text.format(sorted(found)) for text, found in sizes if len(found) > 1]
+    if not reasons and list(range(plan.world_size)) != [k for r in replicas for k in r.ranks]:
         reasons.append("ranks are not numbered in Megatron's order (TP, then replicas, then stages)")
     return reasons
 
