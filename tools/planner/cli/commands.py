@@ -18,7 +18,7 @@ from megatron_het.plan import PlanError
 from megatron_het.plan.validate import most_chunks
 from megatron_het.safe_io import MAX_PASSES, shown
 
-from ..costs.build import as_said, candidate_of, check_same_model, rooms_of
+from ..costs.build import as_said, candidate_of, check_same_model, read_plan, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..errors import PlannerError, command, from_plan_error
@@ -256,15 +256,10 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
 
 def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     """A plan file with its cluster and model: (estimator, plan)."""
-    from megatron_het.plan import PlanError, load_plan
-
     from ..emit.options import check_experts
 
     estimator = estimator_from(options)
-    try:
-        made = load_plan(options.plan)
-    except PlanError as error:
-        raise from_plan_error(options.plan, error) from None
+    made = read_plan(options.plan)
     check_same_model(made, estimator.model, str(options.plan), str(options.model))
     check_planned_precision(made, estimator.model, str(options.plan))
     check_experts(made, estimator.model, str(options.plan))

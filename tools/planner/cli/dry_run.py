@@ -19,12 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_het.plan import Plan, PlanError, load_plan, save_plan
+from megatron_het.plan import Plan, save_plan
 
-from ..costs.build import build_plan, check_same_model
+from ..costs.build import build_plan, check_same_model, read_plan
 from ..costs.candidate import GroupMemory
 from ..costs.estimate import Estimator
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError
 from ..inputs.files import check_target, write_json
 from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
@@ -93,10 +93,7 @@ def dry_run(options: argparse.Namespace) -> int:
         problem = "a run on CPUs has no CUDA device"
         raise PlannerError("command line", "--cuda", "--kernels cpu", problem, "Use one of them")
     model = model_of(options)
-    try:
-        plan = load_plan(options.plan)
-    except PlanError as error:
-        raise from_plan_error(options.plan, error) from None
+    plan = read_plan(options.plan)
     check_same_model(plan, model, str(options.plan), str(options.model))
     flags = rank_flags(plan, model, options.plan, options.flags)
     check_planned_precision(plan, model, str(options.plan))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -19,6 +20,7 @@ from megatron_het.plan import (
     Replica,
     ScheduleSpec,
     TrainingShape,
+    load_plan,
 )
 from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.placement import DOCUMENTS, WHOLE, state_parts
@@ -26,7 +28,7 @@ from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS, Part
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..errors import PlannerError
+from ..errors import PlannerError, from_plan_error
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
@@ -71,6 +73,14 @@ def model_shape(model: Model) -> ModelShape:
     """The model as plans describe it."""
     found = {each.name: getattr(model, each.name) for each in fields(ModelShape)}
     return ModelShape(**found | {"num_query_groups": model.groups})
+
+
+def read_plan(file: str | os.PathLike[str]) -> Plan:
+    """Read a plan file; raises PlannerError."""
+    try:
+        return load_plan(file)
+    except PlanError as error:
+        raise from_plan_error(str(file), error) from None
 
 
 def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) -> None:

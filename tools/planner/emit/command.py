@@ -19,11 +19,11 @@ from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.features.registry import check_plan_alone, packing_flags
-from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
+from megatron_het.plan import Plan, PlanError, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 
-from ..costs.build import check_same_model, rooms_of
-from ..errors import PlannerError, from_plan_error
+from ..costs.build import check_same_model, read_plan, rooms_of
+from ..errors import PlannerError
 from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
@@ -266,10 +266,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         PlannerError: A bad plan, a plan of another model or cluster, a bad option.
     """
     check_belongs(options)
-    try:
-        plan = load_plan(options.plan)
-    except PlanError as error:
-        raise from_plan_error(str(options.plan), error) from None
+    plan = read_plan(options.plan)
     check_same_model(plan, model, str(options.plan), str(options.model))
     check_experts(plan, model, str(options.plan))
     check_planned_precision(plan, model, str(options.plan))

@@ -12,6 +12,8 @@ import statistics
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -255,26 +257,19 @@ def _words(point: Point) -> str:
     )
 
 
-class _tensor_parallel:
+@contextmanager
+def _tensor_parallel(tp: int, ep: int = 1) -> Iterator[None]:
     """Megatron's parallel state for one TP size and one EP size inside it, for the duration of a block."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    def __init__(self, tp: int, ep: int = 1) -> None:
-        self.tp, self.ep = tp, ep
-
-    def __enter__(self) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self.tp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.tp // self.ep,
-        )
-        model_parallel_cuda_manual_seed(1234)
-
-    def __exit__(self, *_: object) -> None:
-        from megatron.core import parallel_state
-
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep
+    )
+    model_parallel_cuda_manual_seed(1234)
+    try:
+        yield
+    finally:
         parallel_state.destroy_model_parallel()
 
 

@@ -8,17 +8,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatron_het.plan import Plan, PlanError, load_plan, save_plan
+from megatron_het.plan import Plan, save_plan
 from megatron_het.safe_io import add_options, amount
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import Direction
 
-from ..costs.build import as_said, candidate_of, rooms_of
+from ..costs.build import as_said, candidate_of, read_plan, rooms_of
 from ..costs.estimate import Estimator
 from ..costs.layer import CPU_GLOO, Runtime, runtime_for
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from ..costs.simulation import simulate_candidate
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError
 from ..inputs.catalog import Gpu
 from ..inputs.cluster import Cluster, NodeGroup, ZoneLink, load_cluster
 from ..inputs.files import check_target, write_text
@@ -424,10 +424,7 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or options.folder / "plan-2.json"
     check_target(out, "--out")
     check_memory_margin(options)
-    try:
-        plan = load_plan(files.plan)
-    except PlanError as error:
-        raise from_plan_error(str(files.plan), error) from None
+    plan = read_plan(files.plan)
     watched = load_watched(files.watched, plan)
     goal = goal_from(options)
 

@@ -394,7 +394,7 @@ def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[
     return out
 
 
-def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> Candidate:
+def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> None:
     """Improvement over the neighbourhood until nothing improves or a share of the budget is spent."""
     current, score = start, book.try_candidate(start)
     spent, budget, hasty = 0, effort.steps // share, effort.hasty
@@ -412,7 +412,6 @@ def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: 
         hasty = effort.hasty and best is not None
         if best is not None:
             score, current = best
-    return current
 
 
 def _better(
