@@ -122,6 +122,8 @@ class Candidate(NamedTuple):
             changes.keys() & {"chunks", "schedule"} or len(self.chunk_counts) != len(stages)  # type: ignore[arg-type]
         ):
             changes = {"chunk_counts": (), **changes}
+        if "recompute" in changes and self.recompute == "full":
+            changes = {"stages": self.keeping().stages, **changes}
         fields: list[Any] = list(self)  # what ``_replace`` does, in half the time
         for name, value in changes.items():
             fields[_AT[name]] = value

@@ -413,7 +413,7 @@ def extras_in_words(c: Candidate) -> list[str]:
     out += ["split vocabulary"] if c.rows else []
     out += ["exchange"] if c.exchange else []
     out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
-    out += ["recomputing some layers only"] if c != c.keeping() else []
+    out += ["partly recomputed"] if c != c.keeping() else []
     return out + (["passes of different sizes"] if c.sizes else [])
 
 

@@ -25,13 +25,15 @@ MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
 
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int, int]:
-    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and turns of kinds."""
+    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and kinds in turns."""
     stages, intra = candidate.keeping().stages, estimator.network.intra
     shapes = {s.groups for s in stages}
     kinds = {frozenset(p for g in groups for p in g.pools) for groups in shapes}
     shared = sum(any(g.tp > 1 and intra[p] < SHARED_BUS for g in s.groups for p in g.pools) for s in stages)
     short = sum(s.layers == 1 for s in stages) if len(stages) < estimator.model.num_layers else 0
-    return len(shapes) - len(kinds), shared, short, sum(a != b for a, b in pairwise(pools_of(candidate)))
+    pools = pools_of(candidate)
+    turns = sum(a != b for a, b in pairwise(pools)) + 1 - len(set(pools))
+    return len(shapes) - len(kinds), shared, short, turns
 
 
 def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
@@ -61,7 +63,7 @@ def _in_words(estimator: Estimator, candidate: Candidate) -> str:
     words = f"{len(candidate.stages)} stages, {len({s.groups for s in candidate.stages})} different ones"
     words += f", {short} of one layer" if short else ""
     words += f", {shared} with TP over PCIe" if shared else ""
-    return words + (f", kinds of GPU change {turns} times" if turns else "")
+    return words + (", kinds of GPU in turns" if turns else "")
 
 
 def _passed_over(estimator: Estimator, best: Found, chosen: Found, is_plainer: bool) -> PassedOver:
