@@ -389,6 +389,9 @@ def build_plan(
     return Plan(model, TrainingShape(1, MICROBATCHES, **training), tuple(stages))
 
 
+_OF_A_PLAN = ("tied", "sequence_parallel", "recompute", "distributed_optimizer")
+
+
 def case_from_row(row: Row, name: str, rng: random.Random, precision: str = "fp32") -> Case:
     """The case that a row of ``PARAMETERS`` describes."""
     sizes = tp_sizes(row)
@@ -398,11 +401,8 @@ def case_from_row(row: Row, name: str, rng: random.Random, precision: str = "fp3
         split_layers(row["stages"], row["layers"] == "even", rng),
         rng,
         even_routing=row["routing"] == "even",
-        tied=row["tied"],
         precision=precision,
-        sequence_parallel=row["sequence_parallel"],
-        recompute=row["recompute"],
-        distributed_optimizer=row["distributed_optimizer"],
+        **{name: row[name] for name in _OF_A_PLAN},
     )
     return _case(name, plan, row)
 
@@ -441,11 +441,8 @@ def random_case(name: str, rng: random.Random) -> Case:
         rng,
         even_routing=False,
         shuffle_ranks=True,
-        tied=row["tied"],
         precision=rng.choice(("fp32", "fp32", "fp32", "bf16")),
-        sequence_parallel=row["sequence_parallel"],
-        recompute=row["recompute"],
-        distributed_optimizer=row["distributed_optimizer"],
+        **{name: row[name] for name in _OF_A_PLAN},
     )
     return _case(name, plan, row)
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.timings import IS_LOADED, READY_S, Training, Waiting
+from benchmarks.gpu.timings import IS_LOADED, READY_S, Training, Waiting, Width
 from benchmarks.machine import command_line, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
@@ -41,13 +41,9 @@ JUDGED = ("parameters", "parameters and activations")
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Width):
     """Dimensions of the model and of its batch."""
 
-    hidden: int = 4096
-    ffn: int = 11008
-    heads: int = 32
-    vocabulary: int = 32000
     tokens: int = 4096
     microbatches: int = 8
 

@@ -20,6 +20,7 @@ from megatron_het.doctor.check import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tests.functional.selected import tiers
+from tests.unit.planner.emit_plans import program
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
@@ -96,13 +97,6 @@ def write_run(
         **settings,
     )
     return emit(plan, out, KINDS, groups, options, expected=promised(plan, bytes_per_s))
-
-
-def program(path: Path, text: str) -> str:
-    """A script that stands in for the interpreter of a run."""
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
 
 
 def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]

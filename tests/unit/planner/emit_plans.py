@@ -1,6 +1,7 @@
 """Model files that tests of the planner share, and plans that those of the launch files share."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from tools.planner.emit.scripts import LaunchOptions
@@ -18,6 +19,14 @@ KINDS = {
     "small": NodeKind(devices=2, count=2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
 }
 LAUNCH = LaunchOptions(run_dir="/shared/run", python="python3")
+
+
+def program(path: Path, text: str) -> str:
+    """A script that stands in for another program, in a folder that is made where it is missing."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 def make_plan(

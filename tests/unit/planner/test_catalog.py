@@ -14,6 +14,7 @@ from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, PLAN
 from benchmarks.published.accuracy import reference_model, reference_profile
 from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
+from testing.planner_cases import model_of
 from tests.unit.planner import eight_layers
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.layer import (
@@ -452,16 +453,5 @@ def test_missing_and_broken_files(tmp_path):
 
 
 def test_parameters_of_known_models():
-    llama = model_from_document(
-        {
-            "num_layers": 32,
-            "hidden_size": 4096,
-            "ffn_hidden_size": 11008,
-            "num_attention_heads": 32,
-            "vocab_size": 32000,
-            "seq_length": 2048,
-            "global_batch_size": 8,
-        },
-        "m",
-    )
+    llama = model_of(layers=32, hidden=4096, ffn=11008, heads=32, batch=8)
     assert llama.parameters == 6_738_411_520

@@ -22,7 +22,7 @@ from megatron_het.elastic.searched import limited
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape, save_plan
 from megatron_het.store import free_port
 from tests.unit.elastic.test_controller import setting_of
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, SMALL, even_plan, make_plan, uneven_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, SMALL, even_plan, make_plan, program, uneven_plan
 from tools.planner.__main__ import main
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.operating import Network
@@ -78,11 +78,9 @@ def write(
 
 def start(tmp_path: Path, emitted: Emitted, variables: dict[str, str]) -> subprocess.Popen[str]:
     commands = tmp_path / "commands"
-    commands.mkdir()
     (tmp_path / "notes").mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("python-here", PYTHON), ("scancel", "#!/bin/sh\n")):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+        program(commands / name, text)
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes"), "SLURM_JOB_ID": "7"}
     own |= {"PYTHON": str(commands / "python-here"), "SAVED": "12"} | variables
     return subprocess.Popen(
@@ -384,11 +382,8 @@ def test_init_writes_what_plan_and_check_and_emit_take(
         "nvidia-smi": "NVIDIA A100-SXM4-40GB, 40960\n" * 2 + "Tesla V100-SXM2-16GB, 16384\n" * 2,
         "sinfo": "n1|p*|gpu:a100-40gb:2,gpu:v100-16gb:2|(null)|1000|idle\n",
     }
-    program = tmp_path / "bin" / source
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nprintf '%s' '{answers[source]}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    program(tmp_path / "bin" / source, f"#!/bin/sh\nprintf '%s' '{answers[source]}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("HET_PLAN_VERIFY", "0")
     monkeypatch.chdir(tmp_path)
     Path("model.yaml").write_text(yaml.safe_dump(SMALL))
@@ -414,16 +409,15 @@ def test_two_kinds_in_one_node_start_and_train(trains: bool, tmp_path: Path) -> 
         "TRAINING": ["--train-iters", "2", "--lr", "1e-3", "--eval-interval", "9", "--eval-iters", "0"],
         "PLATFORM": [*CPU_ARGUMENTS, "--het-report", str(tmp_path / "report")],
     }
-    launch = replace(LAUNCH, run_dir=str(tmp_path), python=str(tmp_path / "python"))
+    python = program(
+        tmp_path / "python",
+        f'#!/bin/bash\n[[ -z "$RANK" ]] || echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES" >"{tmp_path}/seen-$RANK"\n'
+        f'[[ -z "$RANK" ]] || {str(trains).lower()} || exit 0\nexec {sys.executable} "$@"\n',
+    )
+    launch = replace(LAUNCH, run_dir=str(tmp_path), python=python)
     kinds = {name: replace(kind, gres="") for name, kind in node_kinds(cluster()).items()}
     (node,) = emit(plan, tmp_path, kinds, groups, launch).nodes
     assert node.ranks == (1, 0) and node.devices == (0, 2)
-    shim = tmp_path / "python"
-    shim.write_text(
-        f'#!/bin/bash\n[[ -z "$RANK" ]] || echo "$LOCAL_RANK $CUDA_VISIBLE_DEVICES" >"{tmp_path}/seen-$RANK"\n'
-        f'[[ -z "$RANK" ]] || {str(trains).lower()} || exit 0\nexec {sys.executable} "$@"\n'
-    )
-    shim.chmod(0o755)
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_het.plan import Plan
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, uneven_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, program, uneven_plan
 from tests.unit.planner.pods import SHELLCHECK, pods_of
 from tools.planner.__main__ import main, parser_of
 from tools.planner.emit import command as commands
@@ -172,10 +172,7 @@ signal.pause()
 def start(tmp_path: Path, code: str = "", **launch: Any) -> tuple[subprocess.Popen[str], Path]:
     """The batch script of a job on one node, and the file of what its commands were asked."""
     for name, text in {**COMMANDS, "rank": RANK}.items():
-        file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text if name == "rank" else f"#!/bin/bash\n{text}\n")
-        file.chmod(0o755)
+        program(tmp_path / "bin" / name, text if name == "rank" else f"#!/bin/bash\n{text}\n")
     plan = make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]))
     out = tmp_path / "a run"
     emitted = emit(plan, out, KINDS, {}, LaunchOptions(run_dir=str(out), **launch))
@@ -279,12 +276,9 @@ echo "$MASTER_ADDR:$MASTER_PORT $MEGATRON_HET_TOKEN_FILE $* $HET_RANKS"
 
 
 def write(tmp_path: Path, target: Any, plan: Plan | None = None, elastic: bool = False, **more: Any) -> Emitted:
-    out = tmp_path / "a run"
-    python = tmp_path / "python"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    out, python = tmp_path / "a run", program(tmp_path / "python", PYTHON)
     options = {"image": "registry/image:1", "volumes": {str(tmp_path): "shared"}, "kinds": POD_KINDS, **more}
-    launch = LaunchOptions(run_dir=str(out), job_name=options.pop("job_name", "het"), python=str(python))
+    launch = LaunchOptions(run_dir=str(out), job_name=options.pop("job_name", "het"), python=python)
     return emit(
         plan or even_plan(),
         out,

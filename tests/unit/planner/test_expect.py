@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_het.doctor.check import load_expectations
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
+from tests.unit.planner.emit_plans import program
 from tools.planner.emit.command import emit, expectations
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions
@@ -65,18 +66,17 @@ def test_scripts_check_the_nodes_first(tmp_path: Path) -> None:
         text = result.files[name].read_text()
         assert text.index("diagnose' || exit $?") < text.rindex("as_")
         assert subprocess.run(["bash", "-n", result.files[name]], check=False).returncode == 0
-    python = tmp_path / "python"
     # Plays torchrun for one rank, and a doctor that finds what it is told to find.
-    python.write_text(
+    python = program(
+        tmp_path / "python",
         "#!/bin/bash\n"
         'if [[ "$2" == torch.distributed.run ]]; then RANK=0 bash -c "${@: -1}"; exit; fi\n'
         'echo "$2"\n[[ "$2" == megatron_het.doctor ]] || exit 0\n'
-        'printf "%s\\n" "$@" >"${PYTHON%/*}/words"\nexit $DOCTOR\n'
+        'printf "%s\\n" "$@" >"${PYTHON%/*}/words"\nexit $DOCTOR\n',
     )
-    python.chmod(0o755)
 
     def run(**variables: str) -> tuple[int, list[str]]:
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "MASTER_ADDR": "127.0.0.1", **variables}
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": python, "MASTER_ADDR": "127.0.0.1", **variables}
         done = subprocess.run(
             ["bash", result.files["torchrun-node-0.sh"]], env=environment, capture_output=True, text=True, check=False
         )

@@ -171,8 +171,6 @@ def test_an_existing_file_stays_without_force(tools, tmp_path, capsys):
         (("--from", "slurm"), "--from"),
         (("--gpu", "A100-4"), "--gpu"),
         (("--gpu", "T4", "--hosts", "a b"), "--hosts"),
-        (("--gpu", "T4", "--hosts", "n[3-x]"), "--hosts"),
-        (("--gpu", "T4", "--hosts", "n[0-999999999]"), "--hosts"),
     ],
 )
 def test_what_cannot_be_asked_is_said_and_nothing_is_written(tools, tmp_path, capsys, words, key):

@@ -69,6 +69,12 @@ def estimator() -> Estimator:
     return estimator_of(cluster_of(("A100-80", 2, 4, 1.25e9), ("A10G", 3, 4, 1.25e9)), model)
 
 
+def check_time(found: Estimator, candidate: Candidate) -> None:
+    estimate = found.estimate(candidate)
+    simulated = simulate_block(found, candidate, estimate).iteration_s
+    assert block_s(found, candidate, estimate) == pytest.approx(simulated, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "slices"), [("1f1b", 1, 1), ("interleaved", 2, 1), ("slimpipe", 1, 4), ("slimpipe", 1, 16)]
 )
@@ -78,9 +84,7 @@ def test_plain_pipelines_take_the_simulated_time(schedule, chunks, slices, width
     found = estimator()
     stages = tuple(Stage(n, (Group(pool, 1, width),)) for n, pool in ((4, 0), (4, 0), (2, 1), (2, 1)))
     candidate = Candidate(stages, 1, schedule=schedule, chunks=chunks, slices=slices)
-    estimate = found.estimate(candidate)
-    simulated = simulate_block(found, candidate, estimate).iteration_s
-    assert block_s(found, candidate, estimate) == pytest.approx(simulated, rel=1e-12)
+    check_time(found, candidate)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -93,17 +97,13 @@ def test_irregular_plans_take_the_simulated_time(order):
             counts = enumerate((rng.randint(1, 2), rng.randint(0, 4)))
             stages.append(Stage(layers, tuple(Group(pool, 1, n) for pool, n in counts if n)))
         candidate = Candidate(tuple(stages), 1, order=order)
-        estimate = found.estimate(candidate)
-        simulated = simulate_block(found, candidate, estimate).iteration_s
-        assert block_s(found, candidate, estimate) == pytest.approx(simulated, rel=1e-12)
+        check_time(found, candidate)
 
 
 def test_a_window_is_simulated():
     found = estimator_of(estimator().cluster, estimator().model.model_copy(update={"distributed_optimizer": True}))
     candidate = Candidate((Stage(12, (Group(0, 1, 4),)),), 1, schedule="ministage", chunks=4, zero_stage=1)
-    estimate = found.estimate(candidate)
-    simulated = simulate_block(found, candidate, estimate).iteration_s
-    assert block_s(found, candidate, estimate) == pytest.approx(simulated, rel=1e-12)
+    check_time(found, candidate)
 
 
 def test_a_stage_without_room_gets_no_layers():

@@ -93,29 +93,23 @@ def test_replicas_of_different_tp_hand_over_all_rows(
     assert not mail
 
 
-def test_replicas_of_a_stage_hold_the_same_rows() -> None:
-    placement, rows = _mixed(), 32
-    shards = {rank: VocabularyShard.of(placement, rank, rows) for rank in range(7)}
-    assert {rank: (shard.first, shard.rows) for rank, shard in shards.items()} == {
-        0: (0, 16),
-        1: (0, 8),
-        2: (8, 8),
-        **{3 + t: (16 + 4 * t, 4) for t in range(4)},
-    }
-    assert {shard.unit for shard in shards.values()} == {4}  # of a checkpoint
-    with pytest.raises(ValueError, match="does not divide over 2 stages of 4 TP ranks"):
-        VocabularyShard.of(placement, 0, rows + 4)
-
-
-def test_a_stage_may_hold_more_rows() -> None:
+@pytest.mark.parametrize(("shares", "whole", "unit"), [({}, 16, 4), ({"vocabulary_shares": [3, 1]}, 24, 2)])
+def test_replicas_of_a_stage_hold_the_same_rows_and_a_stage_may_hold_more(
+    shares: dict[str, list[int]], whole: int, unit: int
+) -> None:
     plan, rows = _mixed().plan, 32
-    parameters = {"vocabulary": True, "vocabulary_shares": [3, 1]}
-    placement = Placement(replace(plan, schedule=replace(plan.schedule, parameters=parameters)))
+    placement = Placement(replace(plan, schedule=replace(plan.schedule, parameters={"vocabulary": True, **shares})))
     shards = {rank: VocabularyShard.of(placement, rank, rows) for rank in range(7)}
+    half, part = whole // 2, (rows - whole) // 4
     assert {rank: (shard.first, shard.rows) for rank, shard in shards.items()} == {
-        0: (0, 24),
-        1: (0, 12),
-        2: (12, 12),
-        **{3 + t: (24 + 2 * t, 2) for t in range(4)},
+        0: (0, whole),
+        1: (0, half),
+        2: (half, half),
+        **{3 + t: (whole + part * t, part) for t in range(4)},
     }
-    assert {shard.unit for shard in shards.values()} == {2}
+    assert {shard.unit for shard in shards.values()} == {unit}  # of a checkpoint
+
+
+def test_rows_divide_over_stages_and_ranks() -> None:
+    with pytest.raises(ValueError, match="does not divide over 2 stages of 4 TP ranks"):
+        VocabularyShard.of(_mixed(), 0, 36)
