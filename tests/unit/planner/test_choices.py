@@ -304,6 +304,10 @@ def test_layers_run_again_only_where_memory_is_short() -> None:
     for s in (0, 1):  # one more would be too much
         more = [[k + (i == s) / found.stages[i].layers] for i, k in enumerate(kept)]
         assert not priced.fits(priced.estimate(found.keeping(more)))
+    sliced = balance(priced, groups, Candidate((), 1, zero_stage=1, schedule="slimpipe", slices=8))
+    same = sliced.with_(recompute="full").keeping([[1.0]] * 4)
+    last = [priced.estimate(c).memory_of(c, 3)[0][0].total_bytes for c in (sliced, same)]
+    assert last[0] == pytest.approx(last[1])  # logits of all slices, too
     best = search("auto", priced, GOAL).best
     check_emitted(priced, best)
     plan = build_plan(priced, best.candidate, best.estimate)

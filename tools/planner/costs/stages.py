@@ -246,8 +246,10 @@ def _of_group(
     if candidate.slices > 1 and estimator.model.kinds:
         activations += held * carried_bytes(estimator, candidate, groups[i], s)
     logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
+    # Layers that are kept are full at the loss, beside all logits.
+    at_loss = candidate.with_(recompute="none") if groups[i].kept else candidate
     if logits:
-        activations += schedule.logits(candidate, held, u.head_bytes) * logits
+        activations += schedule.logits(at_loss, held, u.head_bytes) * logits
     if len(candidate.stages) > 1:
         activations += 2 * boundary
         if runtime.keeps_sent and not schedule.cuts_sequences:
@@ -256,7 +258,7 @@ def _of_group(
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
     if has_head:
-        workspace = schedule.head_workspace(candidate, u)
+        workspace = schedule.head_workspace(at_loss, u)
     workspace /= candidate.slices
     replicas = groups[i].count
     return GroupMemory(
