@@ -126,13 +126,8 @@ def test_sailor_keeps_data_parallelism_in_a_region():
 
 def test_split_cuts_the_slow_links():
     """Two regions of two nodes each: the 2-cut separates the regions."""
-    cluster = Cluster(
-        nodes=(
-            NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="a"),
-            NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="b"),
-        ),
-        links=(ZoneLink(between=("a", "b"), bytes_per_s=1e8),),
-    )
+    nodes = tuple(NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone=zone) for zone in "ab")
+    cluster = Cluster(nodes=nodes, links=(ZoneLink(between=("a", "b"), bytes_per_s=1e8),))
     _, model = zoned()
     partitions = list(split(estimator_of(cluster, model), 1, 4))
     assert [len(p) for p in partitions] == [1, 2, 3, 4]
@@ -232,10 +227,8 @@ def test_fewer_microbatches_than_gpus(method, batch, sharded):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_node_group_without_quota_is_left_out(method):
     cluster, model = zoned()
-    first = cluster.nodes[0].model_copy(update={"max_gpus": 0})
-    best = search(
-        method, estimator_of(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), model), ONE
-    ).best
+    nodes = (cluster.nodes[0].model_copy(update={"max_gpus": 0}), *cluster.nodes[1:])
+    best = search(method, estimator_of(cluster.model_copy(update={"nodes": nodes}), model), ONE).best
     assert 0 not in best.candidate.gpus()
 
 
