@@ -8,7 +8,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
 from testing.planner_cases import cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
 from tests.unit.planner import eight_layers
-from tools.planner.costs.build import build_plan
+from tools.planner.costs.build import _again, build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import WHOLE_PROGRAM, block_s, operations_of, simulate_block, work_of
@@ -308,6 +308,7 @@ def test_layers_run_again_only_where_memory_is_short() -> None:
     same = sliced.with_(recompute="full").keeping([[1.0]] * 4)
     last = [priced.estimate(c).memory_of(c, 3)[0][0].total_bytes for c in (sliced, same)]
     assert last[0] == pytest.approx(last[1])  # logits of all slices, too
+    assert (_again(5, 3, 0.6), _again(5, 3, 0.4), _again(4, 2, 0.25)) == ((1, 1, 0), (2, 1, 0), (2, 1))
     best = search("auto", priced, GOAL).best
     check_emitted(priced, best)
     plan = build_plan(priced, best.candidate, best.estimate)

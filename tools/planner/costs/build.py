@@ -287,9 +287,9 @@ def _stage(
 
 
 def _again(layers: int, chunks: int, kept: float) -> tuple[int, ...]:
-    """How many layers of each chunk run again where a share of all is kept: about as many of each."""
+    """How many layers of each chunk run again where a share of all is kept: about as many, first those held longest."""
     again, ends = layers - round(kept * layers), accumulate(chunk_layers(layers, chunks), initial=0)
-    return tuple(b * again // layers - a * again // layers for a, b in pairwise(ends))
+    return tuple(-(-b * again // layers) - -(-a * again // layers) for a, b in pairwise(ends))
 
 
 def _parameters(
