@@ -311,8 +311,6 @@ def test_layers_run_again_only_where_memory_is_short() -> None:
     assert (_again(5, 3, 0.6), _again(5, 3, 0.4), _again(4, 2, 0.25)) == ((1, 1, 0), (2, 1, 0), (2, 1))
     best = search("auto", priced, GOAL).best
     check_emitted(priced, best)
-    plan = build_plan(priced, best.candidate, best.estimate)
-    again = [(s.layers, s.replicas[0].recompute_layers) for s in plan.stages]
-    assert any(k for _, k in again) and any(sum(k) < sum(n) for n, k in again)
+    assert 0 < best.candidate.stages[0].groups[0].kept < 1
     assert relieved(priced, whole.with_(offload=True)).offload
     assert relieved(estimator_of(cluster, priced.model.model_copy(update={"recompute": ("full",)})), whole) == whole

@@ -33,6 +33,7 @@ NOTATION = (
     "with so much of every sequence on each GPU."
 )
 WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
+PARTLY = "partly recomputed"
 HARDLY = 0.005  # change of an iteration that is printed as none
 _MEMORY = {"optimizer": "optimizer state", "workspace": "temporaries", "reserved": "CUDA and NCCL"}
 """What the parts of memory are called, where their names do not say it."""
@@ -306,9 +307,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     if body["simulated_s"] is not None:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
     sizes = ("tp", "cp") if any(row["cp"] > 1 for row in body["stages"]) else ("tp",)
-    is_partial = any(row["recomputed"] for row in body["stages"])
-    is_partial &= any(row["recomputed"] < row["layers"] for row in body["stages"])
-    again = ("recomputed",) if is_partial else ()
+    again = ("recomputed",) if PARTLY in body["extras"] else ()
     where = table(
         "Stages", "stage", "GPUs", *(s.upper() for s in sizes), "replicas", "layers", *again, "microbatches", "busy"
     )
@@ -413,7 +412,7 @@ def extras_in_words(c: Candidate) -> list[str]:
     out += ["split vocabulary"] if c.rows else []
     out += ["exchange"] if c.exchange else []
     out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
-    out += ["partly recomputed"] if c != c.keeping() else []
+    out += [PARTLY] if c != c.keeping() else []
     return out + (["passes of different sizes"] if c.sizes else [])
 
 

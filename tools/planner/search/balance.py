@@ -188,7 +188,16 @@ def relieved(estimator: Estimator, candidate: Candidate, most_s: float = inf) ->
     Args:
         most_s: A plan that takes longer even if it keeps all is of no use.
     """
-    if candidate.recompute != "full" or "none" not in estimator.model.recompute or candidate.sizes or candidate.offload:
+    c, model = candidate, estimator.model
+    # Of layers that differ a share is no mean; what is offloaded is priced for layers that all run again.
+    if (
+        c.recompute != "full"
+        or "none" not in model.recompute
+        or c.sizes
+        or c.offload
+        or c.host_activations
+        or model.kinds
+    ):
         return candidate
     ones = [[1.0] * len(s.groups) for s in candidate.stages]
     kept = estimator.estimate(candidate.keeping(ones), most_s)
