@@ -395,7 +395,7 @@ def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.Monkey
     estimator = fast_and_small()
     book, limits = Book(estimator, Goal(), Progress()), all_gpus(estimator)
     groups, like = next(even_seeds(book, limits, 1))
-    _, start = book.try_groups(groups, like)
+    start = balance(estimator, groups, like)
     assert start is not None
     first = thorough_module._climb(book, NORMAL, start, limits)
     assert book.try_candidate(first) < book.try_candidate(start)
