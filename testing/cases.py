@@ -150,8 +150,7 @@ def recompute_some(plan: Plan) -> Plan:
     stages = list(plan.stages)
     for s in range(0, len(stages) if plan.training.recompute == "full" else 0, 2):
         again = tuple((s + c + 1) % (n + 1) for c, n in enumerate(stages[s].layers))
-        replicas = tuple(replace(r, recompute_layers=again) for r in stages[s].replicas)
-        stages[s] = replace(stages[s], replicas=replicas)
+        stages[s] = replace(stages[s], replicas=tuple(replace(r, recompute_layers=again) for r in stages[s].replicas))
     return replace(plan, stages=tuple(stages))
 
 
