@@ -147,8 +147,8 @@ class Ministage(Schedule):
         return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
 
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Returns the bytes of every microbatch, unless they are computed again."""
-        return head_bytes if candidate.recompute == "full" else held * head_bytes
+        """Returns the bytes of every microbatch: neither recomputation nor offload reaches the output layer."""
+        return held * head_bytes
 
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
