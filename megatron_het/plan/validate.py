@@ -467,8 +467,6 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanError: The file is missing, truncated, not a plan, or inconsistent in itself.
     """
-    from megatron_het.plan.validate import check_plan
-
     try:
         document = read_json(path)
     except FileError as error:
@@ -493,8 +491,6 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises:
         PlanError: The plan contradicts itself, or ``path`` is no place for a file.
     """
-    from megatron_het.plan.validate import check_plan
-
     check_plan(plan)
     try:
         write_json(path, plan.to_json(), indent=2 if plan.world_size <= MOST_INDENTED else None)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -113,8 +115,6 @@ class _WithLoss(torch.autograd.Function):
 @contextlib.contextmanager
 def _counted(times: float) -> Iterator[None]:
     """Count what is recorded for Megatron's log meanwhile so many times."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
     metrics = get_moe_metrics_tracker().metrics if times != 1 else {}
     before = {name: entry.values.clone() for name, entry in metrics.items()}
     yield
@@ -219,8 +219,6 @@ class BalancedRouter(TopKRouter):
 
     def _complete(self, kind: str, sums: Sums, factor: float) -> None:
         """All slices are counted: add the other ranks' counts, and log this rank's share of the loss."""
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
         whole = sums.chosen
         for group in self.passes.groups:
             dist.all_reduce(whole, group=group)
@@ -281,8 +279,6 @@ class Experts(RuntimeFeature):
     """
 
     def __init__(self, cut: Cut, passes: Passes, layers: int, *, whole: bool, batches_of: Sequence[int]) -> None:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
         self._cut, self._passes, self._layers, self._whole = cut, passes, layers, whole
         self._batches_of = batches_of
         self._routers: list[BalancedRouter] = []
@@ -346,8 +342,6 @@ class Experts(RuntimeFeature):
             router.sums.clear()
         if call.forward_only or isinstance(call.config.finalize_model_grads_func, GradientFinalizer):
             return
-        from megatron.core import parallel_state
-
         # its package shows a function of the same name
         upstream = importlib.import_module("megatron.core.distributed.finalize_model_grads")
         if call.config.moe_router_enable_expert_bias:

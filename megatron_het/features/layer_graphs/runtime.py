@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_het.features.layer_graphs.spec import BY_TE, LOCAL, NONE
 from megatron_het.lowering.ranks import RankOp, RankProgram
@@ -82,8 +88,6 @@ class LayerGraphs(RuntimeFeature):
         self._iterations += 1
 
     def _capture(self, call: Call) -> None:
-        from megatron.core.transformer import cuda_graphs
-
         if self._kind == LOCAL:
             cuda_graphs.create_cudagraphs()
             return
@@ -112,8 +116,6 @@ class LayerGraphs(RuntimeFeature):
         """Free the graphs."""
         self._args.cuda_graph_impl = self._kind
         if self._kind == LOCAL and self.is_captured:
-            from megatron.core.transformer import cuda_graphs
-
             cuda_graphs.delete_cuda_graphs()
         for layer in self._layers:
             for graph in layer.cuda_graphs:
@@ -124,9 +126,6 @@ class LayerGraphs(RuntimeFeature):
 
 def _layers_by_chunk(call: Call) -> list[list[Any]]:
     """The layers to capture of every chunk of this rank."""
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.utils import get_attr_wrapped_model
-
     return [
         [
             layer
@@ -156,11 +155,6 @@ def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]
     It knows microbatches of chunks whose backwards come in the order of the forwards.  Here every pass is a chunk with
     one microbatch, so that backwards may come in any order.
     """
-    from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
     layers = [layer for op in passes.forwards for layer in by_chunk[op.chunk]]
     arguments = [_arguments(call, op, layer) for op in passes.forwards for layer in by_chunk[op.chunk]]
     runs = call.config.cuda_graph_warmup_steps * len(passes.forwards)
@@ -201,9 +195,6 @@ def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]
 
 def _arguments(call: Call, op: RankOp, layer: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A layer's input in a pass, and further tensors that its graph reads."""
-    from megatron.core.transformer.enums import CudaGraphModule
-    from megatron.core.utils import get_attr_wrapped_model
-
     hidden = torch.zeros(call.shape(op), dtype=call.dtype, device=call.device, requires_grad=True)
     named: dict[str, torch.Tensor] = {}
     config, parts = call.config, call.config.cuda_graph_modules

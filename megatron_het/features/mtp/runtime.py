@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    _compute_mtp_acceptance_counts,
+)
 
 from megatron_het.distributed import PlanGroups, loss_source
 from megatron_het.features.documents.spec import PACKING
@@ -164,8 +169,6 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
         hidden: ``[(1 + layers) s, b, h]``.
         weight: Of the output layer where it has none of its own.
     """
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
     config, layers = model.config, len(later.tokens)
     if config.mtp_detach_heads:
         weight = (model.output_layer.weight if weight is None else weight).detach()
@@ -184,8 +187,6 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
 
 def _record(model: Any, loss: torch.Tensor, logits: torch.Tensor, later: LaterTokens, depth: int) -> None:
     """Gives Megatron's log the part's share of a microbatch's loss, and how many predictions were right."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, _compute_mtp_acceptance_counts
-
     right, total = _compute_mtp_acceptance_counts(
         logits, later.labels[depth], later.masks[depth], model.output_layer, None, model.tp_group
     )
@@ -209,8 +210,6 @@ class MultiTokenPrediction(RuntimeFeature):
     roles: tuple[str, ...] = ("stage", "loss")
 
     def __init__(self, layers: int, placement: Placement, groups: PlanGroups) -> None:
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
         self._layers, self._placement, self._groups = layers, placement, groups
         where = placement.locate(groups.rank)
         self._has_loss = where.stage == placement.last[0]

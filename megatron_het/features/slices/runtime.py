@@ -4,23 +4,30 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron_het.attention.core import (
+    CurrentSlice,
+    SliceParams,
+    replace_core_attention,
+    slice_attentions,
+    slice_caches,
+)
+from megatron_het.attention.kernel_choice import kernels_of_backend
+from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import take_blocks
+from megatron_het.attention.recurrent import StateCache, carry_states, state_caches
 from megatron_het.features.registry import cutting_of, runs_of_a_layer
 from megatron_het.features.slices.spec import keys_per_token
+from megatron_het.features.thrifty_layers.runtime import lighten_linear_layers
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.placement import Blocks, Placed, part_tokens, token_blocks
 from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts, documents_in
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
-
-if TYPE_CHECKING:
-    from megatron_het.attention.kv_cache import KVCache
-    from megatron_het.attention.recurrent import StateCache
 
 # How a FORWARD operation is run over one slice of a sequence.
 #
@@ -59,8 +66,6 @@ class SlicedSequences(Batches, RuntimeFeature):
         grain: int = 1,
         batch: int | None = None,
     ) -> None:
-        from megatron_het.attention.core import CurrentSlice
-
         super().__init__()
         self._args = args
         self._cutting = cutting
@@ -84,11 +89,6 @@ class SlicedSequences(Batches, RuntimeFeature):
         Args:
             models: GPTModels, not wrapped, in the order of the chunks.
         """
-        from megatron_het.attention.core import replace_core_attention
-        from megatron_het.attention.kernel_choice import kernels_of_backend
-        from megatron_het.attention.recurrent import carry_states
-        from megatron_het.features.thrifty_layers.runtime import lighten_linear_layers
-
         first = len(self._models)
         self._models += models
         kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
@@ -124,8 +124,6 @@ class SlicedSequences(Batches, RuntimeFeature):
 
     def _reserve(self, model: torch.nn.Module, modes: "Sequence[Sequence[Pass]]") -> None:
         """Give the caches of a chunk as many rows as its passes hold at once."""
-        from megatron_het.attention.core import slice_attentions
-
         rows: dict[int | None, int] = {}
         microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
         for module in slice_attentions([model]):
@@ -198,8 +196,6 @@ class SlicedSequences(Batches, RuntimeFeature):
     @contextlib.contextmanager
     def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
         """A context for the forward of one operation."""
-        from megatron_het.attention.core import SliceParams
-
         starts, first, end = self.starts(op.microbatch), *self.bounds(op.microbatch)[op.slice : op.slice + 2]
         shown, tokens = self._args.seq_length, self._parts(op)
         restarts = self.documents is not None and self.documents.ends_states
@@ -265,11 +261,8 @@ class SlicedSequences(Batches, RuntimeFeature):
         yield cut_batch(batch, self._blocks(op))
 
 
-def _caches(models: Sequence[torch.nn.Module]) -> "Iterator[KVCache | StateCache]":
+def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
     """Yields what the layers of model chunks hold from slice to slice."""
-    from megatron_het.attention.core import slice_caches
-    from megatron_het.attention.recurrent import state_caches
-
     yield from slice_caches(models)
     yield from state_caches(models)
 

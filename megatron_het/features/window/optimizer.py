@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_het.distributed.gradient_sums import is_tied_copy
@@ -338,8 +339,6 @@ class ChunkedOptimizer:
 
     def _measure(self, chunk: int) -> None:
         """Add to the norm that is reported, and clip by the chunk's own norm if told to."""
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
-
         mains = [entry.main for entry in self._entries[chunk]]
         counted = self._optimizer._filter_grads_for_norm(mains)
         for gradient in counted:

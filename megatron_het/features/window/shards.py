@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers, shard_buffer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -329,8 +329,6 @@ def _is_divided(optimizer: Any) -> bool:
 
 def _own_range(buffer: Any, bucket_index: int) -> Any:
     """This rank's part of a bucket, in elements of the buffer; None where the parts are equal."""
-    from megatron.core.optimizer.distrib_optimizer import Range
-
     shares = shares_of(buffer)
     if shares is None:
         return None
