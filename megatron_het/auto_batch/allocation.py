@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage
+from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.validate import check_plan
+from megatron_het.safe_io import without_flags
 
 # What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
 
@@ -327,10 +329,8 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         raise PlanError(
             "--global-batch-size", size, f"is less than one sequence for each of {world_size} ranks", "Use fewer ranks"
         )
-    rest = _without(words, "--global-batch-size")
+    rest = without_flags(words, "--global-batch-size")
     shape = [*rest, "--micro-batch-size", "1", "--global-batch-size", str(world_size)]
-    from megatron_het.plan.run_config import plan_from_flags
-
     plan, _ = plan_from_flags(shape, world_size, ScheduleSpec("data-parallel"))
     if len(plan.stages) > 1 or plan.stages[0].replicas[0].ranks != (0,) or len(plan.stages[0].layers) > 1:
         raise PlanError(
@@ -338,19 +338,6 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         )
     plan = replace(plan, training=replace(plan.training, global_batch_size=size))
     return plan, rest + ([] if _IMPLIED in given else [_IMPLIED])
-
-
-def _without(words: Sequence[str], flag: str) -> list[str]:
-    """The words without a flag and its value."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word == flag:
-            skip = True
-        elif not word.startswith(flag + "="):
-            kept.append(word)
-    return kept
 
 
 def with_zero(base: Plan, zero: int, passes: Sequence[Sequence[int]], devices: Sequence[str]) -> Plan:

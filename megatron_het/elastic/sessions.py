@@ -32,7 +32,7 @@ from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.training import Boundary, flush_logs
-from megatron_het.safe_io import write_json
+from megatron_het.safe_io import without_flags, write_json
 from megatron_het.store import Documents
 from megatron_het.store.job import job_store, use_store
 from megatron_het.store.torch_store import TorchStore
@@ -480,7 +480,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     for plan in plans:
         for name, value in environment_of(plan).items():
             os.environ.setdefault(name, value)  # before anything asks for a device
-    rank, words = int(os.environ["RANK"]), _without_plans(argv[1:])
+    rank, words = int(os.environ["RANK"]), without_flags(argv[1:], _FLAG, several=True)
     store = job_store(rank, _TIMEOUT_S)
     by_size = {plan.training.global_batch_size: i for i, plan in enumerate(plans)}
     datasets: Kept = {}
@@ -507,12 +507,3 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
         which, turn, vocabulary = by_size[batch_size()], turn + 1, boundary.padded_vocab_size
         boundary.closed()
         end_session()
-
-
-def _without_plans(words: Sequence[str]) -> list[str]:
-    found, skips = [], False
-    for word in words:
-        skips = word.split("=")[0] == _FLAG or (skips and not word.startswith("-"))
-        if not skips:
-            found.append(word)
-    return found

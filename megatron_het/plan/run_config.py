@@ -22,6 +22,7 @@ from megatron_het.plan.schema import (
     sizes_of,
     without_chunks,
 )
+from megatron_het.safe_io import without_flags
 from megatron_het.schedule.ir import path_of, placement_of
 
 
@@ -225,7 +226,8 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         recompute,
         flags.use_distributed_optimizer,
     )
-    return Plan(model, training, stages, schedule), _without_chunk_flags(words)
+    # Chunks are in the plan, and Megatron takes them from the plan's layout.
+    return Plan(model, training, stages, schedule), without_flags(words, *_CHUNK_FLAGS)
 
 
 def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
@@ -298,16 +300,3 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
         problem = f"{flags.num_layers} layers do not divide evenly over {pp} stages"
         raise PlanError(flag, value, problem, "Choose sizes that divide, or write a plan")
     return (flags.num_layers // (pp * chunks),) * chunks
-
-
-def _without_chunk_flags(words: Sequence[str]) -> list[str]:
-    """Chunks are in the plan, and Megatron takes them from the plan's layout."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word in _CHUNK_FLAGS:
-            skip = True
-        elif word.split("=")[0] not in _CHUNK_FLAGS:
-            kept.append(word)
-    return kept

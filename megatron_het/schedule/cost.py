@@ -7,13 +7,14 @@ and values.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from megatron_het.schedule.cutting import SlicePart
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Op, Program, Shape
 
 PerChunk = tuple[tuple[float, ...], ...]  # ``[device][chunk]``
+PerDevice = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Memory:
     # on their way, attention matrices
     workspace_bytes: PerChunk = ()
     # per device, for one microbatch: what VOCAB_FORWARD keeps, or the last chunk's FORWARD
-    logits_bytes: tuple[float, ...] = ()
-    other_bytes: tuple[float, ...] = ()  # per device: context, libraries, fragmentation
+    logits_bytes: PerDevice = ()
+    other_bytes: PerDevice = ()  # per device: context, libraries, fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,12 @@ class Costs:
     attention_forward_s: PerChunk = ()  # ``[device][chunk]`` causal attention of one microbatch
     attention_backward_s: PerChunk = ()
     weight_share: float = 0.5  # share of ``backward_s`` that computes weight gradients; attention has none
-    vocab_forward_s: tuple[float, ...] = ()  # per device, its part of VOCAB_FORWARD of one microbatch
-    vocab_backward_s: tuple[float, ...] = ()  # the same for VOCAB_BACKWARD
+    vocab_forward_s: PerDevice = ()  # per device, its part of VOCAB_FORWARD of one microbatch
+    vocab_backward_s: PerDevice = ()  # the same for VOCAB_BACKWARD
     # per device, its part of EMBED_FORWARD of one microbatch; on the first stage: until the tokens are on their way and
     # its own part is there
-    embed_forward_s: tuple[float, ...] = ()
-    embed_backward_s: tuple[float, ...] = ()  # the same for EMBED_BACKWARD
+    embed_forward_s: PerDevice = ()
+    embed_backward_s: PerDevice = ()  # the same for EMBED_BACKWARD
     # cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel that skips masked blocks
     diagonal: float = 1.0
     # what slices have of a microbatch's tokens and attention, ``[microbatch][slice]``; empty for equal slices of one
@@ -100,7 +101,7 @@ class Costs:
     act_fetch_s: PerChunk = ()
     step_s: PerChunk = ()  # ``[device][chunk]`` optimizer step
     # per device, what follows the last operation (gradient reduction, step) when the program has no operations for it
-    tail_s: tuple[float, ...] = ()
+    tail_s: PerDevice = ()
     operation_s: float = 0.0  # fixed time of every compute operation (launch, framework)
     # what was sent stays in memory until the end of the iteration (gloo: whether a send is done can only be found out
     # by waiting for it)
@@ -212,34 +213,10 @@ class Costs:
         return slices * (slices - 1) / 2 + slices * self.diagonal
 
 
-_PER_CHUNK = (
-    "forward_s",
-    "backward_s",
-    "attention_forward_s",
-    "attention_backward_s",
-    "kv_message_bytes",
-    "query_message_bytes",
-    "gather_s",
-    "reduce_s",
-    "prefetch_s",
-    "offload_s",
-    "act_offload_s",
-    "act_fetch_s",
-    "step_s",
-)
-_PER_DEVICE = ("vocab_forward_s", "vocab_backward_s", "embed_forward_s", "embed_backward_s", "tail_s")
-_MEMORY_PER_CHUNK = (
-    "parameter_bytes",
-    "gradient_bytes",
-    "activation_bytes",
-    "kv_bytes",
-    "parameter_shard_bytes",
-    "gradient_shard_bytes",
-    "optimizer_bytes",
-    "boundary_bytes",
-    "workspace_bytes",
-)
-_MEMORY_PER_DEVICE = ("logits_bytes", "other_bytes")
+_PER_CHUNK = tuple(f.name for f in fields(Costs) if f.type == PerChunk)
+_PER_DEVICE = tuple(f.name for f in fields(Costs) if f.type == PerDevice)
+_MEMORY_PER_CHUNK = tuple(f.name for f in fields(Memory) if f.type == PerChunk)
+_MEMORY_PER_DEVICE = tuple(f.name for f in fields(Memory) if f.type == PerDevice)
 
 
 # Durations and message sizes of operations under a cost model.

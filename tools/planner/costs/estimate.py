@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_het.plan.validate import most_chunks
 
 from ..errors import PlannerError
-from ..inputs.cluster import Cluster
+from ..inputs.cluster import Cluster, NodeGroup
 from .candidate import (
     Candidate,
     Estimate,
@@ -180,7 +180,10 @@ class Estimator(OperatingPoints):
 
     def only(self, pools: Sequence[int]) -> "Estimator":
         """Returns the estimator of these pools of the cluster, in this order."""
-        nodes = tuple(self.cluster.nodes[p] for p in pools)
+        return self.on(tuple(self.cluster.nodes[p] for p in pools))
+
+    def on(self, nodes: tuple[NodeGroup, ...]) -> "Estimator":
+        """Returns the estimator of a cluster with these nodes."""
         cluster = Cluster(name=self.cluster.name, nodes=nodes, links=self.cluster.links, gpus=self.cluster.gpus)
         return Estimator(cluster, self.model, self.costs, self.runtime, self.memory_margin)
 

@@ -14,7 +14,7 @@ from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import SCHEDULES, schedule_of
 from ..costs.simulation import simulate_block, with_costs
 from ..errors import PlannerError
-from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.cluster import NodeGroup
 from ..search.methods import search_on
 from ..search.outcome import Found, Goal, Outcome, Progress
 from ..search.seeds import sizes_over_replicas
@@ -242,7 +242,7 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
             }
         )
         nodes = tuple(wider if i == p else n for i, n in enumerate(estimator.cluster.nodes))
-        found = _searched(_with_nodes(estimator, nodes), goal, progress, f"one node more of {node.gpu}")
+        found = _searched(estimator.on(nodes), goal, progress, f"one node more of {node.gpu}")
         if found is None or found.value(goal) > best.value(goal):
             found = best  # nothing has to use the new node
         seconds = found.iteration_s
@@ -259,19 +259,13 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
     return out
 
 
-def _with_nodes(estimator: Estimator, nodes: tuple[NodeGroup, ...]) -> Estimator:
-    cluster = Cluster(
-        name=estimator.cluster.name, nodes=nodes, links=estimator.cluster.links, gpus=estimator.cluster.gpus
-    )
-    return Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
-
-
 def narrowed(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
     """Yields each kind of GPU, and the estimator of a cluster of nothing else; nothing where there is one kind."""
-    for gpu in dict.fromkeys(n.gpu for n in estimator.cluster.nodes):
-        nodes = tuple(n for n in estimator.cluster.nodes if n.gpu == gpu)
-        if len(nodes) < len(estimator.cluster.nodes):
-            yield gpu, _with_nodes(estimator, nodes)
+    nodes = estimator.cluster.nodes
+    for gpu in dict.fromkeys(n.gpu for n in nodes):
+        pools = [p for p, n in enumerate(nodes) if n.gpu == gpu]
+        if len(pools) < len(nodes):
+            yield gpu, estimator.only(pools)
 
 
 def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -> Found | None:
