@@ -71,8 +71,6 @@ _REFUSED = (
 )
 _FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
 _FP8_ROWS, _MXFP8_ROWS = 16, 32
-LAST_IN_FIRST_OUT = ("ministage", *SLICED_SCHEDULES)
-"""Schedules whose backwards do not come in the order of their forwards, chunk by chunk."""
 _REFUSED_WHERE_MIXED = (
     Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),
     Refusal("experimental_attention_variant", "its parameters are cut into parts that the exchange does not know"),
@@ -279,7 +277,7 @@ def _check_delayed_scaling(plan: Plan, args: Any) -> None:
         )
     given = (getattr(args, f"recompute_{name}", None) for name in ("granularity", "activations"))
     recomputes = plan.training.recompute != "none" or any(given)
-    if recomputes and plan.schedule.name in LAST_IN_FIRST_OUT:
+    if recomputes and plan.schedule.name in SLICED_SCHEDULES:
         raise PlanError(
             "--fp8-recipe",
             "delayed",

@@ -32,7 +32,7 @@ from megatron_het.schedule.kinds import PARTS, executed_by
 #
 # A layer quantises its weights once, for all microbatches and slices.  ``is_first_microbatch`` tells it to do so anew,
 # and with fused accumulation also to write to ``main_grad`` what others add there, which is right only where the
-# backward of the first pass comes first: not with slices, in a ministage or in a V.  So here no pass is the first one.
+# backward of the first pass comes first: not with slices or in a V.  So here no pass is the first one.
 # The copies are dropped instead, before the first pass of an iteration and when weights are freed; a layer without one
 # makes one.
 

@@ -326,10 +326,13 @@ MINISTAGE = "ministage"
 
 
 def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
-    """All microbatches of a ministage, then the next ministage; backward exactly reversed.
+    """All microbatches of a ministage, then the next ministage; backwards from the last ministage to the first.
 
     A ministage is a chunk; stages may have different numbers of them, of different sizes, and any
     replicas and routes.  Parameters are needed one ministage at a time, which is the point of it.
+
+    The ministage of the loss runs each microbatch forward and back before the next one, so that the logits of one
+    microbatch are held.  Hence backwards of all ministages ascend in the microbatch.
 
     Args:
         shape: any with ``placement`` loop and without slices.
@@ -339,16 +342,14 @@ def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
     """
     require(MINISTAGE, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
     require(MINISTAGE, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
-    orders = []
-    for d, device in enumerate(shape.devices):
-        own = shape.microbatches_of(d)
-        orders.append(
-            [op for c in range(len(shape.layers[device.stage])) for op in compute_ops(Kind.FORWARD, own, (0,), c)]
-        )
-    if forward_only:
-        return forward_program(MINISTAGE, shape, orders)
-    ops = tuple(tuple(order + [Op(Kind.BACKWARD, *op[1:]) for op in reversed(order)]) for order in orders)
-    return Program(MINISTAGE, shape, ops)
+    orders: list[tuple[Op, ...]] = []
+    for d, (stage, _) in enumerate(shape.devices):
+        own, chunks = shape.microbatches_of(d), range(len(shape.layers[stage]))
+        forward = [op for c in chunks for op in compute_ops(Kind.FORWARD, own, (0,), c)]
+        backward = [op for c in reversed(chunks) for op in compute_ops(Kind.BACKWARD, own, (0,), c)]
+        in_turns = len(own) if stage == shape.path[-1][0] else 0
+        orders.append(tuple(forward) if forward_only else alternate(forward, backward, len(forward) - in_turns))
+    return Program(MINISTAGE, shape, tuple(orders), forward_only)
 
 
 INTERLEAVED = "interleaved"

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron_het.arguments.megatron_args import LAST_IN_FIRST_OUT, _check_fp8
+from megatron_het.arguments.megatron_args import _check_fp8
 from megatron_het.features.base import ATTENTION_REFUSED
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.run_config import plan_from_flags
-from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.ir import SLICED_SCHEDULES, Kind
 from tests.unit.plan.megatron_flags import flags
 
 CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
@@ -57,7 +57,7 @@ def test_backwards_are_in_the_order_of_forwards_or_not(schedule: str) -> None:
             order = [(op.microbatch, op.slice) for op in passes if op.kind is Kind.FORWARD]
             back = [(op.microbatch, op.slice) for op in passes if op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
             in_order = in_order and order == back
-    assert in_order is (schedule not in LAST_IN_FIRST_OUT)
+    assert in_order is (schedule not in SLICED_SCHEDULES)
     if not in_order:
         with pytest.raises(PlanError, match="goes back in another order"):
             _check_fp8(plan, arguments("delayed", recompute_granularity="full"))

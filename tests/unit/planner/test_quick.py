@@ -27,7 +27,7 @@ from tools.planner.cli import commands
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.schedules.ministage import laps_s
+from tools.planner.costs.schedules.ministage import Visit, laps_s
 from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
@@ -312,10 +312,10 @@ def test_the_search_finds_depths():
 
 def test_a_lap_is_the_slowest_stage_or_the_way_around():
     """Two ministages of two stages, four microbatches of 1 s; then one microbatch, which goes round and round."""
-    assert laps_s([[1.0, 1.0]] * 2, [[4.0, 4.0]] * 2, [0.0], 0.0) == 4 + 4 + 1
-    assert laps_s([[1.0, 1.0]] * 2, [[1.0, 1.0]] * 2, [0.5], 0.0) == (2 + 1) + 2 + 0.5
-    assert laps_s([[1.0, 1.0]] * 2, [[4.0, 4.0]] * 2, [0.0], 9.0) == 1 + 4 + 9
-    assert laps_s([[1.0, 2.0]], [[4.0, 8.0]], [], 0.0) == 12
+    assert laps_s([Visit(s, 1.0, 4.0, 0.0) for s in (0, 1, 0, 1)]) == 4 + 4 + 1
+    assert laps_s([Visit(s, 1.0, 1.0, 0.5) for s in (0, 1, 0, 1)]) == 4 + 4 * 0.5
+    assert laps_s([Visit(s, 1.0, every, 0.0) for s, every in ((0, 4.0), (1, 4.0), (0, 9.0), (1, 9.0))]) == 1 + 4 + 9
+    assert laps_s([Visit(0, 1.0, 4.0, 0.0), Visit(0, 2.0, 8.0, 0.0)]) == 12
 
 
 @pytest.mark.parametrize(

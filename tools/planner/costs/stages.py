@@ -206,7 +206,7 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
         units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
         for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
             found.append(_of_group(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
-    return schedule_of(candidate).divide(estimator, candidate.as_of(s), found, candidate.by_part(s, stage.parameters))
+    return schedule_of(candidate).divide(estimator, candidate, found, candidate.by_part(s, stage.parameters))
 
 
 def _of_group(

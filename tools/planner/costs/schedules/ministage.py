@@ -14,36 +14,34 @@ from ..unit import Unit
 from .base import Place, Schedule, State
 from .pipelines import CHUNKS
 
-# How long the ministages of a pipeline take in one direction (Zorse, section 4.1.1).
+# How long the ministages of a pipeline take (Zorse, section 4.1.1).
 
 
-def laps_s(
-    one_s: Sequence[Sequence[float]], all_s: Sequence[Sequence[float]], transfers_s: Sequence[float], busiest_s: float
-) -> float:
-    """Seconds from the first start of the first stage to the last end of the last one.
+class Visit(NamedTuple):
+    """All microbatches in one ministage: on which stage, and seconds."""
+
+    stage: int
+    one_s: float  # one microbatch
+    all_s: float  # all microbatches of the slowest replica
+    way_s: float  # a transfer from the visit before
+
+
+def laps_s(visits: Sequence[Visit]) -> float:
+    """Seconds from the first start to the last end.
 
     A stage begins a ministage when it has ended the one before and the first microbatch has arrived.  It
     ends when it has done all microbatches, the last of which arrives when the stage before has ended.
 
     Args:
-        one_s: ``[stage][ministage]``, one microbatch.
-        all_s: ``[stage][ministage]``, all microbatches of the slowest replica.
-        transfers_s: One transfer over each boundary; from the last stage back to the first it takes the longest.
-        busiest_s: All transfers of a ministage over the busiest link.
+        visits: In the order in which a microbatch makes them.
     """
-    count = len(one_s)
-    ways = [max(transfers_s, default=0.0), *transfers_s]
-    end = [0.0] * count
-    first, last = 0.0, 0.0  # when the first and the last microbatch leave the stage before
-    for c in range(len(one_s[0])):
-        for s in range(count):
-            way = ways[s] if count > 1 and (s or c) else 0.0
-            begin = max(end[s], first + way)
-            end[s] = max(begin + max(all_s[s][c], busiest_s if c else 0.0), last + way + one_s[s][c] if s else 0.0)
-            first, last = begin + one_s[s][c], end[s]
-        if count == 1:
-            first = 0.0
-    return end[-1]
+    ends: dict[int, float] = {}
+    first, last = 0.0, 0.0  # when the first and the last microbatch leave the visit before
+    for stage, one, every, way in visits:
+        begin = max(ends.get(stage, 0.0), first + way)
+        first, last = begin + one, max(begin + every, last + way + one)
+        ends[stage] = last
+    return max(ends.values())
 
 
 def mean_s(times: Sequence[Sequence[float]], microbatches: Sequence[int]) -> list[float]:
@@ -94,7 +92,7 @@ class Ministage(Schedule):
         transfers: Sequence[float],
         total: int,
     ) -> Pipeline:
-        """One lap per ministage and direction.
+        """One lap per ministage and direction; that of the loss goes forward and back at once.
 
         Gathers of the next ministage overlap with the current one; what does not fit is exposed, and so is
         the first gather of the iteration.
@@ -102,13 +100,19 @@ class Ministage(Schedule):
         which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
         busiest = max((t * total / max(a, b, 1) for t, a, b in zip(transfers, widths, widths[1:])), default=0.0)
-        pipe_s = 0.0
         figures = [_figures(estimator, candidate, stage, s) for s, stage in enumerate(stages)]
-        for back in (False, True):
-            rows = [backward if back else forward for forward, backward, _ in (figures[::-1] if back else figures)]
-            pipe_s += laps_s([one for one, _ in rows], [every for _, every in rows], transfers, busiest)
-        exposed = max(0.0, *[gathers for _, _, gathers in figures])
-        return Pipeline(pipe_s + exposed, stages[which].busy_s, which, exposed, ())
+        visits: list[Visit] = []
+        for back, places in enumerate((candidate.path, candidate.path[::-1])):
+            for i, (s, c) in enumerate(places):
+                one, every = (of[c] for of in figures[s][0][back])
+                if back and not i:
+                    visits[-1] = Visit(s, visits[-1].one_s + one, visits[-1].all_s + every, visits[-1].way_s)
+                    continue
+                before = visits[-1].stage if visits else s
+                way = transfers[min(before, s)] if abs(before - s) == 1 else max(transfers) if before != s else 0.0
+                visits.append(Visit(s, one, every if c == places[0][1] else max(every, busiest), way))
+        exposed = max(0.0, *[gathers for _, gathers in figures])
+        return Pipeline(laps_s(visits) + exposed, stages[which].busy_s, which, exposed, ())
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
         """Returns the seconds of the last ministage; the others are beside compute."""
@@ -117,12 +121,15 @@ class Ministage(Schedule):
     # -- memory ------------------------------------------------------------------------------------
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
-        """All of them."""
-        return float(stage.microbatches[i])
+        """All of them; of the last ministage, which has the loss, one."""
+        mine, layers = stage.microbatches[i], candidate.stages[s].layers
+        last = chunk_layers(layers, candidate.chunks)[-1] / layers if s == candidate.head_stage else 0.0
+        return mine - max(0, mine - 1) * last
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """All of them, or two on the device."""
-        return 2.0 if like.offload else place.microbatches
+        held = place.microbatches
+        return 2.0 if like.offload else held if place.later else held - (held - 1) / like.chunks
 
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
         """Equal parts, and whole ministages."""
@@ -145,10 +152,6 @@ class Ministage(Schedule):
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
         """Under offload all but two wait in main memory."""
         return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
-
-    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Returns the bytes of every microbatch: neither recomputation nor offload reaches the output layer."""
-        return held * head_bytes
 
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
@@ -190,20 +193,17 @@ class Ministage(Schedule):
 _Lap = tuple[list[float], list[float]]  # per ministage: one microbatch, and all microbatches of the slowest replica
 
 
-def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> tuple[_Lap, _Lap, float]:
+def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> tuple[list[_Lap], float]:
     """Forward and backward of a stage, and the gathers that its compute does not cover."""
     if "laps" in stage.memo:
         return stage.memo["laps"]
     chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
     first, last = candidate.ends_of(s)
-    slowest, laps = stage.slowest, []
-    lacking = [0.0] * (candidate.chunks - len(chunk))  # at the end of the forward, at the start of the backward
+    slowest, laps = stage.slowest, list[_Lap]()
     for back in (False, True):
         times = [u.chunks_s(chunk, first, last, back, estimator.runtime.operation_s) for u in stage.units]
-        times = [t[::-1] for t in times] if back else times
-        one, every = mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]
-        laps.append((lacking + one, lacking + every) if back else (one + lacking, every + lacking))
-    found = laps[0], laps[1], _exposed_s(estimator, candidate, stage, s)
+        laps.append((mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]))
+    found = laps, _exposed_s(estimator, candidate, stage, s)
     stage.memo["laps"] = found
     return found
 
@@ -258,10 +258,10 @@ def at_peak(
 
     When the backward of ministage ``c`` begins, the activations of those after it are gone, its own parameters and the
     next one's are whole, its gradients are whole, those of ``c + 1`` are being reduced, and of the rest the rank keeps
-    its share.  At last the reduction of the first ministage ends.
+    its share.  At last the reduction of the first ministage ends.  The ministage of the loss has next to none.
 
     Args:
-        mine: With the activations of all ministages.
+        mine: With the activations when the backward of the last ministage begins.
         count: Parameters of the stage at this TP.
         share: The part of the stage's state that the rank keeps.
     """
@@ -292,14 +292,16 @@ def _over_time(
     estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
 ) -> list[GroupMemory]:
     """A rank at each of the moments; arguments as of :func:`at_peak`."""
+    has_loss, candidate = mine.stage == candidate.head_stage, candidate.as_of(mine.stage)
     v, element, offload = candidate.chunks, estimator.model.element_bytes, candidate.offload
+    full = max(1, v - has_loss)  # ministages with the activations of all microbatches
     optimizer = window_state(estimator, candidate, count, share)[2]
     return [
         mine._replace(
             parameter_bytes=count * element * (moment.whole / v + (0.0 if offload else share)),
             gradient_bytes=count * 4.0 * (moment.buffers + share * moment.shards) / v,
             optimizer_bytes=optimizer,
-            activation_bytes=mine.activation_bytes * (1.0 if offload else moment.left / v),
+            activation_bytes=mine.activation_bytes * (1.0 if offload else min(1.0, moment.left / full)),
         )
         for moment in _moments(v)
     ]
