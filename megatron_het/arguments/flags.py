@@ -18,6 +18,7 @@ from megatron_het.features.base import Feature, Option
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.plan import Plan, ScheduleSpec, load_plan
 from megatron_het.plan.run_config import HetConfig, check_turns, errors_of, plan_from_flags
+from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import add_options, count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -124,12 +125,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         plan_path=files[0],
         turns=plans if len(plans) > 1 else (),
         turn_files=files,
-        transport=namespace.het_transport,
-        report_dir=Path(namespace.het_report) if namespace.het_report else None,
-        trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
-        trace_iteration=namespace.het_trace_iteration,
         measured_cp_shares=namespace.het_measured_cp_shares,
-        trust_checkpoint=namespace.het_trust_checkpoint,
+        **_of_every_run(namespace),
     )
     return config, rest
 
@@ -153,20 +150,23 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
     if namespace.het_zero not in (None, *range(4)):
         parser.error(f"--het-zero {namespace.het_zero}: with --het-auto-batch the first ZeRO stage to try, 0 to 3")
     return HetConfig(
-        auto_batch=Path(namespace.het_auto_batch),
-        trust_checkpoint=namespace.het_trust_checkpoint,
-        least_zero=namespace.het_zero or 0,
-        transport=namespace.het_transport,
-        report_dir=Path(namespace.het_report) if namespace.het_report else None,
-        trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
-        trace_iteration=namespace.het_trace_iteration,
+        auto_batch=Path(namespace.het_auto_batch), least_zero=namespace.het_zero or 0, **_of_every_run(namespace)
     )
+
+
+def _of_every_run(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a run may ask for with a plan and without one, as fields of the configuration."""
+    return {
+        "transport": namespace.het_transport,
+        "report_dir": Path(namespace.het_report) if namespace.het_report else None,
+        "trace_dir": Path(namespace.het_trace) if namespace.het_trace else None,
+        "trace_iteration": namespace.het_trace_iteration,
+        "trust_checkpoint": namespace.het_trust_checkpoint,
+    }
 
 
 def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, ...], list[str]]:
     """The plans of the files or, without one, that of Megatron's flags; with the schedule asked for."""
-    from megatron_het.plan.validate import check_plan
-
     parameters = _schedule_parameters(namespace)
     if namespace.het_plan is None:
         schedule = ScheduleSpec(namespace.het_schedule, parameters)

@@ -277,7 +277,7 @@ class _Save:
 
 def _tracker(folder: Path) -> tuple[int, int]:
     """The iteration that a folder's tracker names and when it was written; -1 and 0 without one."""
-    path = folder / "latest_checkpointed_iteration.txt"
+    path = folder / TRACKER
     try:
         return int(read_text(path, _TRACKER_BYTES)), path.stat().st_mtime_ns
     except (OSError, ValueError):
@@ -285,7 +285,6 @@ def _tracker(folder: Path) -> tuple[int, int]:
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_LONGEST = 64
 _NON_PERSISTENT = "non_persistent"
 _FREE_OF_LAYOUT = ("fully_reshardable", "fully_sharded_model_space")
 """Forms of the distributed optimizer's state that any layout can load."""
@@ -319,7 +318,7 @@ def tracked(folder: Path) -> int | str | None:
     if not (folder / TRACKER).exists():
         return None
     try:
-        text = read_text(folder / TRACKER, _LONGEST).strip()
+        text = read_text(folder / TRACKER, _TRACKER_BYTES).strip()
     except FileError:
         return ""
     return int(text) if text.isascii() and text.isdecimal() else ("release" if text == "release" else "")

@@ -19,6 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_het import megatron_patches as upstream
 from megatron_het import planner
 from megatron_het.doctor.check import (
     Answers,
@@ -128,8 +132,6 @@ class Throttling:
     def _read(self) -> dict[str, Any]:
         if self._gpu is None:
             return {name: value for name, value in (("thermal", _thermal()), ("quota", _quota())) if value is not None}
-        import torch
-
         return dict(query(torch.cuda.get_device_properties(self._gpu)))
 
 
@@ -324,14 +326,8 @@ def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[Laye
 
 def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]) -> dict[str, Any]:
     """Seconds of forward and backward of one layer, with the planner's own measurement."""
-    import torch.distributed as dist
-
-    from megatron_het import megatron_patches as upstream
-
     upstream.install("stock")
     layers, settings, schema = planner("profile.layers"), planner("profile.settings"), planner("inputs.profile_schema")
-    import torch
-
     torch.set_float32_matmul_precision("high" if model.precision == "tf32" else "highest")
     run = settings.ProfileSettings(
         model=schema.ProfiledModel(**asdict(model)), out="", kinds=("",), window_s=_WINDOW_S, windows=_WINDOWS
@@ -341,29 +337,16 @@ def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
     logging.disable(logging.WARNING)  # Megatron tells of every parameter
     try:
-        timing = _measured_alone(layers, run, where, barrier)
+        with layers.tensor_parallel_state(1):
+            timing = layers.measure(run, where, barrier)
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
     return {"layer_s": timing.forward_s + timing.backward_s, "forward_s": timing.forward_s}
 
 
-def _measured_alone(layers: Any, run: Any, where: Any, barrier: Callable[[], None]) -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel()
-    try:
-        model_parallel_cuda_manual_seed(1234)
-        return layers.measure(run, where, barrier)
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None], repeats: int = 9) -> float:
     """Median seconds of a square matrix product in the plan's precision."""
-    import torch
-
     if not platform.is_cuda:
         dtype = torch.float32  # half precision is not what a CPU is judged by
     a, b = (torch.randn(_GEMM, _GEMM, device=platform.device).to(dtype) for _ in range(2))

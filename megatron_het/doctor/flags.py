@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_het import device as platform
+from megatron_het import megatron_patches as upstream
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, ranks_by
 from megatron_het.plan import PlanError
 
@@ -20,9 +22,6 @@ class Flags(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Problems with the flags on this rank, and the flags that its machine asks for."""
-        from megatron_het import device as platform
-        from megatron_het import megatron_patches as upstream
-
         device = platform.activate()
         needed = {flag.words[0]: str(flag) for flag in device.flags() if flag.required}
         if seat.flags is None:
@@ -84,9 +83,6 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
 
 def main(words: tuple[str, ...]) -> None:
     """Print the problems of a training's flags as JSON, whatever this machine lacks of what the job's nodes have."""
-    from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
-
     device = platform.activate()
     upstream.install("stock")
     sys.stdout.write(json.dumps(problems_of(words, device)[1]) + "\n")

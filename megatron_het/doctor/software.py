@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_het.arguments.megatron_args import check_device_kind, environment_of
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, grouped, rate
 from megatron_het.doctor.devices import query
@@ -258,8 +260,6 @@ def installed() -> dict[str, str]:
 
 
 def _of_torch() -> dict[str, str]:
-    import torch
-
     # Builds of one version for different CUDA train together; whether each fits its device is checked by itself.
     found = {"torch": torch.__version__.split("+")[0], "cuda": torch.version.cuda or torch.version.hip or "-"}
     if torch.cuda.is_available():
@@ -269,8 +269,6 @@ def _of_torch() -> dict[str, str]:
 
 
 def _device(local_rank: int) -> dict[str, Any]:
-    import torch
-
     if not torch.cuda.is_available():
         return {"name": _processor()}
     index = local_rank % torch.cuda.device_count()
@@ -294,8 +292,6 @@ def _misplaced(seat: Seat, name: str) -> tuple[str, ...]:
 
 
 def _architecture(index: int) -> str:
-    import torch
-
     if torch.version.hip:
         return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
     return "sm_{}{}".format(*torch.cuda.get_device_capability(index))

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import megatron_het
+from megatron_het import megatron_patches as upstream
+from megatron_het.megatron_patches import releases
 from megatron_het.safe_io import LineParser, ends_with_its_reader
 
 _IMPORT_S = 600
@@ -58,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.against is not None:
         return against(options.against)
     from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
 
     platform.activate()
     if options.sources:
@@ -99,8 +100,6 @@ def whose() -> dict[str, list[str]]:
 
 def _owners() -> Iterator[tuple[str, Mapping[str, str]]]:
     """Everything that leans on upstream, with the hashes of the first release."""
-    from megatron_het import megatron_patches as upstream
-
     for patch in upstream.all_patches().values():
         yield f"patch {patch.name}", patch.sources
     for name, _, sources in leaning():
@@ -109,41 +108,33 @@ def _owners() -> Iterator[tuple[str, Mapping[str, str]]]:
 
 def _read() -> set[tuple[str, str]]:
     """Upstream names with each of the hashes that a release has of them."""
-    from megatron_het.megatron_patches.releases import RELEASES
-
     changes = [sources for _, sources in _owners()]
-    for release in RELEASES:
+    for release in releases.RELEASES:
         changes += [release.changed, release.earlier]
     return {item for sources in changes for item in sources.items()}
 
 
 def _source(dotted: str) -> str | None:
     """The source as it is hashed; None where there is none."""
-    from megatron_het.megatron_patches import source_text
-    from megatron_het.megatron_patches.releases import PatchError
-
     try:
-        return source_text(dotted)
-    except PatchError:
+        return upstream.source_text(dotted)
+    except releases.PatchError:
         return None
 
 
 def against(checkout: Path) -> int:
     """Print what a checkout of another release would break; returns 1 where a change has not been read."""
-    from megatron_het.megatron_patches import text_hash
-    from megatron_het.megatron_patches.releases import PatchError, find
-
     if not (checkout / "megatron" / "core").is_dir():
         sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
         return 2
     try:
-        print(f"{find()} against {checkout}\n")
+        print(f"{releases.find()} against {checkout}\n")
         here, there = _sources_of(None), _sources_of(checkout.resolve())
-    except PatchError as error:
+    except releases.PatchError as error:
         sys.stderr.write(f"megatron_patches: {error}\n")
         return 2
     verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here}
-    hashes = {dotted: text_hash(source) for dotted, source in there.items() if source is not None}
+    hashes = {dotted: upstream.text_hash(source) for dotted, source in there.items() if source is not None}
     read = _read()
     unread = {
         dotted
@@ -180,8 +171,6 @@ def _meaning(source: str) -> str:
 
 def _sources_of(checkout: Path | None) -> dict[str, str | None]:
     """The sources in a process of its own, which imports the checkout's Megatron; None for the installed one."""
-    from megatron_het.megatron_patches.releases import PatchError
-
     own = str(Path(megatron_het.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [str(checkout or ""), own, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.megatron_patches", "--sources"]
@@ -196,7 +185,7 @@ def _sources_of(checkout: Path | None) -> dict[str, str | None]:
     )
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-3:])
-        raise PatchError(f"the Megatron in {checkout or own} cannot be imported: {last}")
+        raise releases.PatchError(f"the Megatron in {checkout or own} cannot be imported: {last}")
     found: dict[str, str | None] = json.loads(done.stdout[done.stdout.index("{") :])
     return found
 
@@ -205,19 +194,15 @@ def _compare_torch() -> bool:
     """Print the private names of torch that are leaned on; returns whether one is different."""
     import torch
 
-    from megatron_het.megatron_patches.releases import TORCH_NAMES, TORCH_VERSIONS, differences
-
-    print(f"torch  [{torch.__version__}; read in {TORCH_VERSIONS[0]} to {TORCH_VERSIONS[1]}]")
-    for one in TORCH_NAMES:
-        different = differences([one])
+    print(f"torch  [{torch.__version__}; read in {releases.TORCH_VERSIONS[0]} to {releases.TORCH_VERSIONS[1]}]")
+    for one in releases.TORCH_NAMES:
+        different = releases.differences([one])
         print(f"  {one.name}: {'CHANGED, ' + different[0] if different else 'as expected'}\n    {one.reason}")
-    return bool(differences())
+    return bool(releases.differences())
 
 
 def _compare(sources: Mapping[str, str]) -> bool:
     """Print how the sources are; returns whether one is different."""
-    from megatron_het import megatron_patches as upstream
-
     changed = upstream.moved(sources)
     for dotted in sources:
         note = f"CHANGED, now {changed[dotted]}" if dotted in changed else "as expected"

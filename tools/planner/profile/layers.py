@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -507,3 +508,16 @@ def largest_micro_batch(settings: ProfileSettings, tp: int, recompute: str, memo
         return True
 
     return largest(fits)
+
+
+@contextmanager
+def tensor_parallel_state(tp: int, ep: int = 1) -> Iterator[None]:
+    """Megatron's parallel state for one TP size and one EP size inside it, for the duration of a block."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -12,8 +12,6 @@ import statistics
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +151,10 @@ class _Run:
         """Measure one point on all ranks at once and store one timing per kind."""
         import torch.distributed as dist
 
-        from .layers import measure
+        from .layers import measure, tensor_parallel_state
 
         timing: LayerTiming | None = None
-        with _tensor_parallel(point.tp, point.ep):
+        with tensor_parallel_state(point.tp, point.ep):
             try:
                 timing = measure(self.settings, point, dist.barrier)
             except RuntimeError as error:
@@ -178,13 +176,13 @@ class _Run:
                 device.timings.append(timing)
 
     def _largest(self) -> None:
-        from .layers import largest_micro_batch
+        from .layers import largest_micro_batch, tensor_parallel_state
 
         layers = self.settings.largest_batch_layers
         for tp in self.settings.tp:
             for recompute in self.settings.recompute:
                 self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
-                with _tensor_parallel(tp):
+                with tensor_parallel_state(tp):
                     size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
                 for kind, found in _least(self._gather((self.kind, size))).items():
                     device = self.profile.device(kind)
@@ -255,22 +253,6 @@ def _words(point: Point) -> str:
         + (f", EP {point.ep}" if point.ep > 1 else "")
         + (", sliding window" if point.windowed else "")
     )
-
-
-@contextmanager
-def _tensor_parallel(tp: int, ep: int = 1) -> Iterator[None]:
-    """Megatron's parallel state for one TP size and one EP size inside it, for the duration of a block."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep
-    )
-    model_parallel_cuda_manual_seed(1234)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _memory_bytes(device: Any, local_world: int) -> int:
