@@ -31,8 +31,9 @@ from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, tak
 from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
+from megatron_het.plan.run_config import without_flags
 from megatron_het.runtime.training import Boundary, flush_logs
-from megatron_het.safe_io import without_flags, write_json
+from megatron_het.safe_io import write_json
 from megatron_het.store import Documents
 from megatron_het.store.job import job_store, use_store
 from megatron_het.store.torch_store import TorchStore

@@ -22,7 +22,6 @@ from megatron_het.plan.schema import (
     sizes_of,
     without_chunks,
 )
-from megatron_het.safe_io import without_flags
 from megatron_het.schedule.ir import path_of, placement_of
 
 
@@ -300,3 +299,19 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
         problem = f"{flags.num_layers} layers do not divide evenly over {pp} stages"
         raise PlanError(flag, value, problem, "Choose sizes that divide, or write a plan")
     return (flags.num_layers // (pp * chunks),) * chunks
+
+
+def without_flags(words: Sequence[str], *flags: str, several: bool = False) -> list[str]:
+    """The words of a command line without some flags and their values: one of each, or all up to the next flag."""
+    kept: list[str] = []
+    left = 0  # values that are still to come
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in flags:
+            left = len(words) if several else int(not equals)
+        elif left and not (several and word.startswith("-")):
+            left -= 1
+        else:
+            left = 0
+            kept.append(word)
+    return kept

@@ -23,7 +23,6 @@ from megatron_het.safe_io.reading import (
     read_yaml,
     shown,
     split_words,
-    without_flags,
 )
 from megatron_het.safe_io.writing import (
     check_replaces,

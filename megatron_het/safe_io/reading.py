@@ -82,22 +82,6 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return list(words[:at]), list(words[at + 1 :]) if at < len(words) else None
 
 
-def without_flags(words: Sequence[str], *flags: str, several: bool = False) -> list[str]:
-    """The words of a command line without some flags and their values: one of each, or all up to the next flag."""
-    kept: list[str] = []
-    left = 0  # values that are still to come
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in flags:
-            left = len(words) if several else int(not equals)
-        elif left and not (several and word.startswith("-")):
-            left -= 1
-        else:
-            left = 0
-            kept.append(word)
-    return kept
-
-
 def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, ...]]) -> None:
     """Adds options: of each its name, default, placeholder ("" for its own), help, and what else argparse is told.
 
