@@ -125,11 +125,8 @@ def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str,
         flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
         return (*flags, "--attention-backend", "unfused")
     if has_te:
-        return ("--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion")
-    return (
-        *("--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
-        "--no-gradient-accumulation-fusion",
-    )
+        return ("--transformer-impl", "transformer_engine")
+    return ("--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
 
 
 @dataclass(frozen=True)

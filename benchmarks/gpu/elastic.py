@@ -7,6 +7,7 @@ beside it.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -66,7 +67,11 @@ def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, An
             if kills and not killed_s and job.has_reached(_BEFORE):
                 os.kill(job.workers("a")[-1], signal.SIGKILL)
                 killed_s = time.time()
-            if setting.deadline_s < time.monotonic() + 2.0:
+            if setting.deadline_s < time.monotonic() + 3.0:
+                for worker in job.workers("a"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker, signal.SIGABRT)  # its threads write where they are
+                time.sleep(1.0)
                 raise CaseError(f"{name}: the job did not end in time\n{_told(folder)}")
             time.sleep(_POLL_S)
         code, history = job.exit_code(), job.history()

@@ -261,12 +261,22 @@ class Sum:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
+        self._second: Tensor | None = None  # not added yet: with nothing after it, the sum is rounded once all the same
 
     @property
     def total(self) -> Tensor:
         """The sum; may be changed."""
         like = self._like
+        if self._second is not None and self._total is not None:
+            self._total, self._second = self._total.to(_wide(like)).add_(self._second), None
         return torch.zeros_like(like, dtype=_wide(like)) if self._total is None else self._total
+
+    @property
+    def rounded(self) -> Tensor:
+        """The sum, in the type of what it is the gradient of."""
+        if self._second is not None and self._total is not None:
+            return self._total + self._second
+        return in_type(self.total, self._like.dtype)
 
     def add_rows(self, rows: Sequence[slice], part: Tensor) -> None:
         """Add a gradient of some rows."""
@@ -281,6 +291,9 @@ class Sum:
         is_whole = part.shape == self._like.shape
         if self._total is None and is_whole:
             self._total = part
+            return
+        if is_whole and self._second is None and self._total is not None and self._total.dtype is not _wide(part):
+            self._second = part
             return
         self._total = in_type(self.total, _wide(self._like))
         (self._total if is_whole else self._total[rows, sequences]).add_(part)

@@ -63,6 +63,8 @@ class Kernel(abc.ABC):
     name: ClassVar[str]  # for messages and benchmarks
     summary: ClassVar[str]  # what it supports, for the table in the documentation
     takes_window: ClassVar[bool] = False  # whether causal calls may have a window
+    # Whether a causal backward over more keys than queries is slower than two: of the square, and of all before it.
+    splits_backward: ClassVar[bool] = False
     is_extension: ClassVar[bool] = False  # whether it is code of another package, which takes tensors with memory only
 
     @abc.abstractmethod
@@ -284,6 +286,7 @@ class TransformerEngineFused(Kernel):
         "one call per slice of a multiple of 64 tokens"
     )
     takes_window = True
+    splits_backward = True  # by 11 to 20 % for 4,096 queries on an H200
     is_extension = True
     module: ClassVar[str] = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     """Has ``fused_attn_fwd`` and ``fused_attn_bwd``."""

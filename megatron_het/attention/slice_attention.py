@@ -319,7 +319,7 @@ class _SliceAttention(torch.autograd.Function):
         dk, dv = cache.of_appended(appended[0], sums[1].total, sums[2].total)
         dk, dv = cache.settle(microbatch, index, dk, dv)
         ds = sink_gradient(grad, out, lse, sink) if sink is not None and ctx.needs_input_grad[3] else None
-        dq, dk, dv = (in_type(part, query.dtype) for part in (sums[0].total, dk, dv))
+        dq, dk, dv = sums[0].rounded, in_type(dk, query.dtype), in_type(dv, query.dtype)
         if rotation is not None:
             dq, dk = rotation.turn_back(dq), rotation.turn_back(dk)
         return dq, dk, dv, ds, None
@@ -403,7 +403,9 @@ def _differentiate(sums: Sums, mine: Sequence[Tensor], own: Own, place: Place, c
     if context.parallel is not None:
         _differentiate_shared(sums, mine, own, place, context, context.parallel)
     elif not exchange.is_active:
-        differentiate(place.calls(Keys.ALL, own, batch), mine, sums, *given)
+        is_split = context.kernel.splits_backward and isinstance(place, WholePlace)
+        for keys in (Keys.OWN, Keys.EARLIER) if is_split else (Keys.ALL,):
+            differentiate(place.calls(keys, own, batch), mine, sums, *given)
     else:
         left = place.without(exchange.begin_backward(*mine))
         differentiate(place.calls(Keys.OWN, own, batch), mine, sums, *given)

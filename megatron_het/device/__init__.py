@@ -1,7 +1,7 @@
 """Differences between CUDA and CPU, in one place.
 
 :func:`activate` is called before ``megatron.training`` is imported.  On a machine with a usable
-CUDA device it changes nothing at all.  Without one it installs the CPU device support of
+CUDA device it only stands in for Apex, where that is missing.  Without one it installs the CPU device support of
 :mod:`megatron_het.device.cpu`, with which Megatron trains over gloo.
 
 Everything else in the project asks the :class:`Platform` instead of testing for CUDA itself.  What a rank holds of a
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_het.device import weight_gradients
 from megatron_het.device.simulated import host_wait, is_simulated
 
 SAME_DEVICES = "HET_SAME_DEVICES"
@@ -142,6 +143,7 @@ def activate(*, plays_cuda: bool = False) -> Platform:
             said = share_devices(os.environ, torch.cuda.device_count())
             if said and is_first:
                 sys.stderr.write(f"megatron_het: {said}\n")
+            weight_gradients.provide()
             _ACTIVE.append(Platform("cuda"))
         else:
             from megatron_het.device import cpu
@@ -225,11 +227,9 @@ def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = Fa
             flags.append(_off("persist-layer-norm", "torch's norms do not know it"))
         if not (is_cuda and _has("scaled_upper_triang_masked_softmax_cuda")):
             flags.append(_off("masked-softmax-fusion", "its CUDA kernel is not installed"))
-    if not (has_kernels or (is_cuda and _has("fused_weight_gradient_mlp_cuda"))):
-        # Transformer Engine has a kernel of its own, which Megatron's output layer does not use.
-        flags.append(_off("gradient-accumulation-fusion", "its CUDA kernel is not installed"))
     if not is_cuda and not has_kernels:
         flags += [
+            _off("gradient-accumulation-fusion", "its kernel is one of CUDA"),
             _off("bias-swiglu-fusion", "nothing fuses it on CPU", required=False),
             _off("bias-dropout-fusion", "nothing fuses it on CPU", required=False),
             Flag(("--num-workers", "0"), "num_workers", 0, "every core computes", required=False),

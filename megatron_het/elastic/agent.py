@@ -28,6 +28,7 @@ _POLL_S, _MEET_S = 0.02, 0.1
 _GLANCE_S, _QUIET_S = 0.5, 2.0
 _END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
+_LAST_WORDS_S = 0.5
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
 MAX_LOG_BYTES = 16 * 2**20
 _KEPT_LOGS = 4  # ended workers of each device whose logs stay
@@ -300,6 +301,8 @@ class Agent:
             self._say(f"worker {worker.number} was refused: {refused['why']}")
             worker.process.kill()
         elif _is_meant(worker, kill):
+            worker.process.send_signal(signal.SIGUSR2)  # its threads write into its log where they are
+            time.sleep(_LAST_WORDS_S)
             worker.process.kill()
         elif _is_meant(worker, gone):
             self._asked = self._has_said = True

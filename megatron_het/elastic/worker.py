@@ -396,13 +396,16 @@ def main() -> None:
     import sys
 
     faulthandler.enable()  # what every thread does when a signal ends this process goes to the log
+    faulthandler.register(signal.SIGUSR2)  # before its agent kills it
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
     setting = Setting(**json.loads(os.environ.pop(ENVIRONMENT)))
-    # By itself torch ends a process whose communicator has failed, or lets its watchdog sleep for a minute until all
-    # ranks have written what was under way.  Here communicators are aborted, and the process goes on.
+    # By itself torch ends a process whose communicator has failed, and its watchdog sleeps for four times the last of
+    # these, a minute, so that all ranks write what was under way; whoever destroys the group waits for the watchdog.
+    # Here communicators are aborted, and the process goes on.
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         os.environ.setdefault(name, "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
     from megatron_het import device as platform
     from megatron_het import gpt_training
     from megatron_het.arguments import hooks

@@ -6,6 +6,7 @@ replica keeps those that the plan routes to it.  Resuming needs nothing but
 ``consumed_train_samples``, which all ranks count alike.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -45,6 +46,40 @@ def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -
             value.zero_()
         dist.all_reduce(value, group=groups["stage"])
     return [_entry(totals, reports[0])]
+
+
+@contextlib.contextmanager
+def judged_at_the_end(args: Any) -> Iterator[None]:
+    """Let Megatron's rerun machine look at the losses of an iteration together, once all passes have run.
+
+    To look at one, the host waits for the device.  With a loss for every slice it would never be ahead of the device.
+
+    Args:
+        args: Megatron's namespace.
+    """
+    if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
+        yield
+        return
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine, calls = get_rerun_state_machine(), list[tuple[torch.Tensor, dict[str, Any]]]()
+    judge = machine.validate_result
+
+    def keep(result: Any, *positional: Any, **keywords: Any) -> None:
+        if positional or not isinstance(result, torch.Tensor):  # a script's own
+            judge(result, *positional, **keywords)
+        else:
+            calls.append((result.detach().clone(), keywords))  # Megatron divides it in place
+
+    machine.validate_result = keep
+    try:
+        yield
+    finally:
+        del machine.validate_result
+    if calls:
+        losses = torch.cat([result.view(-1) for result, _ in calls]).cpu()
+        for (result, keywords), loss in zip(calls, losses.split([r.numel() for r, _ in calls]), strict=True):
+            judge(loss.view_as(result), **keywords)
 
 
 def _totals(reports: Reports) -> dict[str, torch.Tensor]:

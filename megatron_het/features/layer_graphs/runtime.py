@@ -102,7 +102,8 @@ class LayerGraphs(RuntimeFeature):
         if not call.forward_only:
             forward.number = self._passes.numbers[forward.op.key]
         yield
-        if self.is_captured and not forward.ends_in_loss and forward.output is not None:
+        is_theirs = self.is_captured or self._kind == LOCAL  # Megatron's own return views before they are recorded, too
+        if is_theirs and not forward.ends_in_loss and forward.output is not None:
             forward.output = forward.output.clone()
 
     @contextlib.contextmanager

@@ -75,9 +75,20 @@ def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterat
     yield from _problems_of_attention(plan, args, kind, not parts or "attn" in parts or kind == LOCAL)
     if getattr(args, "num_experts", None):
         yield from _problems_of_experts(plan, args, kind, parts)
-    if (parts or kind == LOCAL) and os.environ.get(TRY) != "1":
+    if os.environ.get(TRY) == "1":
+        return
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(args, name, False):
+            problem = "a training with it and graphs of layers has ended on a GPU with an illegal access to memory"
+            yield (
+                flag_of(name),
+                True,
+                problem,
+                f"Leave one of them out; {TRY}=1 in the environment tries it all the same",
+            )
+    if parts or kind == LOCAL:
         failed = "trainings with parts of layers in graphs have failed on a GPU, for a reason that is not known yet"
-        problem = failed if parts else "it has not been tried on a GPU yet"
+        problem = failed if parts else "it has failed on a GPU, where outputs were views that Megatron cannot let go"
         hint = f"Capture whole layers with {_FLAG} {BY_TE}; {TRY}=1 in the environment tries it all the same"
         yield _PARTS_FLAG if parts else _FLAG, " ".join(sorted(parts)) or kind, problem, hint
 

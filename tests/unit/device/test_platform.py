@@ -1,14 +1,16 @@
 """What the platform promises on this machine, and that CUDA machines are left alone."""
 
+import importlib
+import importlib.util
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_het import device as platform
-from megatron_het.device import share_devices
+from megatron_het.device import share_devices, weight_gradients
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU support is not active")
 
@@ -178,13 +180,24 @@ def test_flags_without_transformer_engine_choose_the_local_layers(monkeypatch):
     assert ("--distributed-backend", "gloo") not in words
 
 
-def test_flags_with_transformer_engine_and_without_apex(monkeypatch):
-    """Megatron's own output layer wants Apex's kernel, whatever the other layers are."""
+def test_no_flag_is_asked_for_with_transformer_engine_and_without_apex(monkeypatch):
+    """Megatron's own output layer gets the kernel that it would take from Apex."""
     monkeypatch.setattr(platform, "_has", lambda *modules: "transformer_engine" in modules)
-    found = platform.platform_flags(is_cuda=True)
-    assert [flag.words for flag in found] == [("--no-gradient-accumulation-fusion",)]
-    assert platform.unmet(found, SimpleNamespace(gradient_accumulation_fusion=True)) == found
-    assert not platform.unmet(found, SimpleNamespace(gradient_accumulation_fusion=False))
+    assert platform.platform_flags(is_cuda=True) == ()
+
+
+def test_megatron_finds_the_kernels_of_apex_where_that_is_not_installed(monkeypatch):
+    monkeypatch.delitem(sys.modules, weight_gradients.NAME, raising=False)
+    weight_gradients.provide()
+    found = importlib.import_module(weight_gradients.NAME)
+    assert importlib.util.find_spec(weight_gradients.NAME) is not None
+    monkeypatch.setitem(sys.modules, weight_gradients.NAME, own := ModuleType(weight_gradients.NAME))
+    weight_gradients.provide()  # one that is there stays
+    assert sys.modules[weight_gradients.NAME] is own
+    for dtype in (torch.float32, torch.bfloat16):
+        source, grad, total = torch.randn(8, 6).to(dtype), torch.randn(8, 4).to(dtype), torch.ones(4, 6)
+        found.wgrad_gemm_accum_fp32(source, grad, total)
+        torch.testing.assert_close(total, 1 + (grad.t() @ source).float())
 
 
 def test_unmet_flag_names_itself_and_why(active):

@@ -162,7 +162,8 @@ GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_
         ({"position_embedding_type": "yarn"}, "--position-embedding-type = 'yarn'.*Megatron captures"),
         ({"num_experts": 2}, "number of tokens of every expert.*attn moe_router"),
         ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*failed on a GPU.*HET_TRY_GRAPHS=1"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl = 'local'.*not been tried on a GPU.*HET_TRY_GRAPHS=1"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl = 'local'.*outputs were views.*HET_TRY_GRAPHS=1"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce = True.*illegal access to memory.*HET_TRY_GRAPHS=1"),
         (OF_ALL | {"cuda_graph_modules": ["moe_router"]}, "--cuda-graph-modules = 'moe_router'.*balancing losses"),
     ],
 )

@@ -97,9 +97,8 @@ def test_megatron_runs_on_gpus_that_were_left_out():
 
 def test_a_plan_has_the_constants_that_its_uncertainty_was_found_with():
     kernels = [runtime_of(source).kernels for source in ("dgxc", "bridge")]
-    emitted = {"gradient_bytes", "logits_bytes"}  # switches of a run, not fitted
     for name in MEGATRON_HET.kernels.__slots__:
-        if name not in emitted:
+        if name != "logits_bytes":  # a switch of a run, not fitted
             assert all(getattr(k, name) == getattr(MEGATRON_HET.kernels, name) for k in kernels), name
     again = fit_all(read_runs("dgxc")[:12])
     assert again.kernels.gemm == pytest.approx(kernels[0].gemm, rel=0.1)

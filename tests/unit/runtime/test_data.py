@@ -17,6 +17,7 @@ from megatron_het.runtime.data import (
     RoutedBatchSampler,
     SkippingIterator,
     draw_by_sample,
+    judged_at_the_end,
     of_whole_stage,
     routed_loader,
     routed_provider,
@@ -44,6 +45,30 @@ def test_routed_loader_keeps_the_loaders_settings() -> None:
     routed = routed_loader(stock, [1], [1, 1])
     assert [b[0].tolist() for b in routed] == batches(8)[1::2]
     assert routed.collate_fn is stock.collate_fn
+
+
+def test_losses_are_judged_once_all_passes_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, the host would wait for the device after every slice."""
+    from megatron.core import rerun_state_machine
+
+    class Machine:
+        def validate_result(self, result: torch.Tensor, rejection_func: Any, **_more: Any) -> None:
+            judged.append((result.item(), bool(rejection_func(result))))
+
+    judged, machine = list[tuple[float, bool]](), Machine()
+    monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
+    with judged_at_the_end(args):
+        for loss in (torch.tensor(4.0), torch.tensor(torch.inf)):
+            machine.validate_result(result=loss, rejection_func=torch.isinf, message="found Inf", fatal=True)
+            loss.div_(2)  # as Megatron does, by the number of microbatches
+        assert not judged
+    assert judged == [(4.0, False), (torch.inf, True)]
+    with pytest.raises(RuntimeError, match="a pass"), judged_at_the_end(args):
+        machine.validate_result(result=torch.tensor(1.0), rejection_func=torch.isinf)
+        raise RuntimeError("a pass has failed")
+    machine.validate_result(result=torch.tensor(2.0), rejection_func=torch.isinf)
+    assert judged[2:] == [(2.0, False)]
 
 
 def test_ranks_rearrange_a_sample_alike_whatever_they_have_read_before() -> None:

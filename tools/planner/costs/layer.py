@@ -207,8 +207,8 @@ MEGATRON = Runtime(
 )
 """Stock Megatron as its makers tune it: what overlaps is switched on, losses and sums of gradients are fused."""
 
-MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, gradient_bytes=12.0, logits_bytes=52.0))
-"""What ``emit`` writes: the same kernels, without Apex, and with Megatron's own loss.
+MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, logits_bytes=52.0))
+"""What ``emit`` writes: the same kernels, and Megatron's own loss.
 
 Logits become fp32, and nine kernels read and write them, where Megatron's fused loss has two.
 """
@@ -217,7 +217,7 @@ WITHOUT_TE = replace(
     MEGATRON_HET,
     name="megatron_het without Transformer Engine",
     fused=False,
-    kernels=replace(MEGATRON_HET.kernels, elementwise=3.0),
+    kernels=replace(MEGATRON_HET.kernels, gradient_bytes=12.0, elementwise=3.0),
 )
 """Megatron's own layers: attention keeps its matrices, and positions are rotated by five kernels.  Not fitted."""
 
