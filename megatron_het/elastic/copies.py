@@ -112,6 +112,7 @@ class Pace:
 _KEPT = 3
 _ALIGNED = 16
 _MEASURED = 4  # copies after which their pace is chosen
+_FIELDS = ("iteration", "rank", "topology", "common", "numbers", "random")  # of a copy that is sent
 
 Identity = tuple[str, str, tuple[int, ...], int]  # what tells a rank's own pieces apart
 
@@ -289,7 +290,8 @@ class Copies:
     def _swap(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
         sent = snapshot.pieces[:number]
         size = _end(sent)
-        head = torch.frombuffer(bytearray(json.dumps(_head(snapshot, sent)).encode()), dtype=torch.uint8)
+        document = snapshot.document(*_FIELDS, pieces=number)
+        head = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         receivers = [] if self._keeper is None else [self._keeper]
         counts = [(client, torch.empty(2, dtype=torch.int64)) for client in self._clients]
         links.swap([(r, torch.tensor([len(head), size])) for r in receivers], counts)
@@ -342,11 +344,6 @@ def _unpacked(head: dict[str, Any], body: torch.Tensor) -> Snapshot:
         pieces.append((piece, body[at : at + piece.size * dtype.itemsize].view(dtype)))
         at += _aligned(piece.size * dtype.itemsize)
     return Snapshot(**head, pieces=pieces)
-
-
-def _head(snapshot: Snapshot, sent: Sequence[tuple[Piece, torch.Tensor]]) -> dict[str, Any]:
-    names = ("iteration", "rank", "topology", "common", "numbers", "random")
-    return {name: getattr(snapshot, name) for name in names} | {"pieces": [piece.to_json() for piece, _ in sent]}
 
 
 def _end(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> int:

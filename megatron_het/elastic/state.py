@@ -238,14 +238,10 @@ class Snapshot:
     # parameters and optimizer state, in host memory
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
 
-    def header(self) -> dict[str, Any]:
-        """Returns what others have to know about it."""
-        return {
-            "iteration": self.iteration,
-            "rank": self.rank,
-            "topology": self.topology,
-            "pieces": [piece.to_json() for piece, _ in self.pieces],
-        }
+    def document(self, *names: str, pieces: int | None = None) -> dict[str, Any]:
+        """Returns some of its fields and the first of its pieces, all of them by default, as JSON values."""
+        described = [piece.to_json() for piece, _ in self.pieces[:pieces]]
+        return {name: getattr(self, name) for name in names} | {"pieces": described}
 
 
 @dataclass(frozen=True)
@@ -330,7 +326,7 @@ def _change(
     links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None, blocks: Blocks
 ) -> tuple[int | None, Any]:
     """Offer, choose and move; the second value is common state, numbers, random states and bytes sent."""
-    offers = links.gather([snapshot.header() for snapshot in snapshots])
+    offers = links.gather([snapshot.document("iteration", "rank", "topology") for snapshot in snapshots])
     versions = sorted({offer["iteration"] for member in offers for offer in member}, reverse=True)
     possible: list[int] = []
     local = LocalState()

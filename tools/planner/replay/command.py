@@ -104,29 +104,19 @@ class PoolPlan:
     grows_s: float = 0.0  # seconds of a change to it that grow with state, links and groups
 
 
-def search_pools(
-    estimator: Estimator, goal: Goal, method: str, pools: Sequence[Pool], limit_s: float
-) -> dict[Pool, PoolPlan]:
-    """A plan for every pool; one that is found for a part of a pool is one for the pool.
-
-    Args:
-        method: See ``plan --search``.
-        pools: Nodes of every group of the cluster file.
-        limit_s: CPU seconds of all searches together.
-
-    Raises:
-        PlannerError: A search found nothing in its time.
-    """
-    found: dict[Pool, PoolPlan] = {}
-    for pool in sorted(set(pools), key=sum):
-        plan_of_pool(found, estimator, goal, method, pool, limit_s / len(set(pools)))
-    return found
-
-
 def plan_of_pool(
     found: dict[Pool, PoolPlan], estimator: Estimator, goal: Goal, method: str, pool: Pool, limit_s: float
 ) -> None:
-    """Add the plan of a pool to those found; one that was found for a part of the pool counts too."""
+    """Add the plan of a pool to those found; one that was found for a part of the pool counts too.
+
+    Args:
+        found: Plans by the nodes of every group of the cluster file.
+        method: See ``plan --search``.
+        limit_s: CPU seconds of the search.
+
+    Raises:
+        PlannerError: It found nothing in its time.
+    """
     best = _search_pool(estimator, goal, method, pool, limit_s)
     for smaller in found.values():
         is_part = all(a <= b for a, b in zip(smaller.pool, pool, strict=True))
@@ -210,9 +200,11 @@ def replay(options: argparse.Namespace) -> int:
     costs, sources, each_byte_s = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
     ready = (change.pool for change in with_start(trace, costs.start_s))  # while others start
-    pools = [*trace.pools(), *ready, full]
+    pools = {*trace.pools(), *ready, full}
+    limit_s, plans = left_s(options) / len(pools), dict[Pool, PoolPlan]()
     with shown_progress("searching a plan for every pool of the trace", options):
-        plans = search_pools(estimator, goal, options.search, pools, left_s(options))
+        for pool in sorted(pools, key=sum):  # a plan for a part of a pool is one for the pool
+            plan_of_pool(plans, estimator, goal, options.search, pool, limit_s)
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")

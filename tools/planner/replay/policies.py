@@ -163,7 +163,6 @@ class _Row:
 IterationTime = Callable[[Pool], float | None]
 """Seconds of an iteration under the best plan for a pool; None where no plan fits it."""
 
-POLICIES = ("elastic", "restart", "full pool")
 CHANGES = ("join", "leave", "death")
 
 
@@ -381,7 +380,7 @@ def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
 
 
 def run_all(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> list[Course]:
-    """Every policy, in the order of ``POLICIES``."""
+    """Every policy: elastic, by restarts, and with the full pool only."""
     return [
         run_elastic(trace, time_of, costs),
         run_restart(trace, time_of, costs),

@@ -18,7 +18,7 @@ from ..costs.simulation import Simulation, simulate_candidate
 from ..inputs.cluster import Cluster
 from ..inputs.packing import Seat
 from .data import ClusterMap, Figure, Lane, LinkOnMap, NodeOnMap, PageData, PoolOnMap, TimelineData, ZoneOnMap
-from .tables import part_in_words, state_in_words, summary
+from .tables import part_in_words, schedule_in_words, state_in_words, summary
 
 # The cluster as the page draws it: who sits where, and what every link carries in an iteration.
 
@@ -398,7 +398,7 @@ def collect(
     gpus = ", ".join(f"{count} {name}" for name, count in body["gpus"].items())
     page = PageData(
         title=title,
-        subtitle=f"{model.name} on {cluster.name}: {_schedule(body)}; {gpus}",
+        subtitle=f"{model.name} on {cluster.name}: {schedule_in_words(body)}; {gpus}",
         figures=_figures(body, found, candidate),
         cluster=cluster_map(estimator, candidate, plan, seated, found.result),
         stages=_stages(estimator, body["stages"], _computes(estimator, plan, seated, found.result)),
@@ -421,14 +421,6 @@ def rows_of(estimator: Estimator, rows: Sequence[dict[str, Any]]) -> list[dict[s
         }
         for r in rows
     ]
-
-
-def _schedule(body: dict[str, Any]) -> str:
-    text = f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}"
-    for name in ("chunks", "slices"):
-        text += f", {body[name]} {name} per {'stage' if name == 'chunks' else 'sequence'}" if body[name] > 1 else ""
-    text += ", offload" if body["offload"] else ""
-    return text + "".join(f", {name}" for name in body["extras"])
 
 
 def _figures(body: dict[str, Any], found: Simulation, candidate: Candidate) -> list[Figure]:

@@ -327,14 +327,9 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         )
     utilisation = body["model_flops_utilisation"]
     seen = body["uncertainty_of"]
+    precision = "" if body["precision"] == "bf16" else f", {body['precision']}"
     lines = [
-        f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
-        + f"ZeRO-{body['zero_stage']}"
-        + ("" if body["precision"] == "bf16" else f", {body['precision']}")
-        + (f", {body['chunks']} chunks per stage" if body["chunks"] > 1 else "")
-        + (f", {body['slices']} slices per sequence" if body["slices"] > 1 else "")
-        + (", offload" if body["offload"] else "")
-        + "".join(f", {name}" for name in body["extras"]),
+        schedule_in_words(body, f", ZeRO-{body['zero_stage']}{precision}"),
         f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
         f"+-{100 * body['uncertainty']:.0f} %: of {seen['runs']} measured {seen['of']}, four in five were that near to "
         "their prediction",
@@ -363,6 +358,15 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         lines.append(f"bubble {100 * body['bubble_fraction']:.1f} %: idle time over compute, mean of the replicas")
     more = len(body["stages"]) - MOST_ROWS
     return [*lines, causes, where, memory, *([f"and {more} rows more: --json prints all"] if more > 0 else [])]
+
+
+def schedule_in_words(body: dict[str, Any], state: str = "") -> str:
+    """The schedule of a plan and what the plan has besides; ``state`` is said after recomputation."""
+    text = f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}{state}"
+    for name, whole in (("chunks", "stage"), ("slices", "sequence")):
+        text += f", {body[name]} {name} per {whole}" if body[name] > 1 else ""
+    text += ", offload" if body["offload"] else ""
+    return text + "".join(f", {name}" for name in body["extras"])
 
 
 def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
