@@ -228,6 +228,7 @@ _GOAL = {
     "--max-gpus": (None, "N", "use at most this many GPUs", {"type": count(1, MAX_DEVICES)}),
     "--schedules": ("1f1b,interleaved,ministage,slimpipe", "A,B",
                     "schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)"),
+    "--mix-vendors": (False, "", "price plans over GPUs of several vendors too, which cannot run (docs/scale.md)"),
     "--limit-s": (
         600.0, "S", "CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best "
         "so far (default %(default)g); a search has 1 of them at least, however long reading took"),

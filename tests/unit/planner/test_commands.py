@@ -411,12 +411,18 @@ def test_a_kind_in_two_zones_is_named_with_its_zone():
         assert summary(estimator, both, estimator.estimate(both), None)["gpus"] == counted
 
 
-def test_plans_on_gpus_of_several_vendors_are_priced_only(files, capsys):
-    nodes = [{"gpu": gpu, "count": 1, "gpus_per_node": 2} for gpu in ("MI300X", "H100-SXM")]
+def test_plans_are_on_gpus_of_one_vendor_and_others_are_priced_only(files, capsys):
+    nodes = [{"gpu": gpu, "count": 1, "gpus_per_node": 2} for gpu in ("MI300X", "A10G", "H100-SXM")]
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
-    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", "--schedules", "1f1b", "--no-verify")
-    assert code == 0 and "priced only: H100-SXM and MI300X" in json.loads(out.out)["model_notes"][-1]
-    assert call(capsys, "check", files / "p.json", *common(files))[0] == 1
+    flags = (*common(files), "--out", files / "p.json", "--schedules", "1f1b", "--no-verify")
+    made = json.loads(call(capsys, "plan", *flags)[1].out)
+    ((other, alone_s),) = made["search"]["other_vendors"].items()
+    assert other == "MI300X" and made["idle_gpus"] == {"MI300X": 2} and made["iteration_s"] < alone_s
+    assert not made["model_notes"]
+    assert call(capsys, "check", files / "p.json", *common(files))[0] == 0
+    mixed = json.loads(call(capsys, "plan", *flags, "--mix-vendors")[1].out)
+    assert mixed["iteration_s"] < made["iteration_s"] and not mixed["search"]["other_vendors"]
+    assert "priced only: " in mixed["model_notes"][-1] and call(capsys, "check", files / "p.json", *common(files))[0]
 
 
 def test_equal_stages_in_a_row_are_written_once():

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_het.plan.validate import most_chunks
 
 from ..errors import PlannerError
-from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.cluster import Cluster
 from .candidate import (
     Candidate,
     Estimate,
@@ -145,16 +145,8 @@ def _pipeline(
 def _of_kind(stage: StageTimes, i: int) -> StageTimes:
     """A stage as one kind of its replicas is: the others are in pipelines of their own."""
     f, b, k = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i]
-    return replace(
-        stage,
-        replica_f=[f],
-        replica_b=[b],
-        microbatches=[k],
-        in_flight=stage.in_flight[i : i + 1],
-        busy_s=k * (f + b),
-        forward_s=f,
-        backward_s=b,
-    )
+    one = replace(stage, replica_f=[f], replica_b=[b], microbatches=[k], in_flight=stage.in_flight[i : i + 1])
+    return replace(one, busy_s=k * (f + b), forward_s=f, backward_s=b)
 
 
 __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]
@@ -180,11 +172,11 @@ class Estimator(OperatingPoints):
 
     def only(self, pools: Sequence[int]) -> "Estimator":
         """Returns the estimator of these pools of the cluster, in this order."""
-        return self.on(tuple(self.cluster.nodes[p] for p in pools))
+        nodes = tuple(self.cluster.nodes[p] for p in pools)
+        return self.on(self.cluster.model_copy(update={"nodes": nodes}))
 
-    def on(self, nodes: tuple[NodeGroup, ...]) -> "Estimator":
-        """Returns the estimator of a cluster with these nodes."""
-        cluster = Cluster(name=self.cluster.name, nodes=nodes, links=self.cluster.links, gpus=self.cluster.gpus)
+    def on(self, cluster: Cluster) -> "Estimator":
+        """Returns the estimator of the same model on another cluster."""
         return Estimator(cluster, self.model, self.costs, self.runtime, self.memory_margin)
 
     def time_s(self, candidate: Candidate) -> float:

@@ -290,27 +290,9 @@ def stages_of(
     """
     c, last = candidate, candidate.head_stage
     in_turn = estimator.runtime.transfers_in_turn
-    key = (
-        c.micro_batch_size,
-        c.recompute,
-        c.schedule,
-        c.chunks,
-        c.slices,
-        c.zero_stage,
-        c.offload,
-        c.even,
-        c.cp,
-        c.ep,
-        c.across_replicas,
-        c.sizes,
-        c.rows,
-        c.exchange,
-        c.host_activations,
-        c.cuts_documents,
-        blocks,
-        total,
-    )
-    known = estimator.known_stages.setdefault(key, {})
+    key = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.even, c.cp, c.ep
+    rest = c.across_replicas, c.sizes, c.rows, c.exchange, c.host_activations, c.cuts_documents, blocks, total
+    known = estimator.known_stages.setdefault((key, rest), {})
     layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):

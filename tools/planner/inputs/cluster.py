@@ -259,10 +259,16 @@ class Cluster(BaseModel):
 
     def vendors_problem(self, pools: Iterable[int]) -> str:
         """Why the kinds of these groups cannot train together: they are of several vendors; empty if they can."""
-        names = sorted({self.nodes[pool].gpu for pool in pools})
-        known = {"rocm" in self.gpu(name).torch_builds for name in names if self.gpu(name).torch_builds}
-        problem = f"{' and '.join(names)} are of several vendors: no library of collectives joins them (docs/scale.md)"
-        return problem if len(known) > 1 else ""
+        used = set(pools)
+        names = " and ".join(sorted({self.nodes[pool].gpu for pool in used}))
+        problem = f"{names} are of several vendors: no library of collectives joins them (docs/scale.md)"
+        return problem if len(self.of_vendors(used)) > 1 else ""
+
+    def of_vendors(self, pools: Iterable[int]) -> list[list[int]]:
+        """The groups of each vendor among these; one whose vendor is not known goes with any."""
+        builds = {pool: self.gpu(self.nodes[pool].gpu).torch_builds for pool in pools}
+        vendors = sorted({"rocm" in names for names in builds.values() if names})
+        return [[p for p, names in builds.items() if not names or ("rocm" in names) == rocm] for rocm in vendors]
 
     @staticmethod
     def in_one_node(first: NodeGroup, second: NodeGroup) -> bool:

@@ -130,7 +130,7 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
     cluster = limited(estimator.cluster, pool)
     if cluster is None:
         return PoolPlan(pool, None)
-    part = Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
+    part = estimator.on(cluster)
     progress = Progress(limit_s=limit_s)
     with cpu_limit(progress):
         best = search_on(method, part, goal, progress).best

@@ -35,7 +35,8 @@ def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
     """
     model, nodes = estimator.model, estimator.cluster.nodes
     for pools in _parts(nodes):
-        sizes = set.intersection(*(set(estimator.costs.tp_sizes(nodes[p].gpu)) for p in pools))
+        apart = estimator.cluster.vendors_problem(pools)  # no plan of several vendors can run
+        sizes = set() if apart else set.intersection(*(set(estimator.costs.tp_sizes(nodes[p].gpu)) for p in pools))
         for tp in sorted(sizes):
             for order in {pools, pools[::-1]}:
                 seats = [p for p in order for _ in range(_tensor_groups(nodes[p], tp))]
@@ -233,16 +234,12 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
 def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progress) -> list[dict[str, Any]]:
     """The search again with one node more of each kind."""
     out = []
-    for p, node in enumerate(estimator.cluster.nodes):
-        wider = node.model_copy(
-            update={
-                "count": node.count + 1,
-                "hosts": (),
-                "max_gpus": None if node.max_gpus is None else node.max_gpus + node.gpus_per_node,
-            }
-        )
-        nodes = tuple(wider if i == p else n for i, n in enumerate(estimator.cluster.nodes))
-        found = _searched(estimator.on(nodes), goal, progress, f"one node more of {node.gpu}")
+    cluster = estimator.cluster
+    for p, node in enumerate(cluster.nodes):
+        quota = None if node.max_gpus is None else node.max_gpus + node.gpus_per_node
+        wider = node.model_copy(update={"count": node.count + 1, "hosts": (), "max_gpus": quota})
+        larger = cluster.model_copy(update={"nodes": (*cluster.nodes[:p], wider, *cluster.nodes[p + 1 :])})
+        found = _searched(estimator.on(larger), goal, progress, f"one node more of {node.gpu}")
         if found is None or found.value(goal) > best.value(goal):
             found = best  # nothing has to use the new node
         seconds = found.iteration_s
@@ -250,7 +247,7 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
             {
                 "gpu": node.gpu,
                 "zone": node.zone,
-                "place": estimator.cluster.place(node),
+                "place": cluster.place(node),
                 "iteration_s": seconds,
                 "usd_per_iteration": None if unpriced(estimator, found.candidate) else found.usd_per_iteration,
                 "change": seconds / best.iteration_s - 1,

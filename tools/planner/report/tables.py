@@ -433,6 +433,12 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
             lines.append(f"{said}. That bound is loose: it leaves out {most} ({left_out_s:.3g} s of this plan)")
     if best is not None:
         lines += _passed_over_lines(outcome, best)
+    for names, alone_s in outcome.other_vendors.items():
+        alone = "there is no plan" if alone_s is None else f"the best plan takes {alone_s:.4g} s"
+        lines.append(
+            f"{names}: of another vendor, and no library of collectives joins them (docs/scale.md). On them alone "
+            f"{alone}. --mix-vendors prices plans over all GPUs, which cannot run"
+        )
     small: dict[str, list[str]] = {}
     for shift in outcome.shifts:
         if abs(shift.share) >= HARDLY:
@@ -482,5 +488,6 @@ def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
         "gap_to_bound": outcome.gap(goal),
         "passed_over": None if outcome.passed_over is None else asdict(outcome.passed_over),
         "steadier_than_s": outcome.steadier_than_s or None,
+        "other_vendors": outcome.other_vendors,
         "if_figures_are_off": {shift.condition: shift.share for shift in outcome.shifts},
     }

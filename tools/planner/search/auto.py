@@ -7,7 +7,7 @@ from math import inf
 
 from ..costs.estimate import Estimator
 from .finish import confirm, is_within
-from .outcome import NORMAL, Effort, Goal, Outcome, Progress, collector_paused
+from .outcome import NORMAL, Effort, Goal, Outcome, Progress, collector_paused, in_pools
 from .pools import Limits, nodes_left_out, pools_left_out
 from .thorough import MOST_LEFT_OUT, Ground, thorough
 
@@ -181,13 +181,7 @@ def _kind_alone(ground: Ground, outcome: Outcome, kind: str) -> Outcome:
     pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
     limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
     theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, _least(ground, outcome))
-    found = []
-    for entry in theirs.found:
-        candidate = entry.candidate.in_pools(pools)
-        estimate = estimator.estimate(candidate)
-        if estimate is not None and entry.runnable:
-            found.append(replace(entry, candidate=candidate, estimate=estimate))
-    theirs.found = found
+    theirs.found = in_pools(estimator, theirs.found, pools)
     theirs.exact = False  # of that kind
     theirs.evaluations += outcome.evaluations
     return theirs

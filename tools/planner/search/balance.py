@@ -190,14 +190,8 @@ def relieved(estimator: Estimator, candidate: Candidate, most_s: float = inf) ->
     """
     c, model = candidate, estimator.model
     # Of layers that differ a share is no mean; what is offloaded is priced for layers that all run again.
-    if (
-        c.recompute != "full"
-        or "none" not in model.recompute
-        or c.sizes
-        or c.offload
-        or c.host_activations
-        or model.kinds
-    ):
+    has_no_share = c.sizes or c.offload or c.host_activations or model.kinds
+    if c.recompute != "full" or "none" not in model.recompute or has_no_share:
         return candidate
     ones = [[1.0] * len(s.groups) for s in candidate.stages]
     kept = estimator.estimate(candidate.keeping(ones), most_s)
@@ -243,17 +237,8 @@ def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[i
     weights = {}
     ep, expert_tp = like.cut_of(group)
     for kind, _ in model.kinds:
-        unit = estimator.unit(
-            group.pool,
-            group.tp,
-            like.micro_batch_size,
-            like.recompute,
-            like.cp,
-            ep,
-            expert_tp=expert_tp,
-            slices=like.slices,
-            kind=kind,
-        )
+        point = group.pool, group.tp, like.micro_batch_size, like.recompute, like.cp, ep
+        unit = estimator.unit(*point, expert_tp=expert_tp, slices=like.slices, kind=kind)
         if unit is None:
             return layers
         weights[kind] = unit.layer_f + unit.layer_b

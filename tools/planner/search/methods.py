@@ -16,7 +16,7 @@ from ..errors import PlannerError
 from .bounds import Bounds
 from .finish import confirm, pools_of, sketch_of
 from .moves import over_replicas
-from .outcome import Found, Goal, Outcome, Progress, collector_paused
+from .outcome import PENALTY, Found, Goal, Outcome, Progress, collector_paused, in_pools
 from .overlap import prefer_plain, prefer_steady
 from .pools import all_gpus
 from .seeds import sizes_over_replicas
@@ -489,6 +489,9 @@ def search(
         robust: Of plans that are about as fast, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
+    vendors = estimator.cluster.of_vendors(p for p, quota in enumerate(all_gpus(estimator)) if quota)
+    if len(vendors) > 1 and not goal.mixes_vendors:
+        return _vendors_apart(method, estimator, goal, progress, robust, vendors)
     outcome, bounds, bound = Outcome(method), None, 0.0
     try:
         bounds = Bounds(estimator, goal)
@@ -512,6 +515,35 @@ def search(
         used = outcome.best.candidate.gpus()
         outcome.bound_in_use = bounds.value(tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes))))
     return outcome
+
+
+def _vendors_apart(
+    method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, vendors: list[list[int]]
+) -> Outcome:
+    """The best of the outcomes on each vendor's GPUs alone, with the plans of the others behind its own."""
+    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[float, str, Outcome]]()
+    for left, pools in zip(range(len(vendors), 0, -1), vendors):
+        spent_s = time.process_time() - progress.started
+        progress.limit_s, progress.is_over, progress.kept = spent_s + (limit_s - spent_s) / left, False, []
+        theirs = search(method, estimator.only(pools), goal, progress, robust)
+        theirs.found = in_pools(estimator, theirs.found, pools)
+        near = [] if theirs.nearest is None else in_pools(estimator, [Found(*theirs.nearest)], pools)
+        theirs.nearest = (near[0].candidate, near[0].estimate) if near else None
+        value = inf if theirs.nearest is None else PENALTY * goal.score(estimator, *theirs.nearest)
+        value = value if theirs.best is None else theirs.best.value(goal)
+        outcomes.append((value, " and ".join(sorted({nodes[p].gpu for p in pools})), theirs))
+        if theirs.interrupted and not progress.spent:
+            break
+    progress.limit_s = limit_s
+    (_, _, best), *others = sorted(outcomes, key=lambda entry: entry[0])
+    for _, names, theirs in others:
+        best.other_vendors[names] = None if theirs.best is None else theirs.best.iteration_s
+        best.found += theirs.found
+        best.bound, best.exact = min(best.bound, theirs.bound), best.exact and theirs.exact
+        best.cpu_s, best.interrupted = best.cpu_s + theirs.cpu_s, best.interrupted or theirs.interrupted
+        best.evaluations += theirs.evaluations
+        best.simulations += theirs.simulations
+    return best
 
 
 def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool = True) -> Outcome:

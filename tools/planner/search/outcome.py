@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -94,6 +94,7 @@ class Goal:
     schedules: tuple[str, ...] = tuple(SCHEDULES)  # schedules that may be used
     # refuse stages that span regions (Sailor's H5); ``auto`` leaves it off and lets the cost decide
     keep_data_parallel_in_region: bool = False
+    mixes_vendors: bool = False  # GPUs of several vendors may be in one plan, which is priced but cannot run
 
     @property
     def allowed(self) -> list[Schedule]:
@@ -219,6 +220,8 @@ class Outcome:
     shifts: tuple[Shift, ...] = ()  # what an iteration of the first plan takes where figures are off (``overlap.py``)
     # time of the plan that was first before figures that are off were looked at; 0: the same one
     steadier_than_s: float = 0.0
+    # best time on the GPUs of another vendor, by their names; None where there is no plan for them alone
+    other_vendors: dict[str, float | None] = field(default_factory=dict)
 
     def gap(self, goal: Goal) -> float | None:
         """How far the best plan is from the bound at most, relative; None without a plan that runs, or a bound."""
@@ -230,6 +233,12 @@ class Outcome:
     def best(self) -> Found | None:
         """The best plan that the runtime can run, else the best, None when nothing holds the constraints."""
         return next((f for f in self.found if f.runnable), self.found[0] if self.found else None)
+
+
+def in_pools(estimator: Estimator, found: list[Found], pools: Sequence[int]) -> list[Found]:
+    """Plans of these pools alone as plans of the estimator's cluster."""
+    moved = [(entry, entry.candidate.in_pools(pools)) for entry in found]
+    return [replace(f, candidate=c, estimate=e) for f, c in moved if (e := estimator.estimate(c)) is not None]
 
 
 @dataclass(slots=True)
@@ -488,6 +497,5 @@ def goal_from(options: argparse.Namespace) -> Goal:
             )
     if not schedules:
         raise PlannerError("command line", "--schedules", options.schedules, "at least one schedule is needed")
-    return Goal(
-        options.objective, options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus, schedules
-    )
+    limits = options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus
+    return Goal(options.objective, *limits, schedules, mixes_vendors=options.mix_vendors)

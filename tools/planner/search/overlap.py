@@ -49,12 +49,18 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
             break
         if plainness[:3] == least[:3] and found.value(goal) > best.value(goal) * (1 + PLAINER / 2):
             continue  # kinds that take turns cost less trouble than stages that differ
-        confirmed = confirm(estimator, goal, [found])
-        if confirmed and confirmed[0].value(goal) <= limit:
-            outcome.found = [confirmed[0], *[f for f in outcome.found if f is not found]]
-            outcome.passed_over = _passed_over(estimator, best, confirmed[0], is_plainer=True)
+        if _is_taken(estimator, goal, outcome, found, limit):
+            outcome.passed_over = _passed_over(estimator, best, outcome.found[0], is_plainer=True)
             return
     _prefer_independent(estimator, goal, outcome)
+
+
+def _is_taken(estimator: Estimator, goal: Goal, outcome: Outcome, found: Found, limit: float) -> bool:
+    """Puts a plan first if all of it is as good as the limit."""
+    confirmed = [f for f in confirm(estimator, goal, [found]) if f.value(goal) <= limit]
+    if confirmed:
+        outcome.found = confirmed + [f for f in outcome.found if f is not found]
+    return bool(confirmed)
 
 
 def _in_words(estimator: Estimator, candidate: Candidate) -> str:
@@ -103,10 +109,8 @@ def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> N
     for found in sorted(near, key=lambda f: _blocked_s(estimator, f)):
         if blocked_s - _blocked_s(estimator, found) <= max(0.0, found.iteration_s - best.iteration_s):
             return
-        confirmed = confirm(estimator, goal, [found])
-        if confirmed and confirmed[0].iteration_s <= limit_s:
-            outcome.found = [confirmed[0], *[f for f in outcome.found if f is not found]]
-            outcome.passed_over = _passed_over(estimator, best, confirmed[0], is_plainer=False)
+        if _is_taken(estimator, goal, outcome, found, limit_s):
+            outcome.passed_over = _passed_over(estimator, best, outcome.found[0], is_plainer=False)
             return
 
 
@@ -189,9 +193,7 @@ def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     for found in sorted(near, key=worst_s):
         if worst_s(first) - worst_s(found) <= max(0.0, found.iteration_s - first.iteration_s):
             break
-        confirmed = confirm(estimator, goal, [found])
-        if confirmed and confirmed[0].value(goal) <= limit:
-            outcome.found = [confirmed[0], *[f for f in outcome.found if f is not found]]
+        if _is_taken(estimator, goal, outcome, found, limit):
             outcome.steadier_than_s, outcome.shifts = first.iteration_s, shifts[id(found)]
             return
     outcome.shifts = shifts[id(first)]

@@ -122,26 +122,13 @@ def merge(estimator: Estimator) -> Merged:
         latency = max(cluster.link(a, b)[1] for a in parts for b in parts)
         price = max(estimator.price[i] for i in group) * 3600
         whole = sum(p.count for p in parts)
-        nodes.append(
-            parts[0].model_copy(
-                update={
-                    "count": whole,
-                    "max_gpus": sum(p.quota for p in parts),
-                    "zone": f"{parts[0].where}/*",
-                    "region": parts[0].where,
-                    "network_bytes_per_s": min(rates),
-                    "network_latency_s": latency,
-                    "usd_per_gpu_hour": price,
-                    "hosts": (),
-                }
-            )
-        )
+        where, quota = parts[0].where, sum(p.quota for p in parts)
+        common = {"count": whole, "max_gpus": quota, "zone": f"{where}/*", "region": where, "hosts": ()}
+        common |= {"network_bytes_per_s": min(rates), "network_latency_s": latency, "usd_per_gpu_hour": price}
+        nodes.append(parts[0].model_copy(update=common))
     links = _region_links(cluster)
     merged = Cluster(name=cluster.name, nodes=tuple(nodes), links=links, gpus=cluster.gpus)
-    return Merged(
-        Estimator(merged, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin),
-        tuple(tuple(g) for g in members.values()),
-    )
+    return Merged(estimator.on(merged), tuple(tuple(g) for g in members.values()))
 
 
 def _region_links(cluster: Cluster) -> tuple[ZoneLink, ...]:
@@ -149,15 +136,15 @@ def _region_links(cluster: Cluster) -> tuple[ZoneLink, ...]:
     region = {n.zone: n.where for n in cluster.nodes} | {n.where: n.where for n in cluster.nodes}
     worst: dict[tuple[str, ...], ZoneLink] = {}
     for link in cluster.links:
-        ends = tuple(sorted(region[z] for z in link.between))
-        if ends[0] == ends[1]:
+        one, other = sorted(region[z] for z in link.between)
+        if one == other:
             continue
-        old = worst.get(ends)
-        worst[ends] = ZoneLink(
-            between=(ends[0], ends[1]),
-            bytes_per_s=min(link.bytes_per_s, old.bytes_per_s if old else link.bytes_per_s),
-            latency_s=max(link.latency_s, old.latency_s if old else 0.0),
-            usd_per_gb=max(link.usd_per_gb, old.usd_per_gb if old else 0.0),
+        old = worst.get((one, other), link)
+        worst[one, other] = ZoneLink(
+            between=(one, other),
+            bytes_per_s=min(link.bytes_per_s, old.bytes_per_s),
+            latency_s=max(link.latency_s, old.latency_s),
+            usd_per_gb=max(link.usd_per_gb, old.usd_per_gb),
         )
     return tuple(worst.values())
 
@@ -173,12 +160,9 @@ def expand(merged: Merged, cluster: Cluster, candidate: Candidate) -> Candidate:
         for g in stage.groups:
             need = g.count
             while need > 0:
-                fitting = [p for p in merged.members[g.pool] if left[p] >= need * g.tp]
-                pool = (
-                    min(fitting, key=lambda p: left[p])
-                    if fitting
-                    else max(merged.members[g.pool], key=lambda p: left[p] // g.tp)
-                )
+                members = merged.members[g.pool]
+                fitting = [p for p in members if left[p] >= need * g.tp]
+                pool = min(fitting, key=lambda p: left[p]) if fitting else max(members, key=lambda p: left[p] // g.tp)
                 take = min(need, left[pool] // g.tp)
                 if take == 0:
                     return candidate.with_(stages=())
