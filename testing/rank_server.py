@@ -238,7 +238,7 @@ def import_everything(device: Device = "cpu") -> None:
 
     if device == "cuda":
         platform.pretend(platform.Platform("cuda"))  # asking for devices is for the ranks
-        platform.weight_gradients.provide()
+        platform.provide_accumulation()
     platform.activate()
     upstream.install("stock")
     runtimes = (feature.runtime for feature in FEATURES if feature.runtime)

@@ -9,17 +9,19 @@ device's memory is measured in ``memory.py``.
 """
 
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import socket
 import sys
+import types
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from megatron_het.device import weight_gradients
 from megatron_het.device.simulated import host_wait, is_simulated
 
 SAME_DEVICES = "HET_SAME_DEVICES"
@@ -143,7 +145,7 @@ def activate(*, plays_cuda: bool = False) -> Platform:
             said = share_devices(os.environ, torch.cuda.device_count())
             if said and is_first:
                 sys.stderr.write(f"megatron_het: {said}\n")
-            weight_gradients.provide()
+            provide_accumulation()
             _ACTIVE.append(Platform("cuda"))
         else:
             from megatron_het.device import cpu
@@ -240,3 +242,49 @@ def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = Fa
 def unmet(flags: tuple[Flag, ...], args: object) -> tuple[Flag, ...]:
     """The required ones of :func:`platform_flags` that a namespace parsed by Megatron does not have."""
     return tuple(flag for flag in flags if flag.required and getattr(args, flag.attribute) != flag.value)
+
+
+# Weight gradients added to fp32 sums by the product itself, where Apex is not installed.
+#
+# Megatron takes these functions from Apex.  Without fusion a product writes a gradient in bf16, which another kernel
+# reads and adds to the sum: for every slice or microbatch three passes over all gradients instead of one.
+
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+def provide_accumulation() -> None:
+    """Let Megatron find the extension, if it is not installed; before ``megatron.core`` is imported."""
+    if APEX in sys.modules or importlib.util.find_spec(APEX) is not None:
+        return
+    module = types.ModuleType(APEX)
+    module.__spec__ = importlib.machinery.ModuleSpec(APEX, None)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
+    sys.modules[APEX] = module
+
+
+def accumulate(source: Tensor, grad: Tensor, total: Tensor) -> None:
+    """Add the gradient of a weight to a sum, in place.
+
+    Args:
+        source: Input ``[tokens, in]`` of the layer.
+        grad: Gradient ``[tokens, out]`` of its output.
+        total: ``[out, in]``, in the type of both or in fp32.
+    """
+    if total.dtype is source.dtype:
+        total.addmm_(grad.t(), source)
+    elif _can_widen(total.device, source.dtype):
+        torch.ops.aten.addmm.dtype_out(total, grad.t(), source, total.dtype, out=total)
+    else:
+        total.add_(grad.t().mm(source))
+
+
+@functools.lru_cache(maxsize=8)
+def _can_widen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of a narrow type are added to fp32 in one kernel on a device, by a trial."""
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.full((16, 16), 2.0**-14, device=device)  # lost where the sum has been rounded to the narrow type
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except (RuntimeError, AttributeError):  # not on this device, or not in this torch
+        return False
+    return bool((total == 16 + 2.0**-14).all())

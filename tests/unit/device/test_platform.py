@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_het import device as platform
-from megatron_het.device import share_devices, weight_gradients
+from megatron_het.device import share_devices
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU support is not active")
 
@@ -187,13 +187,13 @@ def test_no_flag_is_asked_for_with_transformer_engine_and_without_apex(monkeypat
 
 
 def test_megatron_finds_the_kernels_of_apex_where_that_is_not_installed(monkeypatch):
-    monkeypatch.delitem(sys.modules, weight_gradients.NAME, raising=False)
-    weight_gradients.provide()
-    found = importlib.import_module(weight_gradients.NAME)
-    assert importlib.util.find_spec(weight_gradients.NAME) is not None
-    monkeypatch.setitem(sys.modules, weight_gradients.NAME, own := ModuleType(weight_gradients.NAME))
-    weight_gradients.provide()  # one that is there stays
-    assert sys.modules[weight_gradients.NAME] is own
+    monkeypatch.delitem(sys.modules, platform.APEX, raising=False)
+    platform.provide_accumulation()
+    found = importlib.import_module(platform.APEX)
+    assert importlib.util.find_spec(platform.APEX) is not None
+    monkeypatch.setitem(sys.modules, platform.APEX, own := ModuleType(platform.APEX))
+    platform.provide_accumulation()  # one that is there stays
+    assert sys.modules[platform.APEX] is own
     for dtype in (torch.float32, torch.bfloat16):
         source, grad, total = torch.randn(8, 6).to(dtype), torch.randn(8, 4).to(dtype), torch.ones(4, 6)
         found.wgrad_gemm_accum_fp32(source, grad, total)
