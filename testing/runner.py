@@ -84,8 +84,14 @@ class Finished:
         )
 
 
-def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the rank server, and of the ranks that it forks."""
+def server_environment(device: Device, outer: Mapping[str, str], *, compiles: bool = False) -> dict[str, str]:
+    """Environment of the rank server, and of the ranks that it forks.
+
+    Args:
+        device: What they compute on.
+        outer: Variables to begin with.
+        compiles: Whether ranks on a GPU compile kernels, as in a training; each would do so for itself.
+    """
     environment = dict(outer)
     environment.update(
         PYTHONPATH=os.pathsep.join(filter(None, [str(REPOSITORY), outer.get("PYTHONPATH", "")])),
@@ -100,7 +106,7 @@ def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, st
         # a GPU the variable makes torch say that there is one.)  A pool of compiling processes would not either.
         environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment |= {"HET_SAME_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # sums are compared here; every rank would compile its own kernels
+        environment |= {} if compiles else {"TORCHDYNAMO_DISABLE": "1"}
     return environment
 
 
@@ -127,11 +133,12 @@ class Runner:
     Args:
         device: What the ranks of its jobs compute on.
         has_te: Whether the models of its cases take layers of Transformer Engine.
+        compiles: See :func:`server_environment`.
     """
 
-    def __init__(self, device: Device = "cpu", *, has_te: bool = False) -> None:
+    def __init__(self, device: Device = "cpu", *, has_te: bool = False, compiles: bool = False) -> None:
         self.device, self.has_te = device, has_te
-        environment = server_environment(device, os.environ)
+        environment = server_environment(device, os.environ, compiles=compiles)
         self._server = subprocess.Popen(
             [sys.executable, "-m", "testing.rank_server", "--device", device],
             stdin=subprocess.PIPE,

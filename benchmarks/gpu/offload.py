@@ -11,6 +11,7 @@ Without a CUDA device it says so and measures nothing; ``--small`` runs everythi
 to see that it works.
 """
 
+import itertools
 import json
 import shutil
 import statistics
@@ -22,10 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.timings import IS_LOADED, READY_S, Training, Waiting, Width
+from benchmarks.gpu.timings import Training, Width, train
 from benchmarks.machine import command_line, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
+from testing.runner import Runner
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
 BAR, _WARMUP, _TIMEOUT_S = 0.03, 3, 1200
@@ -84,27 +86,24 @@ class VariantError(RuntimeError):
     """A training failed."""
 
 
-def start(name: str, size: Size, iterations: int, folder: Path, is_cuda: bool) -> Waiting:
-    """A variant's process, which loads its libraries and waits for its turn."""
+def run(
+    runner: Runner, name: str, size: Size, iterations: int, folder: Path, is_cuda: bool, deadline_s: float
+) -> dict[str, float]:
+    """One training of a variant.
+
+    Raises:
+        VariantError: It failed; with the end of its log.
+    """
     plan = plan_of(VARIANTS[name], size)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
     words = [*arguments(plan, size, iterations, is_cuda), "--het-plan", str(folder / "plan.json")]
     words += ["--het-report", str(folder)]
-    return Waiting(Training(name, size.tokens, size.microbatches, iterations), words, folder)
-
-
-def run(waiting: Waiting, folder: Path) -> dict[str, float]:
-    """One training.
-
-    Raises:
-        VariantError: It failed; with the end of its log.
-    """
-    waiting.go_on(IS_LOADED, READY_S)
-    found = waiting.run(_TIMEOUT_S)
+    training = Training(name, size.tokens, size.microbatches, iterations)
+    found = train(runner, training, words, folder, deadline_s, _TIMEOUT_S)
     if "error" in found:
-        raise VariantError("\n".join([f"{waiting.training.name}: {found['error']}", *found["log"]]))
+        raise VariantError("\n".join([f"{name}: {found['error']}", *found.get("log", ())]))
     report = json.loads((folder / "rank-0.json").read_text(encoding="utf-8"))
     timed = [i["elapsed_s"] for i in report["iterations"][_WARMUP:] if i["elapsed_s"] and not i["metered"]]
     return {
@@ -153,24 +152,16 @@ def main() -> int:
     common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    waiting: dict[str, Waiting] = {}
     report, errors, longest_s = figures(runs), dict[str, str](), 0.0  # says so where no run ends in time
     try:
-        for turn in range(options.rounds):
-            if time.monotonic() + longest_s > deadline_s:
-                break
-            folders = {name: folder / name.replace(" ", "-") for name in VARIANTS if name not in errors}
-            waiting = {
-                name: start(name, size, _WARMUP + options.iterations, own, is_cuda) for name, own in folders.items()
-            }
-            for one in waiting.values():  # no variant trains while another one loads
-                one.wait_for(IS_LOADED, READY_S)
-            for name, one in waiting.items():
-                begin_s = time.monotonic()
-                if begin_s + longest_s > deadline_s:
-                    break
+        with Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
+            for turn, name in itertools.product(range(options.rounds), VARIANTS):
+                begin_s, own = time.monotonic(), folder / name.replace(" ", "-")
+                if name in errors or begin_s + longest_s > deadline_s:
+                    continue
                 try:
-                    runs[name].append(run(one, folders[name]))
+                    iterations = _WARMUP + options.iterations
+                    runs[name].append(run(runner, name, size, iterations, own, is_cuda, deadline_s))
                     said = f"{runs[name][-1]['iteration_s']:.4f} s"
                 except VariantError as error:
                     errors[name] = said = str(error)
@@ -180,8 +171,6 @@ def main() -> int:
                 report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
                 save(options.json, report)
     finally:
-        for one in waiting.values():
-            one.end()
         shutil.rmtree(folder, ignore_errors=True)
     shown = {key: report[key] for key in ("max_slowdown", "slowdowns", "passed", "not_run")}
     sys.stdout.write(json.dumps(shown, indent=1) + "\n")

@@ -5,8 +5,8 @@ installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 
 sequence of 32,768 tokens is trained by stock Megatron and in 8 and 16 slices (``slices_8_at_32k``,
 ``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens follow, with full recomputation.  The
 planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
-(``profile_error``).  All processes load their libraries at once and then train one at a time.  The file is written
-after every training.  ``--small`` takes a tiny model and works on a CPU as well.
+(``profile_error``).  Trainings run one at a time, forked from a process that has loaded all libraries.  The file is
+written after every training.  ``--small`` takes a tiny model and works on a CPU as well.
 """
 
 import contextlib
@@ -17,28 +17,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import batched, groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alone, command_line, machine
+from benchmarks.machine import command_line, machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
+from testing.runner import Job, Runner
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
 CATALOG_BAR, PROFILE_BAR = 0.08, 0.04
-_WARMUP, _CASE_S, READY_S = 2, 60.0, 120.0
+_WARMUP, _CASE_S = 2, 90.0
 _FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _TAIL_LINES = 20
 _LEAST_S = 10.0
-_SHORT = 4096
-_PEAK_BYTES, _SET_UP_BYTES = 33 << 30, 16 << 30
-"""Of a short training: at its peak (31 GB allocated on an H100), and, estimated, before its optimizer has a state."""
-IS_LOADED, _IS_SET_UP = "timings: loaded", "timings: set up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,32 +182,15 @@ def profile(files: Mapping[str, Any], folder: Path, device: str, is_small: bool)
     return out
 
 
-def train_in_turn(out: Path, words: Sequence[str]) -> None:
-    """Load libraries, wait for a line on standard input, set up, wait for another one, train.
-
-    Seconds per iteration and peak memory go to ``out`` after every iteration.
-    """
+def watch(rank: int, out: str) -> None:
+    """Write seconds per iteration and peak memory to a file after every iteration of this process."""
     import torch
-
-    from megatron_het import pretrain_gpt
-
-    with contextlib.suppress(ImportError):
-        import transformer_engine.pytorch  # noqa: F401
     from megatron.training import training
 
-    def wait_for(word: str) -> None:
-        sys.stdout.write(f"{word}\n")
-        sys.stdout.flush()
-        if not sys.stdin.readline():
-            raise SystemExit(1)  # the benchmark has ended
-
-    step, times = training.train_step, list[float]()
-    is_cuda = torch.cuda.is_available()
+    step, times, is_cuda = training.train_step, list[float](), torch.cuda.is_available()
 
     @functools.wraps(step)
     def train_step(*positional: Any, **named: Any) -> Any:
-        if not times:
-            wait_for(_IS_SET_UP)
         if is_cuda:
             torch.cuda.synchronize()
         start_s = time.perf_counter()
@@ -221,99 +199,36 @@ def train_in_turn(out: Path, words: Sequence[str]) -> None:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start_s)
         peak = torch.cuda.max_memory_allocated() if is_cuda else 0
-        write_json(out, {"times_s": times, "peak_bytes": peak})
+        write_json(Path(out), {"times_s": times, "peak_bytes": peak})
         return found
 
     training.train_step = train_step
-    sys.argv = ["pretrain_gpt", *words]
-    wait_for(IS_LOADED)
-    pretrain_gpt.main()
 
 
-class Waiting:
-    """A training's process, which has been started and waits for its turn."""
+def train(
+    runner: Runner, training: Training, words: Sequence[str], folder: Path, deadline_s: float, most_s: float = _CASE_S
+) -> dict[str, Any]:
+    """Train, forked from a process that has loaded all libraries; returns the figures, or the error with its log.
 
-    def __init__(self, training: Training, words: Sequence[str], folder: Path) -> None:
-        self.training, self.out, self.log = training, folder / "times.json", folder / "log"
-        folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu.timings", "--in-turn", str(self.out), *words],
-                env=alone(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        self._said = {word: threading.Event() for word in (IS_LOADED, _IS_SET_UP)}
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.log.open("a") as log:
-            for line in self.process.stdout:
-                log.write(line)
-                if line.strip() in self._said:
-                    self._said[line.strip()].set()
-        for event in self._said.values():
-            event.set()  # it has ended, which its exit code will say
-
-    def wait_for(self, word: str, limit_s: float) -> None:
-        """Wait until the process has said that word or has ended, or until the end of the time."""
-        self._said[word].wait(limit_s)
-
-    def go_on(self, word: str, limit_s: float) -> None:
-        """Let the process go on once it has said that word, or at the end of the time."""
-        assert self.process.stdin is not None
-        self.wait_for(word, limit_s)
-        with contextlib.suppress(OSError):
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-
-    def run(self, limit_s: float = _CASE_S) -> dict[str, Any]:
-        """Train; returns the figures, or the error.  The limit is that of setting up, and of training."""
-        start_s = time.monotonic()
-        self.go_on(_IS_SET_UP, limit_s)
-        try:
-            code: int | str = self.process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired as error:
-            code = type(error).__name__
-            self.end()
-        found: dict[str, Any] = {"whole_s": round(time.monotonic() - start_s, 1)}
-        with contextlib.suppress(OSError, ValueError):
-            found |= read_json(self.out)
-        if code != 0 or len(found.get("times_s", ())) < self.training.iterations:
-            lines = self.log.read_text(errors="replace").splitlines()
-            return found | {"error": f"exit code {code}", "log": lines[-_TAIL_LINES:]}
-        return found | {"iteration_s": statistics.median(found["times_s"][_WARMUP:])}
-
-    def end(self) -> None:
-        """End the process, which may still wait."""
-        self.process.kill()
-        self.process.wait()
-
-
-def turns(waiting: Sequence[Waiting], memory_bytes: int) -> Iterator[tuple[Waiting, ...]]:
-    """Trainings that are set up side by side: as many as fit into a device's memory beside one that trains."""
-    fit = 1 + max(0, memory_bytes - _PEAK_BYTES) // _SET_UP_BYTES
-    for is_short, some in groupby(waiting, key=lambda one: one.training.tokens <= _SHORT):
-        yield from batched(some, fit if is_short else 1)
-
-
-def trained(waiting: Sequence[Waiting], deadline_s: float, memory_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and figures of the trainings, one after the other, until the deadline of ``time.monotonic()``."""
-    for together in turns(waiting, memory_bytes):
-        has_time = time.monotonic() < deadline_s - _LEAST_S
-        if has_time:
-            for one in together:
-                one.go_on(IS_LOADED, READY_S)
-            for one in together:
-                one.wait_for(_IS_SET_UP, _CASE_S)
-        for one in together:
-            found = one.run() if has_time else {"error": "not run: no time was left"}
-            said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
-            print(f"{one.training.name:20} {said}", flush=True)
-            yield one.training.name, found
+    Args:
+        runner: Of one training at a time.
+        words: Megatron's command line.
+        folder: For what it writes.
+        deadline_s: Of ``time.monotonic()``; it is ended then.
+        most_s: It is ended after so long.
+    """
+    limit_s = min(deadline_s - time.monotonic(), most_s)
+    if limit_s < _LEAST_S:
+        return {"error": "not run: no time was left"}
+    out = folder / "times.json"
+    setup = ("benchmarks.gpu.timings:watch", {"out": str(out)})
+    done = runner.run(Job(training.name, 1, tuple(words), folder, setup=setup, timeout_s=limit_s), check=False)
+    found: dict[str, Any] = {"whole_s": round(done.elapsed_s, 1)}
+    with contextlib.suppress(OSError, ValueError):
+        found |= read_json(out)
+    if not done.succeeded or len(found.get("times_s", ())) < training.iterations:
+        return found | {"error": f"exit code {done.returncodes[0]}", "log": done.log().splitlines()[-_TAIL_LINES:]}
+    return found | {"iteration_s": statistics.median(found["times_s"][_WARMUP:])}
 
 
 def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -352,10 +267,6 @@ def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mappin
 
 def main(words: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 where a training failed."""
-    words = list(sys.argv[1:] if words is None else words)
-    if words[:1] == ["--in-turn"]:
-        train_in_turn(Path(words[1]), words[2:])
-        return 0
     parser = command_line("benchmarks.gpu.timings", __doc__)
     parser.add_argument("--profile", action="store_true", help="profile the GPU too, and predict from the profile")
     parser.add_argument("--longest", action="store_true", help="look for the longest sequence too")
@@ -379,7 +290,6 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = [tiny(training) for training in chosen] if options.small else chosen
     folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
     files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
-    waiting: list[Waiting] = []
     kept: dict[str, Any] = {"bars": BARS, "kind": device, "machine": machine(), "predicted_s": {}}
 
     def keep() -> None:
@@ -397,17 +307,18 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(f"{source} of {training.name}: {error}", flush=True)
 
     try:
-        for training in chosen:
-            words = arguments(training, width, is_cuda)
-            if training.schedule is not None:
-                (folder / training.name).mkdir()
-                save_plan(plan_of(training, width, device, precision), folder / training.name / "plan.json")
-                words += ["--het-plan", str(folder / training.name / "plan.json")]
-            waiting.append(Waiting(training, words, folder / training.name))
-        predict("catalog", None)  # while libraries are loaded
-        for name, found in trained(waiting, deadline_s, memory):
-            runs[name] = found
-            keep()
+        with Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
+            predict("catalog", None)  # while libraries are loaded
+            for training in chosen:
+                words, own = arguments(training, width, is_cuda), folder / training.name
+                if training.schedule is not None:
+                    own.mkdir()
+                    save_plan(plan_of(training, width, device, precision), own / "plan.json")
+                    words += ["--het-plan", str(own / "plan.json")]
+                found = runs[training.name] = train(runner, training, words, own, deadline_s)
+                said = f"{found['iteration_s']:.4f} s" if "iteration_s" in found else found["error"]
+                print(f"{training.name:20} {said}", flush=True)
+                keep()
         if options.profile:
             try:
                 measured = profile(files[chosen[0].name], folder / "profile", device, options.small)
@@ -417,8 +328,6 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(f"no profile: {error}", flush=True)
             keep()
     finally:
-        for one in waiting:
-            one.end()
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(figures(runs, kept["predicted_s"]), indent=1))
     return int(any("error" in run for run in runs.values()))
