@@ -116,16 +116,8 @@ class BigPlan:
     def candidate(self) -> Candidate:
         """The point of the search space."""
         stages = tuple(Stage(count, (Group(0, self.tp, self.replicas),)) for count in self.layers)
-        return Candidate(
-            stages,
-            self.micro_batch_size,
-            self.recompute,
-            self.schedule,
-            self.chunks,
-            self.slices,
-            self.zero,
-            self.offload,
-        )
+        sizes = self.chunks, self.slices, self.zero
+        return Candidate(stages, self.micro_batch_size, self.recompute, self.schedule, *sizes, self.offload)
 
     def planned(self) -> tuple[Plan, list[GroupMemory]]:
         """The plan, and the predicted memory of every stage."""
@@ -170,6 +162,10 @@ def big_plans() -> list[BigPlan]:
         BigPlan("7B", 32768, _even(32, 4), 4, recompute="full"),
         BigPlan("8B", 8192, _even(32, 4), 2, replicas=2, microbatches=4),
         BigPlan("8B", 131072, _even(32, 4), 8, schedule="slimpipe", slices=8, microbatches=1),
+        BigPlan("8B", 32768, _even(32, 2), 4, schedule="slimpipe", slices=8),
+        BigPlan("8B", 8192, (10, 6, 8, 8), 2, schedule="interleaved", chunks=4, microbatches=8),
+        BigPlan("8B", 4096, _even(32, 2), 1, replicas=4, schedule="ministage", chunks=4),
+        BigPlan("8B", 4096, (24, 8), 2, replicas=2, schedule="ministage", chunks=8, recompute="full", offload=True),
         BigPlan("8B", 1048576, _even(32, 4), 8, schedule="slimpipe", slices=16, microbatches=1, recompute="full"),
         BigPlan("13B", 8192, _even(40, 4), 4, replicas=2),
         BigPlan("13B", 8192, _even(40, 8), 1, replicas=2, microbatches=8),

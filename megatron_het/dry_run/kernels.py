@@ -9,7 +9,7 @@ times as much for the backward pass.  What each kernel keeps:
 - RMSNorm: its input and one fp32 number per token,
 - rotary embeddings: nothing of their own,
 - SwiGLU: its input,
-- gradients of weights are added to Megatron's main gradients by the matrix product itself.
+- gradients of weights are added to Megatron's main gradients by the matrix product itself; Adam has no temporaries.
 """
 
 import functools
@@ -60,6 +60,7 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
 
     if attention:
         DotProductAttention.forward = attend
+        torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, fused=True)  # type: ignore[assignment]
 
 
 class _Attention(torch.autograd.Function):

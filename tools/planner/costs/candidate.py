@@ -342,6 +342,7 @@ class GroupMemory(NamedTuple):
     state_share: float | None = None
     host_bytes: float = 0.0
     cp: int = 1
+    logits_bytes: float = 0.0  # of the activations, those of output layer and loss
 
     @property
     def ranks(self) -> int:

@@ -424,6 +424,10 @@ def activation_bytes(
         routed += pool_size(model, tp) * e if sliced else 0.0
     elif not sliced and not model.learned_positions:
         attention += (model.attention_size + model.kv_size) * e
+    elif (
+        sliced and recompute == "selective"
+    ):  # attention that runs again has its inputs, the whole projection among them
+        attention += (model.attention_size + 3 * model.kv_size) * e
     saved = 2 - INPUT_BYTES.get(model.linear_precision, 2.0)
     if saved:  # inputs of linear layers are kept in fp8 or fp4
         whole, mlp, attention = (
@@ -462,7 +466,7 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: float = 1, expert_tp: 
     most = (2 if model.gated else 1) * inner + h
     if model.sequence_parallel and tp > 1:
         most = max(most - h, inner + h) + h / tp + h
-        most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h)
+    most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h)
     return batch * model.seq_length / cp * model.element_bytes * most
 
 

@@ -161,32 +161,48 @@ def carried_bytes(estimator: OperatingPoints, candidate: Candidate, group: Group
 
 
 def moved_bytes(
-    estimator: OperatingPoints, candidate: Candidate, group: Group, unit: Unit, s: int, held: float, portion: float
+    estimator: OperatingPoints,
+    candidate: Candidate,
+    group: Group,
+    unit: Unit,
+    s: int,
+    *,
+    held: float,
+    mine: int,
+    logits: float,
+    portion: float,
 ) -> tuple[float, float]:
     """Returns what a rank holds more (or, negative, less) on the device, and in main memory.
 
     Keys and values stay on the device.  A rank that attends for others has their keys and values of half of the
-    slices at most, in all layers of a chunk.
+    slices at most, in all layers of a chunk.  Gradients of keys and values, in fp32, are there from the backward of
+    a microbatch's last slice on, while the next one's slices take its place.
 
     Args:
         s: Its stage.
         held: Microbatches whose activations it holds.
+        mine: Its microbatches.
+        logits: Bytes that the output layer keeps, of all slices of one.
         portion: The part of every sequence that it has.
     """
-    model, layers = estimator.model, candidate.stages[s].layers
-    attending = attention_layers(model, candidate, s)
-    tokens = candidate.micro_batch_size * model.seq_length * portion
-    pool = tokens * attending * pool_size(model, group.tp) * model.element_bytes
+    model, slices, chunks = estimator.model, candidate.slices, candidate.chunks_of(s)
+    numbers = candidate.micro_batch_size * model.seq_length * portion * pool_size(model, group.tp)
+    pool = numbers * attention_layers(model, candidate, s) * model.element_bytes
+    collected, again = pool * 4 / model.element_bytes, 1 - group.kept if candidate.recompute == "full" else 0.0
+    kept = candidate.stages[s].layers * unit.layer_bytes * (unit.sliced_share if slices > 1 else 1.0)
     more = waiting = 0.0
+    if slices > 1:  # figures of full recomputation have such gradients for all that is held
+        gone = kept / slices / chunks if mine == 1 and not again else 0.0
+        more = max(0.0, collected * (1 - 1 / slices) - gone) - collected * held * again
+    elif candidate.cp_of(group) > 1:
+        more = pool * held * again
     if candidate.exchange:
-        more += pool / candidate.chunks_of(s) / 2
+        more += pool / chunks / 2
     if candidate.host_activations and not candidate.offload:
-        stays = pool if candidate.slices > 1 or candidate.cp_of(group) > 1 else 0.0
-        if candidate.recompute == "full":  # with their gradients in fp32
-            stays *= 1 + 4 / model.element_bytes
-        gone = max(0.0, layers * unit.layer_bytes * (unit.sliced_share if candidate.slices > 1 else 1.0) - stays)
-        near = _PASSES_NEAR / (candidate.slices * candidate.chunks_of(s))
-        waiting = candidate.host_activations * gone * max(0.0, held - near)
+        stays = pool if slices > 1 or candidate.cp_of(group) > 1 else 0.0
+        stays += collected if candidate.recompute == "full" and stays else 0.0
+        far = max(0.0, held - _PASSES_NEAR / (slices * chunks))
+        waiting = candidate.host_activations * far * (max(0.0, kept - stays) + (logits if slices > 1 else 0.0))
         more -= waiting
     return more, waiting
 
@@ -240,16 +256,17 @@ def _of_group(
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
-    if candidate.host_activations or candidate.exchange:
-        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, held=held, portion=portion)
-        activations, waiting = activations + more, waiting + offloaded
     if candidate.slices > 1 and estimator.model.kinds:
         activations += held * carried_bytes(estimator, candidate, groups[i], s)
     logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
     # Layers that are kept are full at the loss, beside all logits.
     at_loss = candidate.with_(recompute="none") if groups[i].kept else candidate
-    if logits:
-        activations += schedule.logits(at_loss, held, u.head_bytes) * logits
+    said = schedule.logits(at_loss, held, u.head_bytes, mine <= 1) * logits if logits else 0.0
+    activations += said
+    if candidate.host_activations or candidate.slices > 1 or candidate.cp_of(groups[i]) > 1:
+        of_rank = {"held": held, "logits": said, "portion": portion}
+        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, mine=mine, **of_rank)
+        activations, waiting = activations + more, waiting + offloaded
     if len(candidate.stages) > 1:
         activations += 2 * boundary
         if runtime.keeps_sent and not schedule.cuts_sequences:
@@ -257,7 +274,10 @@ def _of_group(
             forward, backward = candidate.sends(s)
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
-    if has_head:
+    if candidate.rows:  # probabilities of the stage's rows in fp32; hidden states and gradients at both ends
+        workspace = max(workspace, 2 * logits * u.head_workspace_bytes)
+        activations += 4 * boundary * (groups[i].tp if estimator.model.sequence_parallel else 1)
+    elif has_head:
         workspace = schedule.head_workspace(at_loss, u)
     workspace /= candidate.slices
     replicas = groups[i].count
@@ -273,6 +293,7 @@ def _of_group(
         capacity_bytes=u.capacity_bytes,
         host_bytes=host + waiting,
         cp=part.count // replicas,
+        logits_bytes=said,
     )
 
 

@@ -269,8 +269,8 @@ class Schedule:
         """Bytes on the device and in main memory of ``held`` microbatches that keep ``kept`` bytes each."""
         return held * kept, 0.0
 
-    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
-        """Bytes that output layer and loss keep."""
+    def logits(self, candidate: Candidate, held: float, head_bytes: float, is_alone: bool = False) -> float:
+        """Bytes that output layer and loss keep, on a rank that has one microbatch (``is_alone``) or more."""
         return head_bytes / candidate.slices
 
     def head_workspace(self, candidate: Candidate, unit: Unit) -> float:

@@ -1,7 +1,6 @@
 """Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -127,31 +126,28 @@ class Ministage(Schedule):
         return mine - max(0, mine - 1) * last
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
-        """All of them, or two on the device."""
+        """All of them, or two passes of a ministage on the device."""
         held = place.microbatches
-        return 2.0 if like.offload else held if place.later else held - (held - 1) / like.chunks
+        return 2.0 / like.chunks if like.offload else held if place.later else held - (held - 1) / like.chunks
 
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
-        """Equal parts, and whole ministages."""
-        host = host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
-        return (*window_state(estimator, candidate, count, 1 / shards), host)
+        """Equal parts in main memory; :meth:`divide` says what is on the device."""
+        return 0.0, 0.0, 0.0, host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
         """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
         return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
 
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
-        """Returns what is whole, and an equal part of the rest."""
-        mixed = float(estimator.model.element_bytes)
-        return (
-            self.whole_per_parameter(estimator, like)
-            + (4.0 + mixed) / max(1, count)
-            + estimator.optimizer_per_parameter / max(1, shards)
-        )
+        """Returns what is whole, and an equal part of the rest; of that, offload leaves gradients."""
+        found = self.whole_per_parameter(estimator, like) + 4.0 / max(1, count)
+        rest = estimator.model.element_bytes / max(1, count) + estimator.optimizer_per_parameter / max(1, shards)
+        return found if like.offload else found + rest
 
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
-        """Under offload all but two wait in main memory."""
-        return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
+        """Under offload all but two passes of a ministage wait in main memory."""
+        near, far = (min(held, 2.0), max(0.0, held - 2 / candidate.chunks)) if candidate.offload else (held, 0.0)
+        return near * kept, far * kept
 
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
@@ -254,11 +250,12 @@ def _shards(found: Sequence[GroupMemory], mine: GroupMemory) -> int:
 def at_peak(
     estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
 ) -> GroupMemory:
-    """Returns what a rank holds in the backward pass that needs the most; ministages come in reverse order.
+    """Returns what a rank holds when it needs the most; ministages come in reverse order in the backward.
 
     When the backward of ministage ``c`` begins, the activations of those after it are gone, its own parameters and the
     next one's are whole, its gradients are whole, those of ``c + 1`` are being reduced, and of the rest the rank keeps
-    its share.  At last the reduction of the first ministage ends.  The ministage of the loss has next to none.
+    its share.  At last the reduction of the first ministage ends.  The ministage of the loss has next to none.  Under
+    offload the optimizer's state of a ministage is on the device while it is updated, before its forward.
 
     Args:
         mine: With the activations when the backward of the last ministage begins.
@@ -268,59 +265,36 @@ def at_peak(
     return max(_over_time(estimator, candidate, mine, count, share), key=lambda m: m.total_bytes)
 
 
-class _Moment(NamedTuple):
-    """Counts what is in memory at once, in ministages: activations, parameters, gradients, shards of gradients."""
-
-    left: int
-    whole: int
-    buffers: int
-    shards: int
-
-
-@cache
-def _moments(v: int) -> list[_Moment]:
-    """Where the backward of a ministage begins, and where the last reduction ends.
-
-    From the second ministage to the last but one memory changes evenly, so that only these two of them may need most.
-    """
-    ends = sorted({0, 1, v - 2, v - 1} & {*range(v)})
-    found = [_Moment(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in ends]
-    return [*found, _Moment(0, 0, 1, v)]
-
-
 def _over_time(
     estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
 ) -> list[GroupMemory]:
-    """A rank at each of the moments; arguments as of :func:`at_peak`."""
-    has_loss, candidate = mine.stage == candidate.head_stage, candidate.as_of(mine.stage)
-    v, element, offload = candidate.chunks, estimator.model.element_bytes, candidate.offload
-    full = max(1, v - has_loss)  # ministages with the activations of all microbatches
-    optimizer = window_state(estimator, candidate, count, share)[2]
-    return [
-        mine._replace(
-            parameter_bytes=count * element * (moment.whole / v + (0.0 if offload else share)),
-            gradient_bytes=count * 4.0 * (moment.buffers + share * moment.shards) / v,
-            optimizer_bytes=optimizer,
-            activation_bytes=mine.activation_bytes * (1.0 if offload else min(1.0, moment.left / full)),
+    """A rank at each of the moments that may need most; arguments as of :func:`at_peak`."""
+    s, candidate = mine.stage, candidate.as_of(mine.stage)
+    v, offload = candidate.chunks, candidate.offload
+    unit, layers = estimator.unit_of(candidate, mine.group, s), chunk_layers(candidate.stages[s].layers, v)
+    assert unit is not None  # it has been priced
+    each = unit.of_chunks("layer_parameters", layers)
+    words, output = candidate.rows[s] if candidate.rows else (s == 0, s == candidate.head_stage)
+    each[0] += words * unit.embedding_parameters
+    each[-1] += output * unit.head_parameters
+    full = layers[: max(1, v - (s == candidate.head_stage))]  # with the activations of all microbatches
+    layered, found = (mine.activation_bytes - mine.logits_bytes) / sum(layers if offload else full), []
+
+    def add(whole: float, gradients: float, activations: float, updated: float = 0.0) -> None:
+        p = estimator.model.element_bytes * (whole + share * (whole + updated if offload else count))
+        o, a = estimator.optimizer_per_parameter * share * (updated if offload else count), activations
+        found.append(
+            mine._replace(parameter_bytes=p, gradient_bytes=4 * gradients, optimizer_bytes=o, activation_bytes=a)
         )
-        for moment in _moments(v)
-    ]
 
-
-def window_state(
-    estimator: OperatingPoints, candidate: Candidate, count: float, share: float
-) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state of a rank under a parameter window, each at its own peak.
-
-    Args:
-        count: Parameters of the stage at this TP.
-        share: The part of the stage's state that the rank keeps.
-    """
-    v, element, whole = candidate.chunks, estimator.model.element_bytes, min(1.0, 2.0 / candidate.chunks)
-    parameters = count * element * (whole + (0.0 if candidate.offload else share))
-    gradients = count * 4.0 * max(1 / v + share, (min(2, v) + share * max(0, v - 2)) / v)
-    optimizer = count * estimator.optimizer_per_parameter * share * (whole if candidate.offload else 1.0)
-    return parameters, gradients, optimizer
+    for c in sorted({0, 1, v - 2, v - 1} & {*range(v)}):  # between them memory changes evenly
+        held = layered * (layers[c] if offload else sum(full[: c + 1]))
+        gradients = sum(each[c : c + 2]) + share * sum(each[c + 2 :])
+        add(sum(each[max(0, c - 1) : c + 1]), gradients, held + (mine.logits_bytes if c == v - 1 else 0.0))
+        if offload:
+            add(sum(each[max(0, c - 1) : c]), share * sum(each[c:]), 0.0, each[c])
+    add(0.0, each[0] + share * sum(each), 0.0)
+    return found
 
 
 def host_state(estimator: OperatingPoints, count: float, share: float) -> float:

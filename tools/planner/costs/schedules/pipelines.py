@@ -16,7 +16,7 @@ from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.model import Model
 from ...inputs.model_parts import Lengths, drawn
-from ..candidate import MEETING, Candidate, Estimate, Pipeline, StageTimes, divided_alike
+from ..candidate import MEETING, Candidate, Estimate, Pipeline, StageTimes, chunk_layers, divided_alike
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
 from ..unit import Unit
@@ -60,14 +60,29 @@ class Interleaved(Schedule):
         return super().waits_s(estimator, candidate, stages, ways) + max(lacking_s)
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
-        """SlimPipe, Table 2."""
+        """SlimPipe, Table 2; the first chunks, which are held longest, may have more layers."""
         count, v = len(candidate.stages), candidate.chunks
-        return min(float(stage.microbatches[i]), (2 * (count - 1 - s) + (v - 1) * count + 1) / candidate.chunks_of(s))
+        passes, layers = 2 * (count - 1 - s) + (v - 1) * count + 1, chunk_layers(candidate.stages[s].layers, v)
+        if len(set(layers)) > 1 and not candidate.chunk_counts:
+            return _most_layers(count, passes, layers, stage.microbatches[i]) / sum(layers)
+        return min(float(stage.microbatches[i]), passes / candidate.chunks_of(s))
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, Table 2."""
         v = like.chunks
         return min(place.microbatches, (2 * place.after + (v - 1) * place.stages + 1) / v)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_layers(group: int, passes: int, layers: tuple[int, ...], microbatches: int) -> int:
+    """Most layers that a stage holds at once, each microbatch by itself, in groups that go through chunk by chunk.
+
+    Args:
+        passes: Forwards that it is ahead of its backwards, with the one that runs.
+    """
+    forward = [n for _ in range(min(3, -(-microbatches // group))) for n in layers for _ in range(group)]
+    backward, passes = forward[::-1], min(passes, len(forward))
+    return max(sum(forward[: passes + j]) - sum(backward[:j]) for j in range(len(forward) - passes + 1))
 
 
 # ZB-V and V-Half: two chunks per stage in a V.  Plans that ask for them are priced; the search does not try them.
@@ -260,13 +275,14 @@ class SlimPipe(Schedule):
         """Attention by slices keeps no attention matrices."""
         return unit.sliced_share
 
-    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
+    def logits(self, candidate: Candidate, held: float, head_bytes: float, is_alone: bool = False) -> float:
         """Returns the bytes of all slices: the last stage runs them all before its first backward, the last one's.
 
         Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
-        used up and all keys and values have gradients.
+        used up and all keys and values have gradients.  With further microbatches the next one's slices come then.
         """
-        return held * head_bytes * (1 - 1 / candidate.slices if candidate.recompute == "full" else 1.0)
+        used = 1 / candidate.slices if candidate.recompute == "full" and is_alone else 0.0
+        return min(held, 1.0) * head_bytes * (1 - used)
 
     def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
         """Under full recomputation that of the layers, beside which the slice's logits are not there any more."""
