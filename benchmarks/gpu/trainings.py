@@ -3,9 +3,10 @@
 ``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
 have all of them); with ``--cuda-graphs`` plans whose layers are captured (with ``HET_TRY_GRAPHS=1`` what is refused
-too), with ``--fp8`` plans that train in fp8, each against one process with the same recipe.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine
-in bf16.  Bounds are ``testing.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or
-did not run in time; the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
+too), with ``--fp8`` plans that train in fp8, each against one process with the same recipe.  Layers are Megatron's own
+in fp32, with ``--te`` those of Transformer Engine in bf16.  Bounds are ``testing.compare.BOUNDS``.  ``failures`` counts
+what was out of them, ended with an error or did not run in time; the file is written after every case.  ``--dry`` shows
+the cases, which needs no GPU.
 """
 
 import argparse
