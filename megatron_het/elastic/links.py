@@ -86,11 +86,6 @@ class Severing:
         """Whether communicators of what is under way were aborted: what the device computes since then may be wrong."""
         return self._has_aborted
 
-    @property
-    def key(self) -> str | None:
-        """Returns the key of what is under way; None in between."""
-        return self._key
-
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
         """Counts what connects in here to one session, by its key for :meth:`cut`."""

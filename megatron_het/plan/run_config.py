@@ -46,11 +46,6 @@ class HetConfig:
     trust_checkpoint: bool = False
     """Whether the description of a checkpoint may name classes that are no part of its format."""
 
-    @property
-    def is_active(self) -> bool:
-        """Whether there is a plan to run."""
-        return self.plan is not None
-
     def report_file(self, rank: int) -> Path | None:
         """Where a rank's report goes; None when none was asked for."""
         return self.report_dir / f"rank-{rank}.json" if self.report_dir else None

@@ -32,11 +32,16 @@ Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backward_s", "alone_s")
 """The measured seconds of a ``LayerTiming``."""
 
-_STRICT: dict[str, Any] = {"extra": "forbid"}
+
+class _Strict:
+    """A record that is read with no keys but its own."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledExperts:
+class ProfiledExperts(_Strict):
     """Layers of experts that were measured; ``dense`` says that the model has layers without experts, too."""
 
     count: int
@@ -45,11 +50,9 @@ class ProfiledExperts:
     shared_ffn_hidden_size: int = 0
     dense: bool = False
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class ProfiledLatent:
+class ProfiledLatent(_Strict):
     """Multi-head latent attention that was measured; fields as in a model file."""
 
     query_rank: int
@@ -58,11 +61,9 @@ class ProfiledLatent:
     rope_size: int
     value_size: int
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class ProfiledModel:
+class ProfiledModel(_Strict):
     """The model the figures belong to; a profile of another model or precision is refused.
 
     Tied or not, dropout and similar switches do not change the figures enough to matter here.
@@ -84,11 +85,9 @@ class ProfiledModel:
     sequence_parallel: bool = False  # TP groups were measured with divided sequences
     kinds: str = ""  # of a hybrid model: the symbols of its layers, each once
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class LayerTiming:
+class LayerTiming(_Strict):
     """One measured layer kind at one operating point, on one rank of a TP group."""
 
     # ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all equal ones;
@@ -121,11 +120,9 @@ class LayerTiming:
     ep: int = 1  # parts of the TP group over which experts are divided
     windowed: bool = False  # with the model's sliding window
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class LargestBatch:
+class LargestBatch(_Strict):
     """The largest micro batch that ran without running out of memory (Poplar, Algorithm 1).
 
     ``layers`` is the number of transformer layers that were held while searching.
@@ -136,11 +133,9 @@ class LargestBatch:
     micro_batch_size: int
     recompute: Literal["none", "selective", "full"] = "none"
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class DeviceProfile:
+class DeviceProfile(_Strict):
     """Everything measured on one node of one kind."""
 
     kind: str  # name of the device kind, as in the cluster file's ``gpu``
@@ -155,11 +150,9 @@ class DeviceProfile:
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class LinkProfile:
+class LinkProfile(_Strict):
     """One measured connection and operation.
 
     ``latency_s`` and ``bytes_per_s`` are the fit t(n) = latency_s + n / bytes_per_s, where n is
@@ -178,11 +171,9 @@ class LinkProfile:
     bytes_per_s: float
     samples: list[tuple[int, float]] = field(default_factory=list)
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(_Strict):
     """A ``profile.json``.
 
     ``complete`` is False in the file of an interrupted run, from which profiling resumes; the
@@ -194,8 +185,6 @@ class Profile:
     links: list[LinkProfile] = field(default_factory=list)
     complete: bool = True
     notes: str = ""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     def device(self, kind: str) -> DeviceProfile | None:
         """The profile of a device kind, or None."""
