@@ -18,10 +18,14 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
 
-class Gpu(BaseModel):
-    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware."""
+class Strict(BaseModel):
+    """Values of a file: with no keys but its own, all numbers finite, and never changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Gpu(Strict):
+    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware."""
 
     flops: dict[Format, float]  # peak dense FLOP/s by precision (tensor cores where there are any, without sparsity)
     # memory_bytes, memory_bytes_per_s: size and bandwidth of device memory

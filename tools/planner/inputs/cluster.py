@@ -5,16 +5,13 @@ from collections.abc import Iterable
 from math import log
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_het.safe_io import MAX_DEVICES
 
 from ..errors import PlannerError, validated
-from .catalog import Gpu, find_gpu, parse_gpu
+from .catalog import Gpu, Strict, find_gpu, parse_gpu
 from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
-
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
 
 MAX_GPUS = MAX_DEVICES
 MAX_GROUPS = 256
@@ -41,10 +38,8 @@ def _name(value: str | None) -> str | None:
     return value
 
 
-class SlurmSettings(BaseModel):
+class SlurmSettings(Strict):
     """Holds what Slurm is asked for nodes of this kind."""
-
-    model_config = _STRICT
 
     # partition, constraint, account, gres, qos, reservation, licenses, mem: values of Slurm's options; ``gres`` without
     # its number, ``mem`` per node
@@ -74,19 +69,15 @@ class SlurmSettings(BaseModel):
         return value
 
 
-class KubernetesSettings(BaseModel):
+class KubernetesSettings(Strict):
     """Holds where Kubernetes finds nodes of this kind: their labels, and what it calls their GPUs."""
 
-    model_config = _STRICT
-
-    node_selector: dict[str, str] = {}
+    node_selector: dict[str, str] = Field(default_factory=dict)
     resource: str = Field(default="nvidia.com/gpu", min_length=1, max_length=200)
 
 
-class SkypilotSettings(BaseModel):
+class SkypilotSettings(Strict):
     """Holds where SkyPilot finds nodes of this kind: its name of the GPU, cloud and region, spot machines."""
-
-    model_config = _STRICT
 
     accelerators: str = ""
     infra: str = ""
@@ -96,10 +87,8 @@ class SkypilotSettings(BaseModel):
 MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
 
 
-class NodeGroup(BaseModel):
+class NodeGroup(Strict):
     """Equal nodes."""
-
-    model_config = _STRICT
 
     gpu: str  # kind of GPU, from the catalog or from ``gpus:`` of the file
     count: int = Field(ge=1, le=MAX_GPUS)  # nodes of this kind (the quota)
@@ -195,10 +184,8 @@ class NodeGroup(BaseModel):
         return self.zone.rsplit("-", 1)[0] if "-" in self.zone else self.zone
 
 
-class ZoneLink(BaseModel):
+class ZoneLink(Strict):
     """The connection between two zones or two regions (both directions)."""
-
-    model_config = _STRICT
 
     between: tuple[str, str]
     bytes_per_s: Rate
@@ -206,15 +193,13 @@ class ZoneLink(BaseModel):
     usd_per_gb: float = Field(default=0.0, ge=0)
 
 
-class Cluster(BaseModel):
+class Cluster(Strict):
     """A cluster file."""
-
-    model_config = _STRICT
 
     name: str = "cluster"
     nodes: tuple[NodeGroup, ...] = Field(min_length=1, max_length=MAX_GROUPS)
     links: tuple[ZoneLink, ...] = Field(default=(), max_length=MAX_LINKS)
-    gpus: dict[str, Gpu] = {}
+    gpus: dict[str, Gpu] = Field(default_factory=dict)
 
     @field_validator("nodes")
     @classmethod
@@ -316,10 +301,8 @@ def cluster_from_document(document: Any, file: str) -> Cluster:
     return cluster
 
 
-class GpusOfNode(BaseModel):
+class GpusOfNode(Strict):
     """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group."""
-
-    model_config = _STRICT
 
     type: str
     # How many of them a node has.  Entries follow each other as devices do on the PCI bus.

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_het.features import FEATURES
 from megatron_het.plan.placement import Blocks, part_tokens, placed_documents, token_blocks
@@ -28,7 +28,7 @@ from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 
 from ..errors import PlannerError, from_file_error
-from .catalog import data_text
+from .catalog import Strict, data_text
 
 # How long the documents of a packed sequence are, and what that leaves of attention.
 #
@@ -167,7 +167,6 @@ def shared(
     return Shared(share, 1.0 if lengths is None or window is not None else most / whole, keys_per_token is not None)
 
 
-_STRICT = ConfigDict(extra="forbid", frozen=True)
 _SIZES_OF = {MAMBA: "mamba", GATED_DELTA_NET: "delta_net", EXPERTS: "experts", LATENT_ATTENTION: "latent"}
 CONVOLUTION = 4  # tokens that the convolution of a recurrent layer sees
 MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens of a chunk in the kernels of recurrent layers
@@ -233,10 +232,8 @@ def check_flags(flags: Mapping[str, FlagValue]) -> None:
             raise ValueError(f"flags.{name} = {value!r} is not one word")
 
 
-class Experts(BaseModel):
+class Experts(Strict):
     """Mixture-of-experts layers."""
-
-    model_config = _STRICT
 
     count: int = Field(ge=2)  # experts of a layer
     top_k: int = Field(ge=1)
@@ -267,10 +264,8 @@ class Experts(BaseModel):
         return self
 
 
-class Latent(BaseModel):
+class Latent(Strict):
     """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
-
-    model_config = _STRICT
 
     # query_rank, key_value_rank: widths of the compressed queries (0: they are not compressed), and of the compressed
     # keys and values
@@ -300,10 +295,8 @@ class Latent(BaseModel):
         return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
 
 
-class Mamba(BaseModel):
+class Mamba(Strict):
     """Mamba-2 layers (``M`` in a pattern)."""
-
-    model_config = _STRICT
 
     # heads, head_size: heads of a layer and their width
     heads: int = Field(ge=1)
@@ -357,10 +350,8 @@ class Mamba(BaseModel):
         return self.heads % tp == 0 and self.groups % tp == 0
 
 
-class DeltaNet(BaseModel):
+class DeltaNet(Strict):
     """Gated delta net layers (``G`` in a pattern)."""
-
-    model_config = _STRICT
 
     # key_heads, value_heads: heads of queries and keys, and of values
     key_heads: int = Field(ge=1)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megatron_het.features.watch.monitor import FORMAT, VERSION, identity
 from megatron_het.plan import Plan
 from megatron_het.schedule.ir import Kind
 
 from ..errors import PlannerError, validated
+from ..inputs.catalog import Strict
 from ..inputs.files import read_json
 from ..search.outcome import CLUSTER, MODEL, PROFILE
 
@@ -19,23 +20,18 @@ PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks")
 """Where in a run's folder the file is looked for."""
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class Times(BaseModel):
+class Times(Strict):
     """Predicted and measured seconds, and those at the start of the run (the reference)."""
-
-    model_config = _STRICT
 
     predicted_s: _Seconds
     measured_s: _Seconds
     reference_s: _Seconds
 
 
-class DeviceTimes(BaseModel):
+class DeviceTimes(Strict):
     """One replica: seconds of an iteration by kind of operation."""
-
-    model_config = _STRICT
 
     device: int = Field(ge=0)
     stage: int = Field(ge=0)
@@ -46,10 +42,8 @@ class DeviceTimes(BaseModel):
     operations: dict[str, Times]
 
 
-class LinkTimes(BaseModel):
+class LinkTimes(Strict):
     """One directed pair of replicas: seconds of a transfer, where the end of some was known."""
-
-    model_config = _STRICT
 
     source: int = Field(ge=0)
     target: int = Field(ge=0)
@@ -59,10 +53,8 @@ class LinkTimes(BaseModel):
     reference_s: _Seconds | None = None
 
 
-class Found(BaseModel):
+class Found(Strict):
     """One finding of the watch."""
-
-    model_config = _STRICT
 
     what: Literal["device", "operation", "link", "profile"]
     name: str
@@ -75,10 +67,8 @@ class Found(BaseModel):
     ended: int | None = None
 
 
-class Watched(BaseModel):
+class Watched(Strict):
     """A ``watch.json``."""
-
-    model_config = _STRICT
 
     plan_hash: str
     iteration: int = Field(ge=0)
