@@ -17,6 +17,7 @@ from megatron_het.distributed.groups import (
     group_specs,
     in_rounds,
     loss_source,
+    sparing_groups_of_one,
 )
 from megatron_het.distributed.stage_state import (
     KNOWN_STATE,

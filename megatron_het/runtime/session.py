@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.device import Platform
-from megatron_het.distributed import PlanGroups, build_groups, install_stage_state, remove_stage_state
+from megatron_het.distributed import (
+    PlanGroups,
+    build_groups,
+    install_stage_state,
+    remove_stage_state,
+    sparing_groups_of_one,
+)
 from megatron_het.distributed.gradient_sums import (
     GradientFinalizer,
     count_once_in_params_norm,
@@ -356,7 +362,8 @@ class HetSession:
         executor = self._executor
         assert executor is not None and self.report is not None
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
-        with self._running(), self._divided(call.config), self.explained(lambda: executor.current, *roles):
+        explained = self.explained(lambda: executor.current, *roles)
+        with self._running(), self._divided(call.config), explained, sparing_groups_of_one():
             state = executor.run(call)
         measured.schedule_stop_s = time.perf_counter()  # gradient reduction follows
         if not call.forward_only:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.distributed import PairGroups, in_rounds
+from megatron_het.distributed import PairGroups, in_rounds, sparing_groups_of_one
 from megatron_het.distributed import groups as creation
 from megatron_het.distributed import groups as pairs
 
@@ -84,3 +86,19 @@ def test_names_are_those_of_the_members() -> None:
     assert name == creation.group_name("stage.gloo", tuple(range(0, 1024, 2))) and len(name) < 50
     assert name != creation.group_name("stage.gloo", range(0, 1024, 2)[:-1])
     assert name != creation.group_name("class.gloo", range(0, 1024, 2))
+
+
+def test_collectives_of_one_rank_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda *_a, name=name, **_n: made.append(name))
+    alone, pair = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 2)
+    before = dist.all_reduce
+    with sparing_groups_of_one():
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.SUM, alone)
+        dist.broadcast(torch.ones(1), 0, group=alone)
+        assert not made
+        dist.all_reduce(torch.ones(1), group=alone, async_op=True)  # somebody waits for what it returns
+        dist.all_reduce(torch.ones(1), group=pair)
+        dist.broadcast(torch.ones(1), 0)
+    assert made == ["all_reduce", "all_reduce", "broadcast"] and dist.all_reduce is before
