@@ -261,6 +261,17 @@ def test_memory_of_the_catalog_follows_recompute_and_zero():
     assert head_bytes < estimator.estimate(c).memory[0].activation_bytes < 2 * head_bytes
 
 
+def test_first_layers_without_experts_have_fewer_parameters():
+    experts = {"count": 16, "top_k": 2, "ffn_hidden_size": 1024, "dense_layers": 2}
+    model = model_of(layers=8, hidden=1024, ffn=2048, batch=16, experts=experts)
+    estimator = Estimator(cluster_of(("A100-40", 1, 8, 12.5e9)), model, CatalogCosts(model, lambda g: catalog()[g]))
+    stages = tuple(Stage(n, (Group(0, 1, 1),)) for n in (3, 5))
+    sizes = [m.parameter_bytes / 2 for m in estimator.estimate(Candidate(stages, 1)).memory]
+    alike = model.model_copy(update={"experts": model.experts.model_copy(update={"dense_layers": 0})})
+    assert sizes[1] == pytest.approx(5 * alike.layer_parameters() + model.head_parameters(), rel=1e-6)
+    assert sum(sizes) == pytest.approx(model.parameters, rel=1e-4)
+
+
 def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
     """Gradients are sharded; over a slow network the reduction of every microbatch outlasts its backward."""
     model = model_of(

@@ -240,6 +240,16 @@ class Candidate(NamedTuple):
             return path_of(self.chunk_counts, placement_of(self.schedule))
         return path_of_schedule(self.schedule, len(self.stages), self.chunks)
 
+    def first_layers(self, s: int, first: int) -> int:
+        """How many of so many layers at the start a stage has."""
+        found = 0
+        for stage, chunk in self.path:
+            if not first:
+                break
+            taken = min(first, chunk_layers(self.stages[stage].layers, self.chunks_of(stage))[chunk])
+            first, found = first - taken, found + taken * (stage == s)
+        return found
+
     @property
     def head_stage(self) -> int:
         """The stage of the output layer and the loss."""
@@ -451,6 +461,10 @@ class Pipeline(NamedTuple):
 def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     """Parameters of one rank of stage ``s``, embedding and head included."""
     count = float(candidate.stages[s].layers * unit.layer_parameters)
+    first, fewer = unit.first_layers
+    if first:
+        share = candidate.stages[s].layers / sum([stage.layers for stage in candidate.stages])
+        count += fewer * (first * share - candidate.first_layers(s, first))
     if candidate.rows:
         words, output = candidate.rows[s]
         return count + words * unit.embedding_parameters + output * unit.head_parameters

@@ -258,18 +258,8 @@ class OperatingPoints:
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(
-            cp,
-            ep,
-            expert_tp,
-            node.gpus_per_node,
-            network,
-            node.intra_node_bytes_per_s,
-            slices=slices,
-            cut=cut,
-            portion=portion,
-            between_bytes_per_s=between_bytes_per_s,
-        )
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s)
+        spread = spread._replace(slices=slices, cut=cut, portion=portion, between_bytes_per_s=between_bytes_per_s)
         kinds = ((kind, 1),) if kind else ()
         if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
             return None  # as plans refuse it: ranks divide heads
@@ -288,7 +278,9 @@ class OperatingPoints:
             block = self.costs.cost(node.gpu, "layer", batch, tp, recompute, spread._replace(kinds=later))
         except PlannerError:
             return None
-        last = _with_later_tokens(self.model, block, first, last, tp)
+        without = self.model.first_layers(tp, ep, spread.expert_parts(tp))
+        more = round(without[0] * without[1] / self.model.num_layers)  # than the mean, in a layer that has experts
+        last = _with_later_tokens(self.model, replace(block, parameters=block.parameters + more), first, last, tp)
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
         reserved += self.runtime.framework_bytes
         return Unit(
@@ -313,6 +305,7 @@ class OperatingPoints:
             attention_b=layer.attention_backward_s,
             pass_f=layer.fixed_forward_s,
             pass_b=layer.fixed_backward_s,
+            first_layers=without,
         )
 
     def unit_of(self, candidate: Candidate, group: Group, stage: int | None = None) -> Unit | None:

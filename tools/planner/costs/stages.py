@@ -315,11 +315,12 @@ def stages_of(
     rest = c.across_replicas, c.sizes, c.rows, c.exchange, c.host_activations, c.cuts_documents, blocks, total
     known = estimator.known_stages.setdefault((key, rest), {})
     layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
+    first = estimator.model.experts.dense_at_start if estimator.model.experts is not None else 0
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
         ends = c.rows[s] if c.rows else (s == 0, s == last)
-        mine = stage, ends, waits, c.chunks_of(s), layers[s] if layers else ()
+        mine = stage, ends, waits, c.chunks_of(s), layers[s] if layers else (), c.first_layers(s, first) if first else 0
         if mine not in known:
             known[mine] = _stage(estimator, c, s, blocks, total, waits)
         found = known[mine]
@@ -473,7 +474,11 @@ def state_shards(
 
 def _experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group: Group) -> float:
     """Parameters of experts of a rank."""
-    return float(candidate.stages[s].layers * estimator.model.expert_parameters(*candidate.cut_of(group)))
+    layers, model = float(candidate.stages[s].layers), estimator.model
+    first = model.experts.dense_at_start if model.experts is not None else 0
+    if first and sum([stage.layers for stage in candidate.stages]) == model.num_layers:
+        layers = (layers - candidate.first_layers(s, first)) / (1 - first / model.num_layers)
+    return layers * model.expert_parameters(*candidate.cut_of(group))
 
 
 def _sync_s(

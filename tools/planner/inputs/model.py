@@ -293,6 +293,15 @@ class Model(BaseModel):
             total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total
 
+    def first_layers(self, tp: int, ep: int, expert_tp: int) -> tuple[int, float]:
+        """How many layers at the start have no experts, and how many parameters each has fewer than the others."""
+        x = self.experts
+        if x is None or not x.dense_at_start:
+            return 0, 0.0
+        every = self.model_copy(update={"experts": x.model_copy(update={"dense_layers": 0})})
+        more = every.layer_parameters(tp, ep, expert_tp) - self.layer_parameters(tp, ep, expert_tp)
+        return x.dense_at_start, more * self.num_layers / x.dense_layers
+
     def expert_parameters(self, ep: int, expert_tp: int) -> int:
         """Parameters of the experts of one layer on one rank: the mean over layers with and without experts."""
         if self.kinds:

@@ -248,6 +248,11 @@ class Experts(Strict):
     dropless: bool = True
 
     @property
+    def dense_at_start(self) -> int:
+        """Layers at the start of the model that have an ordinary MLP."""
+        return self.dense_layers if self.dense_first else 0
+
+    @property
     def runs(self) -> bool:
         """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
         return self.dropless and (self.dense_first or not self.dense_layers)

@@ -277,6 +277,7 @@ def _over_time(
     words, output = candidate.rows[s] if candidate.rows else (s == 0, s == candidate.head_stage)
     each[0] += words * unit.embedding_parameters
     each[-1] += output * unit.head_parameters
+    each = [n * count / sum(each) for n in each]  # the first layers may have fewer
     full = layers[: max(1, v - (s == candidate.head_stage))]  # with the activations of all microbatches
     layered, found = (mine.activation_bytes - mine.logits_bytes) / sum(layers if offload else full), []
 
