@@ -21,6 +21,7 @@ from megatron_het.checkpoint.choice import (
     repair_tracker,
 )
 from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
+from megatron_het.distributed.groups import replaced
 from megatron_het.plan import Plan, topology_hash
 from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
 
@@ -205,23 +206,16 @@ def translated(args: Any, translation: Translation | None) -> Iterator[None]:
         yield
         return
     print_rank_0("het: the checkpoint is of a model of the other family; its layers are paired with those of this one")
-    module: Any = checkpointing
-    build, layers = module.generate_state_dict, args.num_layers
+    build = checkpointing.generate_state_dict
 
     def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
         return translation.of_state(build(*positional, **keywords))
 
-    own = getattr(module, _UPSTREAM, None)
-    module.generate_state_dict = generate_state_dict
-    if own is not None:
-        setattr(module, _UPSTREAM, lambda *_: (None, False))
-    args.num_layers = translation.layers  # which Megatron compares
-    try:
+    own: dict[str, Any] = {"generate_state_dict": generate_state_dict}
+    if hasattr(checkpointing, _UPSTREAM):
+        own[_UPSTREAM] = lambda *_: (None, False)
+    with replaced(checkpointing, **own), replaced(args, num_layers=translation.layers):  # which Megatron compares
         yield
-    finally:
-        module.generate_state_dict, args.num_layers = build, layers
-        if own is not None:
-            setattr(module, _UPSTREAM, own)
 
 
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -274,7 +268,7 @@ class LoadHook:
                 self._prepare(*positional[:2])
             optimizer = positional[1] if len(positional) > 1 else None
             with (
-                _set(args, **shown),
+                replaced(args, **shown),
                 _with_matched_groups(optimizer, args),
                 _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
@@ -458,15 +452,3 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
                 yield from value
             else:
                 yield from _saved_groups(value)
-
-
-@contextlib.contextmanager
-def _set(target: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)

@@ -89,29 +89,28 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Groups that are created inside have this name."""
-    with _NAMING:
-        original = distributed_c10d._process_group_name
-        distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            distributed_c10d._process_group_name = original
-
-
-@contextlib.contextmanager
-def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
-    """No split of the world's communicator, which all ranks of the world would have to take part in."""
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object or module other values for the duration of a block."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
     try:
         yield
     finally:
-        world.bound_device_id = device
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Groups that are created inside have this name."""
+    with _NAMING, replaced(distributed_c10d, _process_group_name=lambda *_, **__: name):
+        yield
+
+
+def _not_split_from(world: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    """No split of the world's communicator, which all ranks of the world would have to take part in."""
+    return contextlib.nullcontext() if world.bound_device_id is None else replaced(world, bound_device_id=None)
 
 
 # Groups of two ranks, for transfers: who shares one, and in which order they are created.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_het.distributed.groups import PlanGroups
+from megatron_het.distributed.groups import PlanGroups, replaced
 from megatron_het.plan import Cut, Placement
 
 # A position along a parallel axis that has no communicator.
@@ -231,24 +231,16 @@ def remove_stage_state(module: ModuleType | None = None) -> None:
         setattr(module, name, None)
 
 
-@contextlib.contextmanager
-def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
+def as_only_reader(module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
     """Show data-parallel rank 0 while a data loader is built.
 
     With the data-parallel size 1 that a plan shows, the loader yields every microbatch on every
     replica; which of them a replica uses is the routing's business.
     """
-    state: Any = module or _parallel_state()
-    before = state._MPU_DATA_PARALLEL_RANK
-    state._MPU_DATA_PARALLEL_RANK = 0
-    try:
-        yield
-    finally:
-        state._MPU_DATA_PARALLEL_RANK = before
+    return replaced(module or _parallel_state(), _MPU_DATA_PARALLEL_RANK=0)
 
 
-@contextlib.contextmanager
-def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[None]:
+def at_chunk(chunk: int | None, module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
     """Show the pipeline position of a chunk while something runs that asks for it by the rank alone.
 
     In a V a stage comes twice, at different positions, and so it may where stages have different numbers of chunks:
@@ -262,29 +254,20 @@ def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[No
     state: Any = module or _parallel_state()
     axis = state._PIPELINE_MODEL_PARALLEL_GROUP
     if chunk is None or not isinstance(axis, Axis) or not axis.by_chunk:
-        yield
-        return
-    with _at(axis.of_chunk(chunk), state):
-        yield
+        return contextlib.nullcontext()
+    return _at(axis.of_chunk(chunk), state)
 
 
-@contextlib.contextmanager
-def between_the_ends(module: ModuleType | None = None) -> Iterator[None]:
+def between_the_ends(module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
     """Show the last pipeline position, which is neither end of the model in any chunk but the last one."""
     state: Any = module or _parallel_state()
     axis: Axis = state._PIPELINE_MODEL_PARALLEL_GROUP
-    with _at(Axis(axis.length - 1, axis.length), state):
-        yield
+    return _at(Axis(axis.length - 1, axis.length), state)
 
 
-@contextlib.contextmanager
-def _at(shown: Axis, state: Any) -> Iterator[None]:
-    before = state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK
-    state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = shown, shown.position
-    try:
-        yield
-    finally:
-        state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = before
+def _at(shown: Axis, state: Any) -> contextlib.AbstractContextManager[None]:
+    rank = shown.position
+    return replaced(state, _PIPELINE_MODEL_PARALLEL_GROUP=shown, _MPU_PIPELINE_MODEL_PARALLEL_RANK=rank)
 
 
 def _parallel_state() -> ModuleType:
