@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Plan, save_plan
+from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from tools.planner.__main__ import main
 from tools.planner.cli import dry_run
@@ -229,6 +229,16 @@ def test_ranks_that_run_alike_are_one_kind() -> None:
     uneven = (replace(first, microbatches=(0,)), replace(second, microbatches=(1, 2, 3, 4, 5)))
     stages = (replace(plan().stages[0], replicas=uneven), last)
     assert dry_run.rank_kinds(replace(plan(), stages=stages)) == [(0,), (1,), (2, 3)]
+    like = replace(plan().stages[0], layers=(1, 1))
+    rows = [
+        [replace(first, ranks=(at + i,), microbatches=tuple(range(i, 16, n))) for i in range(n)]
+        for at, n in ((0, 8), (8, 2))
+    ]
+    training = replace(plan().training, global_batch_size=16, distributed_optimizer=True)
+    stages = tuple(replace(like, replicas=tuple(row)) for row in rows)
+    spec = ScheduleSpec("ministage", {"window": True})  # gathers come earlier or later beside the passes
+    found = dry_run.rank_kinds(replace(plan(), stages=stages, training=training, schedule=spec))
+    assert found == [tuple(range(8)), (8, 9)]
 
 
 @pytest.mark.parametrize(

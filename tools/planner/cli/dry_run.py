@@ -40,19 +40,21 @@ RankKind = tuple[int, ...]  # ranks that hold, compute and send alike, ascending
 
 
 def rank_kinds(plan: Plan) -> list[RankKind]:
-    """Ranks by stage, TP and context-parallel size, share of the stage's state and shape of their programs.
+    """Ranks by stage, TP and context-parallel size, share of the stage's state and order of their passes.
 
     The TP ranks of a replica are one kind, although only the first one reads data, and so are the context-parallel
     ones with parts of one size: they differ by bytes, not by megabytes.
     """
     from megatron_het.lowering.programs import build
+    from megatron_het.schedule.ir import COMPUTE
 
     program = build(plan)[False]
     found: dict[Any, list[int]] = {}
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             alike = sum(r.cut == replica.cut for r in stage.replicas)
-            shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q))
+            # Messages and gathers come earlier or later beside them: that is megabytes.
+            shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q) if op.kind in COMPUTE)
             for part, share in enumerate(replica.shares):
                 tokens = share / sum(replica.shares)
                 device = replica.devices[part] if replica.cp_devices else ""
