@@ -423,8 +423,10 @@ int32_t het_pipeline(int32_t count, const double *figures, const double *at_once
                      const double *periods, double waits, double slices, double chunks, int32_t in_turn, double *out) {
     const double *stages[MOST_STAGES];
     double trips[MOST_STAGES], slowest[MOST_STAGES], cut = chunks * slices, sooner = 0.0, drain = 0.0, worst = 0.0;
+    double longest = at_once[0];
     int32_t which = 0, last = count - 1;
     if (!begin(count, figures, stages)) return -1;
+    for (int32_t s = 1; s < count; s++) longest = larger(longest, at_once[s]);
     trips[last] = slowest[last] = 0.0;
     for (int32_t s = last - 1; s >= 0; s--) {
         const double *next = stages[s + 1], way = transfers[s] / slices;
@@ -436,7 +438,8 @@ int32_t het_pipeline(int32_t count, const double *figures, const double *at_once
         double stall = trips[s] - (s ? 2 * (transfers[s - 1] / slices) : 0.0);
         if (!in_turn) {
             double link = larger(s ? transfers[s - 1] : 0.0, s < last ? transfers[s] : 0.0);
-            stall = stall_of(stage, trips[s], slowest[s], cut, link, chunks, periods[s]) + waits;
+            double met = longest - at_once[s];
+            stall = stall_of(stage, trips[s] + met, slowest[s] + met, cut, link, chunks, periods[s]) + waits;
         }
         double end = sooner + stage[BUSY] + stall;
         out[s] = end - drain;

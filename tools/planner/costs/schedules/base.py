@@ -103,7 +103,8 @@ class Schedule:
         order of the microbatches, so one on a slow replica holds up those after it.  Chunks and slices cut the
         pieces that fill the pipeline, slices what is sent as well; later chunks begin when the ones before have gone
         around.  Neighbours that wait for each other's messages in turn are no faster than their loop.  Parts of a split
-        output layer fill nothing: stages compute them at one time.
+        output layer fill nothing: stages compute them at one time.  A microbatch has come around no stage before the
+        longest part is done.
 
         Args:
             stages: At their operating points.
@@ -126,7 +127,7 @@ class Schedule:
             return Pipeline(worst, stages[which].busy_s, which, 0.0, alone)
         round_trip, slowest = _round_trips(stages, ways, cut, at_once)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
-        drain, alone = 0.0, []
+        drain, alone, longest_s = 0.0, [], max(at_once)
         for s, stage in enumerate(stages):
             rt = round_trip[s]
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
@@ -134,9 +135,9 @@ class Schedule:
             else:
                 # Each direction of each boundary carries one transfer per microbatch.
                 link_s = max([0.0, *transfers[max(0, s - 1) : s + 1]])
-                stall = (
-                    _stall_s(stage, rt, slowest[s], cut, link_s, chunks=candidate.chunks, period_s=periods[s]) + waits_s
-                )
+                met_s = longest_s - at_once[s]
+                trips = rt + met_s, slowest[s] + met_s
+                stall = _stall_s(stage, *trips, cut, link_s, chunks=candidate.chunks, period_s=periods[s]) + waits_s
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
