@@ -282,6 +282,15 @@ def test_first_layers_without_experts_have_fewer_parameters():
     assert sum(sizes) == pytest.approx(model.parameters, rel=1e-4)
 
 
+def test_a_rank_that_attends_for_others_has_gradients_of_their_keys():
+    model = model_of(**LLAMA_8B, layers=32, tokens=32768, batch=4)
+    estimator = Estimator(cluster_of(("H100-SXM", 2, 8, 5e10)), model, CatalogCosts(model, lambda g: catalog()[g]))
+    plain = Candidate((Stage(16, (Group(0, 8, 1),)),) * 2, 1, schedule="slimpipe", slices=8, zero_stage=1)
+    alone, shared = (estimator.estimate(plain.with_(exchange=x)).memory[0].activation_bytes for x in (False, True))
+    numbers = 32768 * 16 * 2 * model.kv_size / 8
+    assert shared - alone == pytest.approx(numbers * (2 + 4) / 2)
+
+
 def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
     """Gradients are sharded; over a slow network the reduction of every microbatch outlasts its backward."""
     model = model_of(

@@ -174,7 +174,7 @@ def moved_bytes(
 ) -> tuple[float, float]:
     """Returns what a rank holds more (or, negative, less) on the device, and in main memory.
 
-    Keys and values stay on the device.  A rank that attends for others has their keys and values of half of the
+    Keys and values stay on the device.  A rank that attends for others has theirs, and their gradients, of half of the
     slices at most, in all layers of a chunk.  Gradients of keys and values, in fp32, are there from the backward of
     a microbatch's last slice on, while the next one's slices take its place.
 
@@ -197,7 +197,7 @@ def moved_bytes(
     elif candidate.cp_of(group) > 1:
         more = pool * held * again
     if candidate.exchange:
-        more += pool / chunks / 2
+        more += (pool + collected) / chunks / 2
     if candidate.host_activations and not candidate.offload:
         stays = pool if slices > 1 or candidate.cp_of(group) > 1 else 0.0
         stays += collected if candidate.recompute == "full" and stays else 0.0
