@@ -5,11 +5,12 @@ from itertools import accumulate, pairwise
 from math import gcd, inf
 from typing import NamedTuple
 
-from megatron_het.plan.schema import layers_of
+from megatron_het.plan.schema import WITH_ATTENTION, layers_of
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
 from ..costs.candidate import MEETING, Candidate, Group, GroupMemory, Stage
 from ..costs.estimate import Estimator
+from ..costs.layer import pool_size
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
 from ..costs.stages import rows_of, state_shards
@@ -46,7 +47,7 @@ class _Room(NamedTuple):
     undivided_free: float  # the same without that state
     held_end: float  # bytes of the embedding's activations per microbatch in flight
     head: float  # bytes of logits and loss
-    layer: float  # state of a layer, bytes
+    layer: float  # state of a layer, and what is collected for its keys and values, bytes
     held_layer: float  # activations of a layer, bytes per microbatch in flight
     ends: float  # parameters of embedding and head
     parameters: float  # of a layer
@@ -78,6 +79,11 @@ class Rooms:
         self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
         self._divided = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
         self._whole = schedule.whole_per_parameter(estimator, like) if self._may_divide else 0.0
+        model, collected = estimator.model, 0.0
+        if like.slices > 1:
+            kinds = layers_of(model.pattern) if model.kinds else ""
+            share = sum(kind in WITH_ATTENTION for kind in kinds) / len(kinds) if kinds else 1.0
+            collected = 4.0 * like.micro_batch_size * model.seq_length * share
         self._rooms: list[_Room] = []
         for g, u in zip(groups, units):
             shards: float = sum([h.count for h in groups if h.tp == g.tp]) if like.zero_stage >= 1 else 1
@@ -91,6 +97,9 @@ class Rooms:
             ends = first * u.embedding_parameters + last * u.head_parameters
             if last:
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
+            # Gradients of keys and values are there once; figures of full recomputation have them for all that is held.
+            pool = collected * pool_size(model, g.tp) / like.cp_of(g)
+            again = pool * (1 - g.kept) if like.recompute == "full" else 0.0
             self._rooms.append(
                 _Room(
                     Place(1 / (u.layer_f + u.layer_b) / speed, total),
@@ -99,8 +108,8 @@ class Rooms:
                     undivided_free=free,
                     held_end=first * u.embedding_bytes,
                     head=last * u.head_bytes,
-                    layer=u.layer_parameters * per,
-                    held_layer=u.layer_bytes * schedule.layer_share(u),
+                    layer=u.layer_parameters * per + pool * (1 - 1 / like.slices),
+                    held_layer=u.layer_bytes * schedule.layer_share(u) - again,
                     ends=ends,
                     parameters=u.layer_parameters,
                 )
@@ -114,6 +123,11 @@ class Rooms:
             place.later, place.after, place.stages = later, after, count
             held, ends = self._held(room)
             fitting = int((room.free - ends) // (room.layer + held * room.held_layer))
+            while fitting > self._like.chunks and fitting % self._like.chunks:  # unequal chunks may hold more
+                held = self._schedule.in_flight_with(self._like, place, fitting)
+                if fitting * (room.layer + held * room.held_layer) <= room.free - ends:
+                    break
+                fitting -= 1
             if fitting < least:
                 least = fitting
         return max(least, self._together()) if self._may_divide else least

@@ -241,6 +241,10 @@ class Schedule:
         """Returns the passes in flight before layers are known."""
         return min(place.microbatches, 1 + ceil((1 + like.slack) * place.share * place.later - 1e-9))
 
+    def in_flight_with(self, like: Candidate, place: Place, layers: int) -> float:
+        """Returns the passes in flight of a stage with so many layers."""
+        return self.expected_in_flight(like, place)
+
     def layer_share(self, unit: Unit) -> float:
         """Returns what the activations of a layer take, as a share of those of whole sequences."""
         return 1.0

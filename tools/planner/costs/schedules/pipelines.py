@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 from ctypes import c_double
-from math import lcm
+from math import ceil, lcm
 from types import SimpleNamespace
 
 from megatron_het.features import attention_units
@@ -61,19 +61,31 @@ class Interleaved(Schedule):
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, Table 2; the first chunks, which are held longest, may have more layers."""
-        count, v = len(candidate.stages), candidate.chunks
-        passes, layers = 2 * (count - 1 - s) + (v - 1) * count + 1, chunk_layers(candidate.stages[s].layers, v)
-        if len(set(layers)) > 1 and not candidate.chunk_counts:
-            return _most_layers(count, passes, layers, stage.microbatches[i]) / sum(layers)
-        return min(float(stage.microbatches[i]), passes / candidate.chunks_of(s))
+        count, mine = len(candidate.stages), stage.microbatches[i]
+        if not candidate.chunk_counts:
+            return _in_flight(count, count - 1 - s, candidate.chunks, candidate.stages[s].layers, mine)
+        passes = 2 * (count - 1 - s) + (candidate.chunks - 1) * count + 1
+        return min(float(mine), passes / candidate.chunks_of(s))
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, Table 2."""
         v = like.chunks
         return min(place.microbatches, (2 * place.after + (v - 1) * place.stages + 1) / v)
 
+    def in_flight_with(self, like: Candidate, place: Place, layers: int) -> float:
+        """More of them where the first chunks have the odd layers."""
+        return _in_flight(place.stages, place.after, like.chunks, layers, ceil(place.microbatches))
+
 
 @functools.lru_cache(maxsize=4096)
+def _in_flight(stages: int, after: int, chunks: int, layers: int, microbatches: int) -> float:
+    """Microbatches in flight on a stage with so many after it, as activations of all its layers."""
+    passes, parts = 2 * after + (chunks - 1) * stages + 1, chunk_layers(layers, chunks)
+    if len(set(parts)) == 1:
+        return min(float(microbatches), passes / chunks)
+    return _most_layers(stages, passes, parts, microbatches) / layers
+
+
 def _most_layers(group: int, passes: int, layers: tuple[int, ...], microbatches: int) -> int:
     """Most layers that a stage holds at once, each microbatch by itself, in groups that go through chunk by chunk.
 
