@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import command_line, write_report
 
 
 def test_a_report_says_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,15 +18,3 @@ def test_a_report_says_where_and_how_long(tmp_path: Path, capsys: pytest.Capture
     assert printed == {key: value for key, value in written.items() if key != "cases"}
     write_report(None, {"speedup": 1.0})
     assert "elapsed_s" not in json.loads(capsys.readouterr().out)
-
-
-def test_the_folder_of_the_runs_is_gone_unless_it_is_kept(tmp_path: Path) -> None:
-    with scratch("example-") as folder:
-        (folder / "log").write_text("x")
-    assert not folder.exists()
-    with scratch("example-", tmp_path / "kept") as folder:
-        (folder / "log").write_text("x")
-    assert (tmp_path / "kept" / "log").exists()
-    with pytest.raises(ZeroDivisionError), scratch("example-") as folder:
-        raise ZeroDivisionError
-    assert not folder.exists()

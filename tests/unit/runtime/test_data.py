@@ -67,8 +67,7 @@ def test_losses_are_judged_once_all_passes_have_run(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="a pass"), judged_at_the_end(args):
         machine.validate_result(result=torch.tensor(1.0), rejection_func=torch.isinf)
         raise RuntimeError("a pass has failed")
-    machine.validate_result(result=torch.tensor(2.0), rejection_func=torch.isinf)
-    assert judged[2:] == [(2.0, False)]
+    assert len(judged) == 2 and "validate_result" not in vars(machine)
 
 
 def test_ranks_rearrange_a_sample_alike_whatever_they_have_read_before() -> None:

@@ -1,7 +1,6 @@
 """Compute orders of our own schedules, and what shapes they refuse."""
 
 import itertools
-import math
 import random
 import subprocess
 import sys
@@ -128,27 +127,6 @@ def test_slack_changes_nothing_where_stages_divide_alike() -> None:
     assert generate("1f1b", shape, slack=0.0) == generate("1f1b", shape) == generate("1f1b", shape, slack=2.0)
     uniform = Shape.uniform(4, 8)
     assert generate("1f1b", uniform, slack=0.0) == generate("1f1b", uniform)
-
-
-@pytest.mark.parametrize(
-    "route", [((0, 1, 0, 1, 0, 1), (0,) * 6), ((0,) * 6, (0, 0, 1, 0, 0, 1)), ((1, 0) * 3, (0, 1) * 3)]
-)
-@pytest.mark.parametrize("speeds", [None, (1.0, 2.0, 0.5)])
-def test_zero_bubble_with_replicas_runs_within_the_memory_of_1f1b(
-    route: tuple[tuple[int, ...], ...], speeds: tuple[float, ...] | None
-) -> None:
-    """Several replicas with unequal shares: every part of the work once, in an order that cannot stop."""
-    replicas = tuple(max(row) + 1 for row in route)
-    shape = Shape(((2,), (2,)), route, replicas)
-    if speeds is not None:
-        speeds = (*speeds, 1.0)[: len(shape.devices)]
-    for forward_only in (False, True):
-        program = generate("zb-h1", shape, forward_only=forward_only, speeds=speeds)
-        assert validate(add_transfers(program, speeds=speeds)) == []
-    program = generate("zb-h1", shape, speeds=speeds)
-    for device, ops in enumerate(program.ops):
-        share = len(shape.microbatches_of(device)) / shape.microbatches
-        assert most_held(ops) <= max(in_flight_limits(shape)[device], 1 + math.ceil(share * sum(replicas[1:])))
 
 
 ROUTES = [((0, 1, 0, 1, 0, 1), (0,) * 6), ((0, 0, 0, 1, 1, 1), (0, 0, 1, 0, 0, 1)), ((1, 0) * 3, (0, 1) * 3, (0,) * 6)]

@@ -39,16 +39,6 @@ def test_latency_and_bandwidth() -> None:
     assert result.makespan_s == 8.5
 
 
-def test_a_shared_link_serves_one_message_at_a_time() -> None:
-    """Two stages of two replicas each; both edges go through one network card, or not."""
-    shape = Shape(((1,), (1,)), ((0, 1), (0, 1)), (2, 2))
-    program = full("1f1b", shape, forward_only=True)
-    table = ((1.0,),) * 4
-    apart = simulate(program, Costs(table, table, message_bytes=1.0, link=lambda a, b: Link(0, 1.0)))
-    shared = simulate(program, Costs(table, table, message_bytes=1.0, link=lambda a, b: Link(0, 1.0, ("card",))))
-    assert (apart.makespan_s, shared.makespan_s) == (3.0, 4.0)
-
-
 def test_first_come_first_served_on_a_shared_link() -> None:
     """The message that is ready first goes first, whatever the numbering."""
     shape = Shape(((1,), (1,)), ((0, 1), (0, 1)), (2, 2))
