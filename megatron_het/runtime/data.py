@@ -53,9 +53,7 @@ def judged_at_the_end(args: Any) -> Iterator[None]:
     """Let Megatron's rerun machine look at the losses of an iteration together, once all passes have run.
 
     To look at one, the host waits for the device.  With a loss for every slice it would never be ahead of the device.
-
-    Args:
-        args: Megatron's namespace.
+    What is looked for is in Megatron's namespace ``args``.
     """
     if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         yield

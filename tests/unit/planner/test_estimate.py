@@ -351,7 +351,8 @@ def test_offload_needs_main_memory():
     held = 8 * offloaded.memory[0].host_bytes
     assert estimator.host_memory(offloaded) == [(0, pytest.approx(held))] and estimator.host_memory(resident) == []
     said = summary_tables(summary(estimator, offloaded_plan, offloaded, None))
-    assert any("per node; give host_memory_bytes" in line for line in said if isinstance(line, str))
+    assert any("of 1280 GiB that are assumed; give host_memory_bytes" in line for line in said if isinstance(line, str))
+    assert not estimator.fits(estimator.estimate(offloaded_plan.with_(recompute="none"))), "twice the GPUs' is assumed"
     assert held > 14 * model.parameters  # bf16 parameters, fp32 copies and two moments, and some activations
     for limit, fits in ((1.01 * held, True), (0.99 * held, False)):
         estimator, _, offloaded, resident = found(limit)

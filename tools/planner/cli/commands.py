@@ -495,8 +495,9 @@ def _misfits(
             problem += f"optimizer {m.optimizer_bytes / GIB:.2f} GiB"
             problems.append({"key": f"stages[{m.stage}]", "problem": problem})
     for pool, held, limit in estimator.short_of_host_memory(estimate):
-        problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
-        problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
+        if estimator.cluster.nodes[pool].host_memory_bytes:  # what is assumed is for searches
+            problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
+            problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
     for node in {estimator.cluster.nodes[pool].gpu for pool in candidate.gpus()}:
         device = estimator.cluster.gpu(node)
         if not device.supports(made.training.precision):

@@ -218,10 +218,10 @@ class Estimator(OperatingPoints):
 
     def short_of_host_memory(self, estimate: Estimate) -> list[tuple[int, float, float]]:
         """(pool, bytes that a node of it would hold, its limit) where a plan offloads more than nodes have."""
-        if not self.limits_host_memory:
+        if not any(m.host_bytes for m in estimate.memory):
             return []
-        limits = ((pool, held, self.cluster.nodes[pool].host_memory_bytes) for pool, held in self.host_memory(estimate))
-        return [(pool, held, limit) for pool, held, limit in limits if limit is not None and held > limit]
+        limits = ((pool, held, self.host_limits[pool]) for pool, held in self.host_memory(estimate))
+        return [(pool, held, limit) for pool, held, limit in limits if held > limit]
 
     def estimate(self, candidate: Candidate, most_s: float = INFEASIBLE) -> Estimate | None:
         """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes.

@@ -222,7 +222,10 @@ class OperatingPoints:
         self.known_estimates: dict[Candidate, Estimate | None] = {}
         self.known_seconds: dict[tuple[Candidate, bool], float | PlannerError] = {}
         self.known_blocks: dict[Candidate, Any] = {}  # what was made to simulate one in other orders too
-        self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
+        # main memory of a node, where nobody has said: that of servers is two to four times their GPUs'
+        gpus = ((n, cluster.gpu(n.gpu)) for n in cluster.nodes)
+        assumed = (inf if g.is_processor else 2.0 * n.gpus_per_node * g.memory_bytes for n, g in gpus)
+        self.host_limits = [n.host_memory_bytes or most for n, most in zip(cluster.nodes, assumed)]
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
         mixed = model.element_bytes == 2
         self.optimizer_per_parameter = 12.0 if mixed else 8.0

@@ -97,7 +97,7 @@ class NodeGroup(Strict):
     zone: str = "local"
     region: str | None = None
     network_bytes_per_s: Rate = 12.5e9  # network bandwidth of a whole node, one direction
-    # main memory of a node that training may use for what it offloads; None = no limit known
+    # main memory of a node that training may use for what it offloads; None = not known: twice the GPUs'
     host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     # bandwidth of one GPU to main memory; overrides the catalog's
     host_bytes_per_s: Rate | None = None

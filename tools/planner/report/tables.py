@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import groupby
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.plan.placement import DOCUMENTS
@@ -226,7 +227,8 @@ def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
             "gpu": estimator.cluster.nodes[pool].gpu,
             "place": estimator.cluster.place(estimator.cluster.nodes[pool]),
             "bytes_per_node": held,
-            "limit_bytes": estimator.cluster.nodes[pool].host_memory_bytes,
+            "limit_bytes": None if (most := estimator.host_limits[pool]) == inf else most,
+            "is_assumed": estimator.cluster.nodes[pool].host_memory_bytes is None,
         }
         for pool, held in estimator.host_memory(estimate)
     ]
@@ -251,8 +253,9 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """One line per group of nodes that offloads."""
     lines = []
     for row in rows:
-        limit = row["limit_bytes"]
-        known = "; give host_memory_bytes in the cluster file" if limit is None else f", of {limit / GIB:.0f} GiB"
+        known = f", of {row['limit_bytes'] / GIB:.0f} GiB" if row["limit_bytes"] else ""
+        if row["is_assumed"]:
+            known += f"{known and ' that are assumed'}; give host_memory_bytes in the cluster file"
         lines.append(f"{row['place']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node{known}")
     return lines
 
