@@ -130,7 +130,8 @@ def sparing_groups_of_one() -> Iterator[None]:
         def call(tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
             group = named.get("group", more[1] if len(more) > 1 else None)
             is_async = named.get("async_op", len(more) > 2 and more[2])
-            is_alone = isinstance(group, dist.ProcessGroup) and group.size() == 1
+            scales = type(named.get("op", more[0] if more else None)) is dist.ReduceOp  # one with a factor
+            is_alone = isinstance(group, dist.ProcessGroup) and group.size() == 1 and not scales
             return None if is_alone and not is_async else original(tensor, *more, **named)
 
         return call
