@@ -221,7 +221,7 @@ def stand_ins() -> dict[str, ModuleType]:
 def observe(*, rank: int, out: str, **options: Any) -> None:
     """As ``testing.probe.observe``, with slices that go through Transformer Engine's calls (a ``Job.setup``).
 
-    ``joined-<rank>`` in the folder says that a slice and those before it were one call.
+    ``joined-<rank>`` in the folder says that a slice and those before it were one call of the forward.
     """
     from megatron_het.attention import core
     from megatron_het.attention.kernels import KERNELS, Kernel, Setting, TransformerEngineFused
@@ -234,12 +234,12 @@ def observe(*, rank: int, out: str, **options: Any) -> None:
     sys.modules.update(stand_ins())
     TransformerEngineFused.granule_tokens = 1  # slices of tests are short
     core.choose_kernel = exchange.choose_kernel = chosen
-    backward = TransformerEngine.fused_attn_bwd
+    forward = TransformerEngine.fused_attn_fwd
 
-    def noted(*positional: Any, **keywords: Any) -> list[torch.Tensor]:
+    def noted(*positional: Any, **keywords: Any) -> Any:
         if keywords["attn_mask_type"] == "causal_bottom_right":
             Path(out, f"joined-{rank}").touch()
-        return backward(*positional, **keywords)
+        return forward(*positional, **keywords)
 
-    TransformerEngine.fused_attn_bwd = staticmethod(noted)  # type: ignore[method-assign]
+    TransformerEngine.fused_attn_fwd = staticmethod(noted)  # type: ignore[method-assign]
     probe.observe(rank=rank, out=out, **options)

@@ -71,7 +71,7 @@ def test_equals_one_process(name: str, lab: Lab) -> None:
 
 
 def test_one_call_per_slice(lab: Lab) -> None:
-    """Transformer Engine's attention, stood in for: a slice and all before it are one call."""
+    """Transformer Engine's attention, stood in for: a slice and all before it are one call of the forward."""
     case = replace(CASES["slices-plain"], name="slices-in-one-call")
     done = lab.runner.run(lab.job(case, observe="testing.attention_stand_ins:observe"))
     assert all((done.job.log_dir / f"joined-{rank}").exists() for rank in range(case.plan.world_size))
