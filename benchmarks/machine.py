@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_het.store import free_port
-
 
 def machine() -> dict[str, object]:
     """Date, processor, cores that this process may use, and versions of Python and libraries."""
@@ -57,13 +55,6 @@ def add_begin_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--begin-s``, for runs in pieces."""
     text = "begin no plan later than so long after the first one; go on with --add"
     parser.add_argument("--begin-s", type=float, default=math.inf, metavar="SECONDS", help=text)
-
-
-def alone() -> dict[str, str]:
-    """Returns the environment of the only rank of a job on this machine."""
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return {**os.environ, **rank, **meeting, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 @contextlib.contextmanager

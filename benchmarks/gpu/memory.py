@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alone, command_line
+from benchmarks.machine import command_line
 from megatron_het.plan import Plan, load_plan
 from megatron_het.safe_io import check_target, read_json, write_json, write_text
+from megatron_het.store import free_port
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 
 _TIMEOUT_S = 90.0
@@ -96,7 +97,9 @@ def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dic
     words += ["--train-iters", "5", "--lr", "1e-4", "--log-interval", "1", "--distributed-timeout-minutes", "1"]
     words += ["--het-report", str(folder)]
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.pretrain_gpt", *words]
-    subprocess.run(command, env=alone(), check=True, timeout=_TIMEOUT_S)
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    own = {**os.environ, **rank, "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    subprocess.run(command, env=own, check=True, timeout=_TIMEOUT_S)
     memory = read_json(folder / "rank-0.json")["memory"]
     return {kind: memory[kind if kind in memory else kind.replace("_bytes", "_peak_bytes")] for kind in _KINDS}
 

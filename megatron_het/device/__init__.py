@@ -280,7 +280,10 @@ def accumulate(source: Tensor, grad: Tensor, total: Tensor) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _can_widen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of a narrow type are added to fp32 in one kernel on a device, by a trial."""
+    """Whether products of a narrow type are added to fp32 in one kernel on a device, by a trial.
+
+    The host waits for it: in the first backward, in which receives are waited for where they are posted.
+    """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.full((16, 16), 2.0**-14, device=device)  # lost where the sum has been rounded to the narrow type
     try:

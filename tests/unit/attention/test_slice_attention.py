@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.transformer.mlp import MLP
 
 from megatron_het.attention import kernel_choice, kernels
-from megatron_het.attention.calls import Reach
+from megatron_het.attention.calls import Reach, Sum
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import KERNELS, CpuFlash, CudnnFlash, Kernel, Setting
 from megatron_het.attention.kv_cache import CacheError, KVCache
@@ -40,6 +40,15 @@ def test_exact(n: int, heads: int, groups: int, dtype: torch.dtype, tolerance: f
     assert max(run.errors(tensors)) < tolerance
     assert cache.live_chunks == 0
     cache.check_empty()
+
+
+def test_two_gradients_are_rounded_once_and_three_are_added_up_in_fp32() -> None:
+    first, second = (torch.randn(99).bfloat16() for _ in range(2))
+    (total := Sum(first)).add(first)
+    total.add(second)
+    assert torch.equal(total.rounded, (first.float() + second.float()).bfloat16())
+    total.add(second)
+    assert torch.equal(total.total, first.float() + second.float() + second.float())
 
 
 def test_many_slices_do_not_round_more_often() -> None:

@@ -66,10 +66,10 @@ def test_weights_are_copied_on_the_device(rank: int, tied: bool, count: int, mon
     session._groups = PlanGroups(session.placement, rank, "gloo", Group(), PairGroups(rank, 1.0), roles)  # type: ignore[arg-type]
     session._num_chunks = 1
     session._finalizer = GradientFinalizer(session.groups, session.tied_copies)
-    config: Any = SimpleNamespace(
-        transformer=SimpleNamespace(hidden_dropout=0.0, add_bias_linear=False), pre_wrap_hooks=[], post_wrap_hooks=[]
-    )
+    layers: Any = SimpleNamespace(hidden_dropout=0.0, add_bias_linear=False)
+    config: Any = SimpleNamespace(transformer=layers, pre_wrap_hooks=[], post_wrap_hooks=[])
     session.prepare_model_config(config)
+    assert layers.bias_dropout_fusion is False, "residuals alone"
     models = [Model()]
     for hook in config.pre_wrap_hooks:
         models = hook(models)

@@ -118,7 +118,6 @@ def test_logs_of_workers_that_have_ended_are_bounded_in_number(monkeypatch: pyte
 
 
 def test_a_worker_that_is_killed_says_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that hangs in a library of the device left nothing in its log."""
     code = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR2); print(flush=True); time.sleep(60)"
     run, command = subprocess.Popen, [sys.executable, "-c", code]
     monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(command, stdout=-1, stderr=more["stdout"]))

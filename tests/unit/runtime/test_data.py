@@ -48,15 +48,12 @@ def test_routed_loader_keeps_the_loaders_settings() -> None:
 
 
 def test_losses_are_judged_once_all_passes_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, the host would wait for the device after every slice."""
-    from megatron.core import rerun_state_machine
-
     class Machine:
         def validate_result(self, result: torch.Tensor, rejection_func: Any, **_more: Any) -> None:
             judged.append((result.item(), bool(rejection_func(result))))
 
     judged, machine = list[tuple[float, bool]](), Machine()
-    monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr("megatron.core.rerun_state_machine.get_rerun_state_machine", lambda: machine)
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
     with judged_at_the_end(args):
         for loss in (torch.tensor(4.0), torch.tensor(torch.inf)):
