@@ -319,7 +319,7 @@ class OperatingPoints:
         """
         c = candidate
         if group.kept and c.recompute == "full":
-            both = [self.unit_of(c.with_(recompute=r), group._replace(kept=0.0), stage) for r in ("full", "none")]
+            both = [self.unit_of(c._replace(recompute=r), group._replace(kept=0.0), stage) for r in ("full", "none")]
             return mixed(both[0], both[1], group.kept) if both[0] and both[1] else None
         if c.sizes:
             return unit_of_group(self, c, group)
@@ -339,7 +339,7 @@ class OperatingPoints:
         c = candidate
         if group.kept and c.recompute == "full":
             whole = group._replace(kept=0.0)
-            again, kept = (self.units_of_parts(c.with_(recompute=r), whole, stage) or [] for r in ("full", "none"))
+            again, kept = (self.units_of_parts(c._replace(recompute=r), whole, stage) or [] for r in ("full", "none"))
             return [mixed(a, k, group.kept) for a, k in zip(again, kept)] or None
         if c.sizes:
             c = c.with_(micro_batch_size=max(map(max, c.sizes[_place(c, group)])), sizes=())

@@ -260,7 +260,7 @@ def _of_group(
         activations += held * carried_bytes(estimator, candidate, groups[i], s)
     logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
     # Layers that are kept are full at the loss, beside all logits.
-    at_loss = candidate.with_(recompute="none") if groups[i].kept else candidate
+    at_loss = candidate._replace(recompute="none") if groups[i].kept else candidate
     said = schedule.logits(at_loss, held, u.head_bytes, mine <= 1) * logits if logits else 0.0
     activations += said
     if candidate.host_activations or candidate.slices > 1 or candidate.cp_of(groups[i]) > 1:
