@@ -174,7 +174,7 @@ def _check_transport(transport: str, backend: str, device: Platform) -> None:
             "--het-transport staged moves activations by way of host memory",
         )
     try:
-        choose_transport(transport, backend, device.has_nccl, ())
+        choose_transport(transport, backend, device.has_nccl)
     except ValueError as error:
         raise PlanError("--het-transport", transport, str(error)) from error
 

@@ -104,8 +104,7 @@ class Links(Check):
 
 def chosen_transport(seat: Seat, platform: Any) -> Any:
     """The transport that the training would take; raises ValueError for one that this machine cannot use."""
-    # The programs are validated before they run: in none of them is a cycle of transfers possible.
-    return choose_transport(seat.transport, platform.default_backend, platform.has_nccl, ())
+    return choose_transport(seat.transport, platform.default_backend, platform.has_nccl)
 
 
 def pairs_of(plan: Plan) -> list[tuple[int, int]]:

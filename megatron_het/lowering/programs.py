@@ -5,7 +5,7 @@ Runtime, planner, command line, benchmarks and tests get their programs here.
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,10 @@ from megatron_het.schedule.cost import Costs, Link, free_link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.listing import Part, parts_of
-from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import SENDS, Kind, Op, Program, Shape, placement_of
 from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.transfers import add_transfers, post_receives_early
-from megatron_het.schedule.validate import check, deadlock
+from megatron_het.schedule.validate import check
 
 # The costs that a plan file carries, to and from those that the simulator reads.
 
@@ -98,15 +97,13 @@ class Choice:
         return f"{self.transport} ({self.reason})"
 
 
-def choose_transport(requested: str, backend: str, on_cuda: bool, programs: Iterable[Program]) -> Choice:
-    """Resolve ``auto`` and refuse what cannot work.
+def choose_transport(requested: str, backend: str, on_cuda: bool) -> Choice:
+    """Resolve ``auto`` and refuse what cannot work; programs are validated, so that none has a cycle of transfers.
 
     Args:
         requested: One of ``TRANSPORTS``.
         backend: The default process group's backend.
         on_cuda: Whether activations live on a CUDA device.
-        programs: Programs with transfers that will run and have not been validated; those that have been are
-            free of cycles.
 
     Raises:
         ValueError: A transport that cannot move the tensors of this machine.
@@ -117,15 +114,12 @@ def choose_transport(requested: str, backend: str, on_cuda: bool, programs: Iter
         raise ValueError("--het-transport gloo moves host tensors only; use nccl or staged")
     if requested != "auto":
         return Choice(requested, "as asked for")
-    cycle = next((stuck[0] for p in programs if (stuck := deadlock(Graph(p), "blocking"))), None)
-    possible = "no cycle of transfers is possible" if cycle is None else "transfers may form a cycle"
+    possible = "no cycle of transfers is possible"
     if not on_cuda:
         return Choice("gloo", f"tensors are on the host; {possible}")
     if "nccl" not in backend:
         return Choice("staged", f"the backend is {backend}; {possible}")
-    if cycle is None:
-        return Choice("nccl", possible)
-    return Choice("staged", f"{possible}: {cycle.message}")
+    return Choice("nccl", possible)
 
 
 def posted_for(transport: str, program: Program) -> Program:

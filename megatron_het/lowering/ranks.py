@@ -379,10 +379,8 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> 
     for position, op in enumerate(program.ops[device]):
         if counting is not None and position <= counting[device]:
             losses_known = len(ops)
-        if op.kind.fields.by_heads:
-            ops.extend(_by_heads(op, boundaries, device, rank, op in busy))
-        elif op.kind in SENDS or op.kind in RECEIVES:
-            ops.extend(_transfer(op, boundaries, device, rank))
+        if op.kind.fields.by_heads or op.kind in SENDS or op.kind in RECEIVES:
+            ops.extend(_by_piece(op, boundaries, device, rank, op in busy))
         else:
             if op.kind in INPUT_GRADIENTS:
                 backwards[op.chunk] += 1
@@ -407,14 +405,21 @@ def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
     return found
 
 
-def _by_heads(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
-    """One operation per rank of the other device that has some of this rank's heads, as owner or as helper."""
-    owns = not op.kind.fields.of_peer
-    shared = boundaries.shared_groups(device, op.peer) if owns else boundaries.shared_groups(op.peer, device)
-    mine = [piece for piece in shared if rank == (piece.src if owns else piece.dst)]
+def _by_piece(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
+    """One operation per rank of the other device with which this one exchanges tokens, or shares attention heads.
+
+    Args:
+        is_work: Of what shares heads: whether a rank without a pass in the slot does the work in it.
+    """
+    by_heads = op.kind.fields.by_heads
+    # Pieces lead from who sends, or owns the heads, to who receives, or helps.
+    is_source = not op.kind.fields.of_peer if by_heads else op.kind in SENDS
+    ends = (device, op.peer) if is_source else (op.peer, device)
+    shared = boundaries.shared_groups(*ends) if by_heads else boundaries.pieces(*ends)
+    mine = [piece for piece in shared if rank == (piece.src if is_source else piece.dst)]
     found = []
     for i, piece in enumerate(mine):
-        lo, hi = piece.rows(sending=True)
+        lo, hi = piece.rows(sending=is_source or by_heads)  # heads as their owner counts them
         found.append(
             RankOp(
                 kind=op.kind,
@@ -422,36 +427,15 @@ def _by_heads(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: 
                 slice=op.slice,
                 chunk=op.chunk,
                 label=_label(op),
-                peer=piece.dst if owns else piece.src,
+                peer=piece.dst if is_source else piece.src,
                 lo=lo,
                 hi=hi,
-                is_final_piece=is_work and i == len(mine) - 1,
+                is_final_piece=(is_work or not by_heads) and i == len(mine) - 1,
                 start=op.start,
                 stop=op.stop,
             )
         )
     return found
-
-
-def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int) -> list[RankOp]:
-    sending = op.kind in SENDS
-    sender, receiver = (device, op.peer) if sending else (op.peer, device)
-    mine = [p for p in boundaries.pieces(sender, receiver) if rank == (p.src if sending else p.dst)]
-    return [
-        RankOp(
-            op.kind,
-            op.microbatch,
-            op.slice,
-            op.chunk,
-            label=_label(op),
-            peer=piece.dst if sending else piece.src,
-            lo=lo,
-            hi=hi,
-            is_final_piece=i == len(mine) - 1,
-        )
-        for i, piece in enumerate(mine)
-        for lo, hi in [piece.rows(sending=sending)]
-    ]
 
 
 def _label(op: Op) -> str:

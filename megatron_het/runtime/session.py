@@ -140,7 +140,7 @@ class HetSession:
         loss_stage, loss_chunk = self.placement.last
         self._has_loss = where.stage == loss_stage
         # The programs have been validated: in none of them is a cycle of transfers possible.
-        choice = choose_transport(self.config.transport, dist.get_backend(), self._platform.has_nccl, ())
+        choice = choose_transport(self.config.transport, dist.get_backend(), self._platform.has_nccl)
         context = self._open_context(args, choice)
         self._features = open_features(context)
         self._executor = Executor(

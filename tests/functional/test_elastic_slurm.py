@@ -12,14 +12,14 @@ import pytest
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tests.functional import slurm_cluster
+from tests.unit.planner.emit_plans import nodes_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.emit.scripts import LaunchOptions
-from tools.planner.inputs.packing import NodeKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KINDS = {"big": NodeKind(devices=1, constraint="big"), "small": NodeKind(devices=1, constraint="small")}
+KINDS = {name: nodes_of(name, 1, constraint=name) for name in ("big", "small")}
 ITERATIONS, SAVE_INTERVAL, TIMEOUT_S = 60, 1000, 240.0
 LINE = re.compile(r"iteration +(\d+)/ +\d+ \|.*?lm loss: ([0-9.E+-]+)")
 

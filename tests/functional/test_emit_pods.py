@@ -16,13 +16,13 @@ import yaml
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import free_port
+from tests.unit.planner.emit_plans import in_pods, nodes_of
 from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
-from tools.planner.emit.pods import PodKind, PodOptions
+from tools.planner.emit.pods import PodOptions
 from tools.planner.emit.scripts import LaunchOptions
-from tools.planner.inputs.packing import NodeKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS = ("fast", "middle", "slow")
@@ -51,13 +51,8 @@ def write(out: Path, target: Any, elastic: bool) -> Path:
         save_interval=ITERATIONS,
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
     )
-    pods = PodOptions(
-        target,
-        image="image",
-        volumes={str(out.parent): "shared"},
-        kinds={gpu: PodKind({"gpu": gpu}, resource="", accelerators=gpu) for gpu in GPUS},
-    )
-    kinds = {gpu: NodeKind(1) for gpu in GPUS}
+    pods = PodOptions(target, image="image", volumes={str(out.parent): "shared"})
+    kinds = {gpu: in_pods(nodes_of(gpu, 1), gpu, resource="", accelerators=gpu) for gpu in GPUS}
     options = ElasticOptions() if elastic else None
     file = emit(plan, out, kinds, groups, launch, elastic=options, pods=pods).files[f"{target}.yaml"]
     port = str(free_port())

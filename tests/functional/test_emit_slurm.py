@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,17 @@ from megatron_het.doctor.check import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tests.functional.selected import tiers
-from tests.unit.planner.emit_plans import program
+from tests.unit.planner.emit_plans import changed, nodes_of, program
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.emit.scripts import Container, LaunchOptions
-from tools.planner.inputs.packing import NodeKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KINDS = {"big": NodeKind(devices=2, constraint="big"), "small": NodeKind(devices=1, constraint="small")}
+KINDS = {name: nodes_of(name, size, constraint=name) for name, size in (("big", 2), ("small", 1))}
 TIMEOUT_S = 480.0
 
 pytestmark = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"no Slurm: {slurm_cluster.missing()}")
@@ -213,8 +211,8 @@ def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.Slu
     reservation = f"ReservationName=lab StartTime=now Duration=60 Nodes=ALL Users={getpass.getuser()}"
     cluster.control("create", "reservation", *reservation.split())
     asked = {"qos": "normal", "reservation": "lab", "licenses": "tool:2", "mem": "500M"}
-    kinds = {name: replace(kind, **asked, cpus=4) for name, kind in KINDS.items()}
-    whole = {name: replace(kind, devices=1 if name == "small" else 2) for name, kind in KINDS.items()}
+    kinds = {name: changed(kind, **asked, cpus=4) for name, kind in KINDS.items()}
+    whole = {name: changed(kind, gpus_per_node=1 if name == "small" else 2) for name, kind in KINDS.items()}
     for i, (chosen, launch) in enumerate(
         [(kinds, {"container": Container("/image.sif", "apptainer")}), (whole, {"modules": ("cuda",)}), (whole, {})]
     ):
@@ -223,7 +221,7 @@ def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.Slu
         files = emit(uneven_plan(), out, chosen, {}, options, elastic=ElasticOptions()).files
         for name in ("train.sbatch", "train-plain.sbatch", "elastic.sbatch"):
             assert "to start at" in cluster.test_only(files[name]), name
-    wrong = {name: replace(kind, licenses="tool:5") for name, kind in kinds.items()}
+    wrong = {name: changed(kind, licenses="tool:5") for name, kind in kinds.items()}
     script = emit(uneven_plan(), tmp_path / "wrong", wrong, {}, LaunchOptions(run_dir=str(tmp_path))).files
     with pytest.raises(AssertionError, match="license"):
         cluster.test_only(script["train-plain.sbatch"])

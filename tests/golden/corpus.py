@@ -27,7 +27,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps
 from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, features, pair_row
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, uneven_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, changed, context_parallel_plan, even_plan, uneven_plan
 from tools.planner.__main__ import main as het_plan
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
@@ -196,8 +196,8 @@ def in_one_node() -> Plan:
 
 
 IN_ONE_NODE = {
-    "big": replace(KINDS["big"], gres="gpu", shared_node="both", numbers=(2, 3, 4, 5)),
-    "small": replace(KINDS["small"], gres="gpu", shared_node="both", numbers=(0, 1), hosts=("n1", "n2")),
+    "big": changed(KINDS["big"], gres="gpu", shared_node="both", devices=(2, 3, 4, 5)),
+    "small": changed(KINDS["small"], gres="gpu", shared_node="both", devices=(0, 1), hosts=("n1", "n2")),
 }
 EMITTED: dict[str, tuple[Callable[[], Plan], dict[str, Any], bool]] = {
     "even": (even_plan, {}, False),

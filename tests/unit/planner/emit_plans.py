@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from tools.planner.emit.scripts import LaunchOptions
-from tools.planner.inputs.packing import NodeKind
+from tools.planner.inputs.cluster import KubernetesSettings, NodeGroup, SkypilotSettings, SlurmSettings
 
 SMALL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 512,
          "seq_length": 128, "global_batch_size": 8, "micro_batch_sizes": [1], "precision": "fp16"}  # fmt: skip
@@ -14,9 +15,31 @@ MIDDLE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_att
 WIDE = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32000,
         "seq_length": 1024, "global_batch_size": 64}  # fmt: skip
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
+
+
+def nodes_of(gpu: str, devices: int, count: int = 64, **more: Any) -> NodeGroup:
+    """Equal nodes; what is no field of theirs is one of Slurm's."""
+    return changed(NodeGroup(gpu=gpu, count=count, gpus_per_node=devices, slurm=SlurmSettings(gres="")), **more)
+
+
+def changed(nodes: NodeGroup, **more: Any) -> NodeGroup:
+    own = {key: more.pop(key) for key in [*more] if key in NodeGroup.model_fields}
+    return nodes.model_copy(update={**own, "slurm": nodes.slurm.model_copy(update=more)})
+
+
+def in_pods(nodes: NodeGroup, label: str, resource: str = "nvidia.com/gpu", **skypilot: Any) -> NodeGroup:
+    kubernetes = KubernetesSettings.model_construct(node_selector={"gpu": label}, resource=resource)
+    return changed(nodes, kubernetes=kubernetes, skypilot=SkypilotSettings(**skypilot))
+
+
 KINDS = {
-    "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),
-    "small": NodeKind(devices=2, count=2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
+    "big": nodes_of("big", 4, 2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),
+    "small": nodes_of("small", 2, 2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
+}
+PLAIN_KINDS = {name: changed(kind, count=64, gres="", hosts=()) for name, kind in KINDS.items()}
+POD_KINDS = {
+    "big": in_pods(KINDS["big"], "a100", accelerators="A100", infra="aws"),
+    "small": in_pods(KINDS["small"], "l4", accelerators="L4", use_spot=True),
 }
 LAUNCH = LaunchOptions(run_dir="/shared/run", python="python3")
 

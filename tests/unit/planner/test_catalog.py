@@ -16,6 +16,7 @@ from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, 
 from megatron_het.plan import Plan
 from testing.planner_cases import model_of
 from tests.unit.planner import eight_layers
+from tests.unit.planner.emit_plans import changed
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.layer import (
     DENSE,
@@ -372,7 +373,7 @@ def test_names_that_are_fine() -> None:
 
 def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Path) -> None:
     kinds = node_kinds(cluster_from_document(CLUSTER, "c"))
-    kinds = {name: replace(kind, constraint=f"a{i}|b", gres="") for i, (name, kind) in enumerate(kinds.items())}
+    kinds = {name: changed(kind, constraint=f"a{i}|b", gres="") for i, (name, kind) in enumerate(kinds.items())}
     done = emit(Plan.from_json(PLAN), tmp_path, kinds, {}, LaunchOptions(run_dir=str(tmp_path)))
     assert any("no train-plain.sbatch" in note for note in done.notes)
 

@@ -11,7 +11,18 @@ from megatron_het.arguments.megatron_args import check_device_kind
 from megatron_het.plan import Plan, PlanError, ScheduleSpec, load_plan
 from testing.cases import recompute_some
 from testing.feature_cases import with_expert_parallel
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, context_parallel_plan, even_plan, make_plan, uneven_plan
+from tests.unit.planner.emit_plans import (
+    KINDS,
+    LAUNCH,
+    MODEL,
+    PLAIN_KINDS,
+    changed,
+    context_parallel_plan,
+    even_plan,
+    make_plan,
+    nodes_of,
+    uneven_plan,
+)
 from tools.planner.costs.build import seats
 from tools.planner.costs.candidate import Group
 from tools.planner.costs.candidate import Stage as Stage_
@@ -28,8 +39,8 @@ from tools.planner.emit.flags import (
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
-from tools.planner.inputs.packing import NodeKind, components, place, task_ranks
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.packing import components, place, task_ranks
 
 
 def test_layout_is_what_megatron_parses() -> None:
@@ -139,11 +150,11 @@ def test_plain_job_and_why_there_is_none() -> None:
     assert "different numbers of GPUs" in plain_obstacle(nodes, KINDS)
     with pytest.raises(ValueError, match="different numbers"):
         plain_sbatch(nodes, KINDS, LAUNCH)
-    kinds = {"big": NodeKind(4, constraint="a100"), "small": NodeKind(2, constraint="l4")}
+    kinds = PLAIN_KINDS
     text = plain_sbatch(place(even_plan(), kinds), kinds, LAUNCH)
     assert "--constraint='[a100*1&l4*2]'" in text
     assert "--distribution=arbitrary" in text
-    unnamed = {"big": NodeKind(4), "small": NodeKind(2)}
+    unnamed = {"big": nodes_of("big", 4), "small": nodes_of("small", 2)}
     assert "constraint" in plain_obstacle(place(even_plan(), unnamed), unnamed)
 
 
@@ -162,13 +173,7 @@ def emitted(tmp_path: Path, **launch: object) -> Path:
     out = tmp_path / "a run"
     out.mkdir()
     options = LaunchOptions(run_dir=str(out), **launch)  # type: ignore[arg-type]
-    result = emit(
-        uneven_plan(),
-        out,
-        {k: NodeKind(v.devices, constraint=v.constraint) for k, v in KINDS.items()},
-        {"TRAINING": ["--train-iters", "5"]},
-        options,
-    )
+    result = emit(uneven_plan(), out, PLAIN_KINDS, {"TRAINING": ["--train-iters", "5"]}, options)
     assert set(result.files) == {
         "plan.json",
         "args.sh",
@@ -275,13 +280,13 @@ def test_kinds_that_no_build_of_pytorch_serves_get_their_own_interpreters() -> N
     plan = on("V100-32", "B200")
     notes = device_arguments(plan, devices("V100-32", "B200"), [])[1]
     assert "no build of PyTorch has kernels for all kinds (V100-32: cu126; B200: cu130)" in notes[1]
-    kinds = {"V100-32": NodeKind(4, python="/env/old/bin/python", gres="gpu:v100")}
-    kinds["B200"] = NodeKind(8, python="/env/new/bin/python", gres="gpu:b200")
+    kinds = {"V100-32": nodes_of("V100-32", 4, python="/env/old/bin/python", gres="gpu:v100")}
+    kinds["B200"] = nodes_of("B200", 8, python="/env/new/bin/python", gres="gpu:b200")
     nodes = place(plan, kinds)
     text = het_sbatch(nodes, kinds, LAUNCH)
     assert 'export HET_PYTHONS="/env/old/bin/python /env/new/bin/python"' in text
     assert "/env/new/bin/python" in torchrun_script(nodes, 1, LAUNCH, kinds["B200"].python)
-    assert "HET_PYTHONS=" not in het_sbatch(nodes, {n: replace(k, python="") for n, k in kinds.items()}, LAUNCH)
+    assert "HET_PYTHONS=" not in het_sbatch(nodes, {n: changed(k, python=None) for n, k in kinds.items()}, LAUNCH)
     function = text[text.index("as_task() {") : text.index("export -f train as_task")]
     script = f'train() {{ echo "$RANK $PYTHON"; }}\n{function}as_task'
     for task, seen in ((0, "0 /env/old/bin/python"), (1, "1 /env/new/bin/python")):
@@ -331,7 +336,7 @@ def test_ranks_of_a_node_need_not_be_neighbours() -> None:
     plan = make_plan(
         ((4,), [((0, 1), (0, 1), "small"), ((2, 3), (2, 3), "big")]), ((4,), [((4, 5), (0, 1, 2, 3), "big")])
     )
-    kinds = {**KINDS, "small": NodeKind(devices=2, count=1)}
+    kinds = {**KINDS, "small": nodes_of("small", 2, 1)}
     nodes = place(plan, kinds)
     assert [n.ranks for n in nodes] == [(0, 1), (2, 3, 4, 5)]
     assert task_ranks(components(nodes, kinds)) == [0, 1, 2, 3, 4, 5]
@@ -341,17 +346,13 @@ def test_ranks_of_a_node_need_not_be_neighbours() -> None:
     ("kinds", "words"),
     [
         ({"big": KINDS["big"]}, "no such GPU"),
-        ({**KINDS, "small": NodeKind(devices=1)}, "does not fit a node with 1 devices"),
-        ({**KINDS, "small": NodeKind(devices=2, count=1)}, "4 of them, more than the cluster has"),
+        ({**KINDS, "small": nodes_of("small", 1)}, "does not fit a node with 1 devices"),
+        ({**KINDS, "small": nodes_of("small", 2, 1)}, "4 of them, more than the cluster has"),
     ],
 )
-def test_bad_clusters_are_named(kinds: dict[str, NodeKind], words: str) -> None:
+def test_bad_clusters_are_named(kinds: dict[str, NodeGroup], words: str) -> None:
     with pytest.raises(PlannerError, match=words):
         place(even_plan(), kinds)
-
-
-def group(gpu: str, count: int, devices: int, hosts: tuple[str, ...] = (), **slurm: str) -> NodeGroup:
-    return NodeGroup(gpu=gpu, count=count, gpus_per_node=devices, hosts=hosts, slurm=SlurmSettings(**slurm))
 
 
 def a100(ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
@@ -362,8 +363,8 @@ def test_groups_of_one_gpu_keep_their_own_nodes_and_settings() -> None:
     """Nodes of 4 and of 8 GPUs in two partitions: what needs 8 gets them, with the right names."""
     cluster = Cluster(
         nodes=(
-            group("A100-40", 2, 4, ("a1", "a2"), partition="small", constraint="four"),
-            group("A100-40", 1, 8, ("b1",), partition="large", constraint="eight"),
+            nodes_of("A100-40", 4, 2, hosts=("a1", "a2"), gres="gpu", partition="small", constraint="four"),
+            nodes_of("A100-40", 8, 1, hosts=("b1",), gres="gpu", partition="large", constraint="eight"),
         )
     )
     kinds = node_kinds(cluster)
@@ -382,8 +383,8 @@ def test_groups_of_one_gpu_keep_their_own_nodes_and_settings() -> None:
 def test_accounts_and_resources_of_groups_are_their_own() -> None:
     cluster = Cluster(
         nodes=(
-            group("A100-40", 1, 4, account="x", constraint="c", gres="gpu:a100"),
-            group("A100-40", 1, 4, account="y", constraint="d", gres="gpu:sxm"),
+            nodes_of("A100-40", 4, 1, account="x", constraint="c", gres="gpu:a100"),
+            nodes_of("A100-40", 4, 1, account="y", constraint="d", gres="gpu:sxm"),
         )
     )
     kinds = node_kinds(cluster)
@@ -395,7 +396,7 @@ def test_accounts_and_resources_of_groups_are_their_own() -> None:
 
 
 def test_groups_that_the_launcher_cannot_tell_apart_are_one_component() -> None:
-    cluster = Cluster(nodes=(group("A100-40", 1, 4), group("A100-40", 1, 8)))
+    cluster = Cluster(nodes=(nodes_of("A100-40", 4, 1, gres="gpu"), nodes_of("A100-40", 8, 1, gres="gpu")))
     kinds = node_kinds(cluster)
     nodes = place(make_plan(((4,), a100((0, 1, 2, 3))), ((4,), a100((4, 5, 6, 7)))), kinds)
     assert [(c.per_node, len(c.nodes)) for c in components(nodes, kinds)] == [(4, 2)]
@@ -404,7 +405,7 @@ def test_groups_that_the_launcher_cannot_tell_apart_are_one_component() -> None:
 
 def test_nodes_are_filled_as_the_planner_fills_them() -> None:
     """TP 1, three of TP 2, TP 1 on two nodes of 4: neither leaves a gap."""
-    cluster = Cluster(nodes=(group("A100-40", 2, 4),))
+    cluster = Cluster(nodes=(nodes_of("A100-40", 4, 2, gres="gpu"),))
     pairs = [((1, 2), (0, 1), "A100-40"), ((3, 4), (2,), "A100-40"), ((5, 6), (3,), "A100-40")]
     plan = make_plan(((2,), a100((0,))), ((4,), pairs), ((2,), a100((7,))))
     nodes = place(plan, node_kinds(cluster))
@@ -418,7 +419,7 @@ def test_large_groups_find_their_nodes_after_small_ones() -> None:
     """Two single GPUs and two of TP 4 on two nodes of 5."""
     single = [((0,), (0, 1), "big"), ((1,), (2, 3), "big")]
     quads = [((2, 3, 4, 5), (0, 1), "big"), ((6, 7, 8, 9), (2, 3), "big")]
-    nodes = place(make_plan(((4,), single), ((4,), quads)), {"big": NodeKind(5, 2)})
+    nodes = place(make_plan(((4,), single), ((4,), quads)), {"big": nodes_of("big", 5, 2)})
     assert [n.ranks for n in nodes] == [(0, 2, 3, 4, 5), (1, 6, 7, 8, 9)]
     with pytest.raises(PlannerError, match="do not fit into the cluster's nodes"):
-        place(make_plan(((4,), single), ((4,), quads)), {"big": NodeKind(4, 1), "rest": NodeKind(3, 2, gpu="big")})
+        place(make_plan(((4,), single), ((4,), quads)), {"big": nodes_of("big", 4, 1), "rest": nodes_of("big", 3, 2)})

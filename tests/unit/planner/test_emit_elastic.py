@@ -22,7 +22,19 @@ from megatron_het.elastic.searched import limited
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape, save_plan
 from megatron_het.store import free_port
 from tests.unit.elastic.test_controller import setting_of
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, SMALL, even_plan, make_plan, program, uneven_plan
+from tests.unit.planner.emit_plans import (
+    KINDS,
+    LAUNCH,
+    MODEL,
+    PLAIN_KINDS,
+    SMALL,
+    changed,
+    even_plan,
+    make_plan,
+    nodes_of,
+    program,
+    uneven_plan,
+)
 from tools.planner.__main__ import main
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.operating import Network
@@ -32,12 +44,11 @@ from tools.planner.emit.flags import ModelOptions, model_arguments
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions, het_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.inputs.packing import NodeKind, Seat, components, place
+from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document
+from tools.planner.inputs.packing import Seat, components, place
 from tools.planner.replay.replan import _split
 from tools.planner.search.outcome import cluster_text
 
-PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
 WAIT_S = 30.0
 
 # Slurm's commands, as far as the script asks them.
@@ -68,7 +79,7 @@ exit 9
 
 
 def write(
-    out: Path, plan: Plan, kinds: dict[str, NodeKind], more: tuple[tuple[str, Plan], ...] = (), **launch: Any
+    out: Path, plan: Plan, kinds: dict[str, NodeGroup], more: tuple[tuple[str, Plan], ...] = (), **launch: Any
 ) -> Emitted:
     options = LaunchOptions(**{"run_dir": str(out), "iterations": 20, **launch})
     return emit(
@@ -177,7 +188,7 @@ def test_strange_names_stay_words(tmp_path: Path) -> None:
     name = "A'; touch $(pwd)/bad; '"
     plan = make_plan(((8,), [((0,), (0, 1, 2, 3), name)]))
     out = tmp_path / "a $(touch bad) run"
-    emitted = write(out, plan, {name: NodeKind(1)})
+    emitted = write(out, plan, {name: nodes_of(name, 1)})
     job = start(tmp_path, emitted, {"SLURM_JOB_NODELIST": "s1"})
     notice(tmp_path, job, 1)
     (agent,) = [line for line in notes(tmp_path, "python") if "--node " in line]
@@ -207,7 +218,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     model = {"name": "m", "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
     model |= {"num_query_groups": 2, "vocab_size": 100, "seq_length": 32, "global_batch_size": 4, "precision": "fp32"}
     (tmp_path / "model.json").write_text(json.dumps(model))
-    nodes = [{"gpu": kinds[name], "count": 2, "gpus_per_node": kind.devices} for name, kind in KINDS.items()]
+    nodes = [{"gpu": kinds[name], "count": 2, "gpus_per_node": kind.gpus_per_node} for name, kind in KINDS.items()]
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": nodes}))
     words = f"emit {tmp_path}/first.json --cluster {tmp_path}/cluster.json --model {tmp_path}/model.json --json"
     words += f" --out {tmp_path}/run --plans {tmp_path}/second.json"
@@ -415,7 +426,7 @@ def test_two_kinds_in_one_node_start_and_train(trains: bool, tmp_path: Path) -> 
         f'[[ -z "$RANK" ]] || {str(trains).lower()} || exit 0\nexec {sys.executable} "$@"\n',
     )
     launch = replace(LAUNCH, run_dir=str(tmp_path), python=python)
-    kinds = {name: replace(kind, gres="") for name, kind in node_kinds(cluster()).items()}
+    kinds = {name: changed(kind, gres="") for name, kind in node_kinds(cluster()).items()}
     (node,) = emit(plan, tmp_path, kinds, groups, launch).nodes
     assert node.ranks == (1, 0) and node.devices == (0, 2)
     environment = {

@@ -14,20 +14,21 @@ import pytest
 import yaml
 
 from megatron_het.plan import Plan
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, even_plan, make_plan, program, uneven_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, changed, even_plan, make_plan, nodes_of, program, uneven_plan
+from tests.unit.planner.emit_plans import PLAIN_KINDS as PLAIN
+from tests.unit.planner.emit_plans import POD_KINDS as IN_PODS
 from tests.unit.planner.pods import SHELLCHECK, pods_of
 from tools.planner.__main__ import main, parser_of
 from tools.planner.emit import command as commands
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.options import node_kinds
-from tools.planner.emit.pods import PodKind, PodOptions, part_names
+from tools.planner.emit.pods import PodOptions, part_names
 from tools.planner.emit.scripts import Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
-from tools.planner.inputs.packing import NodeKind, components, place
+from tools.planner.inputs.packing import components, place
 
-PLAIN = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
 PYXIS = Container("registry#image:tag", "pyxis", ("/data", "/home/me:/home:ro"))
 APPTAINER = Container("/images/het.sif", "apptainer", ("/data:/data:ro",))
 ALL: dict[str, Any] = {
@@ -41,7 +42,7 @@ ALL: dict[str, Any] = {
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (make venv brings it)")
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
-    uncommon = {name: replace(kind, python="/env/bin/python") for name, kind in KINDS.items()}
+    uncommon = {name: changed(kind, python="/env/bin/python") for name, kind in KINDS.items()}
     files: list[Path] = []
     for i, (kinds, launch, elastic) in enumerate(
         [
@@ -60,7 +61,7 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     assert len(files) > 20
 
 
-def request(kinds: dict[str, NodeKind], launch: LaunchOptions = LAUNCH) -> list[str]:
+def request(kinds: dict[str, NodeGroup], launch: LaunchOptions = LAUNCH) -> list[str]:
     text = het_sbatch(place(even_plan(), kinds), kinds, launch)
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH --nodes")]
 
@@ -70,7 +71,7 @@ def test_the_ranks_of_a_node_share_its_cores_and_its_memory() -> None:
     assert big.endswith("--gres=gpu:a100:4 --exclusive --mem=0") and small.endswith(
         "--gres=gpu:l4:2 --exclusive --mem=0"
     )
-    known = {"big": replace(KINDS["big"], devices=8, cpus=64), "small": replace(KINDS["small"], cpus=12)}
+    known = {"big": changed(KINDS["big"], gpus_per_node=8, cpus=64), "small": changed(KINDS["small"], cpus=12)}
     big, small = request(known)
     # Half of the GPUs of a node get half of its cores, and what memory Slurm gives them.
     assert "--cpus-per-task=8 " in big and "--exclusive" not in big and "--mem" not in big
@@ -82,10 +83,10 @@ def test_the_ranks_of_a_node_share_its_cores_and_its_memory() -> None:
 
 
 def test_a_plain_job_asks_for_what_its_smallest_node_has() -> None:
-    kinds = {"big": replace(PLAIN["big"], cpus=64), "small": replace(PLAIN["small"], cpus=8)}
+    kinds = {"big": changed(PLAIN["big"], cpus=64), "small": changed(PLAIN["small"], cpus=8)}
     text = plain_sbatch(place(even_plan(), kinds), kinds, LAUNCH)
     assert "--ntasks-per-node=4 --cpus-per-task=2 --constraint='[a100*1&l4*2]' --mem=0" in text
-    kinds["small"] = replace(kinds["small"], qos="low")
+    kinds["small"] = changed(kinds["small"], qos="low")
     assert "differ in 'qos'" in plain_obstacle(place(even_plan(), kinds), kinds)
 
 
@@ -264,10 +265,6 @@ def test_modules_are_loaded_before_anything_runs(tmp_path: Path) -> None:
 # Launches without Slurm: what the files say, and which rank every pod runs.
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
-POD_KINDS = {
-    "big": PodKind({"gpu": "a100"}, accelerators="A100", infra="aws"),
-    "small": PodKind({"gpu": "l4"}, accelerators="L4", use_spot=True),
-}
 # Interpreters that say what they were started as: of torchrun, and of a node of an elastic job.
 PYTHON = """#!/bin/bash
 echo "$MASTER_ADDR:$MASTER_PORT $MEGATRON_HET_TOKEN_FILE $* $HET_RANKS"
@@ -277,12 +274,12 @@ echo "$MASTER_ADDR:$MASTER_PORT $MEGATRON_HET_TOKEN_FILE $* $HET_RANKS"
 
 def write(tmp_path: Path, target: Any, plan: Plan | None = None, elastic: bool = False, **more: Any) -> Emitted:
     out, python = tmp_path / "a run", program(tmp_path / "python", PYTHON)
-    options = {"image": "registry/image:1", "volumes": {str(tmp_path): "shared"}, "kinds": POD_KINDS, **more}
+    options = {"image": "registry/image:1", "volumes": {str(tmp_path): "shared"}, **more}
     launch = LaunchOptions(run_dir=str(out), job_name=options.pop("job_name", "het"), python=python)
     return emit(
         plan or even_plan(),
         out,
-        options.pop("node_kinds", KINDS),
+        options.pop("kinds", IN_PODS),
         {},
         launch,
         elastic=ElasticOptions(inputs=("c", "m")) if elastic else None,
@@ -334,8 +331,8 @@ def test_every_pod_runs_the_ranks_of_its_node(tmp_path: Path, target: str) -> No
     # Kinds take turns: the nodes of a kind are not in a row in the plan.
     rows = [((i,), (0, 1, 2, 3), "big" if i % 2 == 0 else "small") for i in range(4)]
     plan = make_plan(*(((2,), [row]) for row in rows))
-    kinds = {name: NodeKind(1, count=2, gres="gpu") for name in ("big", "small")}
-    found = said(tmp_path, write(tmp_path, target, plan, node_kinds=kinds), target)
+    kinds = {name: changed(kind, gpus_per_node=1, gres="gpu") for name, kind in IN_PODS.items()}
+    found = said(tmp_path, write(tmp_path, target, plan, kinds=kinds), target)
     suffix = "-0" if target == "jobset" else ""
     names = [f"{kind}{suffix}-{index}" for kind in ("big", "small") for index in (0, 1)]
     assert list(found) == names
@@ -375,7 +372,7 @@ def test_an_elastic_job_has_a_controller_and_an_agent_in_every_pod(tmp_path: Pat
         ({"volumes": {"/elsewhere": "x"}}, "--volume"),
         ({"job_name": "a_b"}, "--job-name"),
         ({"job_name": "a" * 60}, "longer than the 63 letters"),
-        ({"kinds": {}}, "are asked for by the same words"),
+        ({"kinds": KINDS}, "are asked for by the same words"),
     ],
 )
 def test_what_kubernetes_would_refuse(tmp_path: Path, more: dict[str, Any], problem: str) -> None:
@@ -386,7 +383,7 @@ def test_what_kubernetes_would_refuse(tmp_path: Path, more: dict[str, Any], prob
 
 def test_names_of_groups_differ() -> None:
     gpus = ["RTX-3090", "rtx 3090", "controller", "***"]
-    kinds = {name: NodeKind(1, gres=f"gpu:{i}") for i, name in enumerate(gpus)}
+    kinds = {name: nodes_of(name, 1, gres=f"gpu:{i}") for i, name in enumerate(gpus)}
     plan = make_plan(*(((2,), [((i,), (0, 1, 2, 3), name)]) for i, name in enumerate(gpus)))
     names = part_names(components(place(plan, kinds), kinds), kinds)
     assert names == ["rtx-3090", "rtx-3090-n1", "controller-n0", "nodes"]

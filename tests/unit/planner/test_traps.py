@@ -16,6 +16,7 @@ from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.plan import PlanError, Replica
 from testing.planner_cases import model_of
 from tests.unit.plan.feature_checks import check_feature
+from tests.unit.planner.emit_plans import nodes_of
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage, rank_parameters
@@ -27,7 +28,6 @@ from tools.planner.emit.options import check_told_apart, extra_flags, to_fill_in
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
-from tools.planner.inputs.packing import NodeKind
 from tools.planner.replay.measured import _check
 from tools.planner.search.balance import balance
 
@@ -191,12 +191,12 @@ def test_hosts_may_be_ranges():
 
 
 def test_kinds_that_slurm_cannot_tell_apart():
-    kinds = {"A100-80": NodeKind(8, gres="gpu", partition="p"), "V100-16": NodeKind(4, gres="gpu", partition="p")}
+    kinds = {name: nodes_of(name, 8, gres="gpu", partition="p") for name in ("A100-80", "V100-16")}
     with pytest.raises(PlannerError, match="the other's nodes"):
         check_told_apart(kinds)
-    kinds["V100-16"] = NodeKind(4, gres="gpu:v100", partition="p")
+    kinds["V100-16"] = nodes_of("V100-16", 4, gres="gpu:v100", partition="p")
     assert check_told_apart(kinds) == []
-    assert check_told_apart({"a": NodeKind(8, gres="gpu"), "b": NodeKind(8, gres="gpu")})  # no Slurm: told only
+    assert check_told_apart({name: nodes_of(name, 8, gres="gpu") for name in "ab"})  # no Slurm: told only
 
 
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "abc"), ("WORLD_SIZE", "-1"), ("RANK", "9" * 5000)])

@@ -25,9 +25,9 @@ from megatron_het.store.job import token_of_file
 from ..costs.build import check_same_model, read_plan, rooms_of
 from ..errors import PlannerError
 from ..inputs.catalog import common_builds
-from ..inputs.cluster import Cluster, load_cluster
+from ..inputs.cluster import Cluster, NodeGroup, load_cluster
 from ..inputs.files import check_target, write_text
-from ..inputs.packing import Node, NodeKind, Seat, components, place, seat_replicas, whole_kind
+from ..inputs.packing import Node, Seat, components, place, seat_replicas, whole_kind
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
@@ -148,7 +148,7 @@ class Emitted:
 def emit(
     plan: Plan,
     out: Path,
-    kinds: Mapping[str, NodeKind],
+    kinds: Mapping[str, NodeGroup],
     groups: Mapping[str, Sequence[str]],
     launch: LaunchOptions,
     header: Sequence[str] = (),
@@ -161,7 +161,7 @@ def emit(
 
     Args:
         out: A folder, made when it is missing.
-        kinds: Node kinds by name (the plan's device names, unless ``gpu`` says otherwise).
+        kinds: Groups of nodes by name (``node_kinds``).
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
@@ -222,7 +222,7 @@ def emit(
 def _slurm_texts(
     plan: Plan,
     nodes: Sequence[Node],
-    kinds: Mapping[str, NodeKind],
+    kinds: Mapping[str, NodeGroup],
     launch: LaunchOptions,
     elastic: ElasticOptions | None,
     result: Emitted,
@@ -290,7 +290,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     kinds = node_kinds(cluster, options)
-    pods = pod_options(options, cluster, kinds)
+    pods = pod_options(options, cluster)
     check_launch(launch, kinds)  # what is refused at once comes before what takes Megatron's imports
     notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
     notes += to_fill_in(extra)

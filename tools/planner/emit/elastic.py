@@ -16,8 +16,9 @@ from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..errors import PlannerError, from_plan_error
+from ..inputs.cluster import NodeGroup
 from ..inputs.files import quote
-from ..inputs.packing import Component, Node, NodeKind, chosen_devices, components, device_words, devices_of
+from ..inputs.packing import Component, Node, chosen_devices, components, device_words, devices_of
 from .flags import named_plans
 from .scripts import LaunchOptions, features_of, plain_obstacle, plain_resources, resources, script
 
@@ -54,7 +55,7 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
 
 
 def checked_sbatch(
-    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
 ) -> str:
     """The script of a plan and the others; raises PlannerError.
 
@@ -72,7 +73,7 @@ def checked_sbatch(
 
 
 def check_elastic(
-    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
     """Check that the plans are of one training, and that the job's nodes can run each; raises PlannerError."""
     if launch.doctor:
@@ -108,7 +109,7 @@ def check_elastic(
 
 
 def _sbatch(
-    nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions, elastic: ElasticOptions
+    nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions, elastic: ElasticOptions
 ) -> str:
     """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
 
@@ -141,7 +142,7 @@ def _sbatch(
     )
 
 
-def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
+def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Returns what a failing node costs more than usual."""
     if not plain_obstacle(nodes, kinds) or len(_leader_first(components(nodes, kinds))[0].nodes) > 1:
         return []
@@ -160,7 +161,7 @@ def _leader_first(parts: Sequence[Component]) -> list[Component]:
     return sorted(parts, key=lambda part: -len(part.nodes))
 
 
-def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
+def _agent(part: Component, kinds: Mapping[str, NodeGroup], *words: str) -> str:
     kind = kinds[part.kind]
     if kind.python:
         words = *words, quote(f"--export=ALL,PYTHON={kind.python}")

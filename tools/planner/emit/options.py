@@ -19,6 +19,7 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.safe_io import add_options, count
 
 from ..errors import PlannerError, from_plan_error
+from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.files import (
     SLURM_RULES,
     folder_problem,
@@ -33,9 +34,9 @@ from ..inputs.files import (
 )
 from ..inputs.model import Model
 from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
-from ..inputs.packing import Node, NodeKind
+from ..inputs.packing import Node
 from .flags import Turns
-from .pods import PodKind, PodOptions, Target
+from .pods import PodOptions, Target
 from .scripts import AtTimeLimit, Container, LaunchOptions
 
 # Refusals of ``emit`` before it writes anything: names that Slurm or a shell would read as something else.
@@ -135,7 +136,7 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
         raise PlannerError(file, "stages", wide, problem, "Plan again")
 
 
-def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
+def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
     """Every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
         ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
@@ -168,7 +169,7 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
         if problem := text_problem(name):
             raise PlannerError("cluster", "gpu", name, problem)
         for key, rule in SLURM_RULES.items():
-            value = getattr(kind, key)
+            value = getattr(kind.slurm, key)
             if value and (problem := rule(value)):
                 raise PlannerError("cluster", f"{name}: slurm.{key}", value, problem)
         for host in kind.hosts:
@@ -176,7 +177,7 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
                 raise PlannerError("cluster", f"{name}: hosts", host, problem)
 
 
-def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
+def check_told_apart(kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Check that Slurm can tell nodes with different GPUs apart; else stages for one kind may land on the other.
 
     Args:
@@ -189,23 +190,23 @@ def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
         PlannerError: Two kinds would be asked for by the same words.
     """
     asked: dict[tuple[str, ...], str] = {}
-    uses_slurm = any(kind.partition or kind.constraint or kind.account for kind in kinds.values())
+    uses_slurm = any(kind.slurm.partition or kind.slurm.constraint or kind.slurm.account for kind in kinds.values())
     for name, kind in kinds.items():
-        words = kind.partition, kind.constraint, kind.account, kind.gres
+        words = tuple(getattr(kind.slurm, key) or "" for key in ("partition", "constraint", "account", "gres"))
         other = asked.setdefault(words, name)
-        if (kinds[other].gpu or other) == (kind.gpu or name):
+        if kinds[other].gpu == kind.gpu:
             continue
         hint = "Give both a 'slurm' section with a gres type (gpu:a100), a constraint or a partition of their own"
         problem = (
             f"Slurm is asked for {other} and for {name} by the same words, so that either may get the other's nodes"
         )
-        if uses_slurm or kind.gres not in ("", "gpu"):
+        if uses_slurm or kind.slurm.gres not in ("", "gpu"):
             raise PlannerError("cluster", f"{name}: slurm", " ".join(filter(None, words)), problem, hint)
         return [f"train.sbatch: {problem}. {hint}"]
     return []
 
 
-def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> None:
+def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> None:
     """Check that the first plan's nodes can run those of other batch sizes: no rank moves. Raises PlannerError."""
     node_of = {rank: node for node in nodes for rank in node.ranks}
     for file, other in turns.more:
@@ -219,7 +220,7 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
                     group = replica.tp_group(part)
                     seen = [node_of[rank] for rank in group]
                     names = [node.kind_of(rank) for node, rank in zip(seen, group, strict=True)]
-                    gpus = sorted({kinds[name].gpu or name for name in names})
+                    gpus = sorted({kinds[name].gpu for name in names})
                     if gpus != [device]:
                         problem = f"under the first plan these ranks are on {', '.join(gpus)}, not on {device}"
                         raise PlannerError(file, where, list(group), problem, hint)
@@ -425,7 +426,7 @@ def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
     )
 
 
-def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, NodeKind]) -> PodOptions | None:
+def pod_options(options: argparse.Namespace, cluster: Cluster) -> PodOptions | None:
     """Returns what a launch without Slurm is told; None with Slurm.
 
     Raises:
@@ -440,23 +441,14 @@ def pod_options(options: argparse.Namespace, cluster: Any, kinds: Mapping[str, N
         if not name or not folder.startswith("/") or text_problem(text, 1000) or is_bucket != ("://" in needed):
             raise PlannerError("emit", "--volume", text, f"is not {needed}:/FOLDER")
         volumes[folder] = name
-    found = {}
-    for name, group in zip(kinds, cluster.nodes, strict=True):
-        has_gpus = not cluster.gpu(group.gpu).is_processor
-        sky = group.skypilot
-        if options.target == "skypilot" and has_gpus and not sky.accelerators:
-            problem, names = f"SkyPilot's name of {name} is not known", "'sky show-gpus' lists the names"
+    for group in cluster.nodes:
+        is_named = group.skypilot.accelerators or cluster.gpu(group.gpu).is_processor
+        if options.target == "skypilot" and not is_named:
+            problem, names = f"SkyPilot's name of {group.gpu} is not known", "'sky show-gpus' lists the names"
             hint = f"Add 'skypilot: {{accelerators: NAME}}' to its nodes; {names}"
             raise PlannerError("cluster file", "skypilot.accelerators", None, problem, hint)
-        found[name] = PodKind(
-            node_selector=group.kubernetes.node_selector,
-            resource=group.kubernetes.resource if has_gpus else "",
-            accelerators=sky.accelerators if has_gpus else "",
-            infra=sky.infra,
-            use_spot=sky.use_spot,
-        )
     restarts = 10 if options.restarts is None else options.restarts
-    return PodOptions(options.target, options.container, volumes, options.queue, restarts, found)
+    return PodOptions(options.target, options.container, volumes, options.queue, restarts)
 
 
 def read_prologue(file: Path | None) -> str:
@@ -467,41 +459,28 @@ def read_prologue(file: Path | None) -> str:
         raise PlannerError("emit", "--prologue", str(file), f"cannot be read: {error}") from None
 
 
-def node_kinds(cluster: Any, options: argparse.Namespace | None = None) -> dict[str, NodeKind]:
+def node_kinds(cluster: Cluster, options: argparse.Namespace | None = None) -> dict[str, NodeGroup]:
     """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough.
 
     Args:
-        cluster: A ``tools.planner.inputs.cluster.Cluster``.
         options: Of the command line, which count where the file says nothing.
+
+    Returns:
+        With what Slurm is asked filled in; nodes without GPUs have no resource and no accelerator.
     """
-
-    def asked(slurm: Any, key: str) -> str:
-        return getattr(slurm, key) or getattr(options, key, "")
-
     gpus = [group.gpu for group in cluster.nodes]
-    kinds: dict[str, NodeKind] = {}
+    kinds: dict[str, NodeGroup] = {}
     for i, group in enumerate(cluster.nodes):
         slurm = group.slurm
         name = group.gpu if gpus.count(group.gpu) == 1 else f"{group.gpu} nodes[{i}]"
-        kinds[name] = NodeKind(
-            devices=group.gpus_per_node,
-            count=group.count,
-            hosts=tuple(group.hosts),
-            partition=slurm.partition or "",
-            constraint=slurm.constraint or "",
-            account=slurm.account or "",
-            gres=slurm.gres if slurm.gres is not None else "gpu",
-            gpu=group.gpu,
-            quota=group.quota,
-            zone=group.zone,
-            python=group.python or "",
-            qos=asked(slurm, "qos"),
-            reservation=asked(slurm, "reservation"),
-            licenses=asked(slurm, "licenses"),
-            mem=asked(slurm, "mem"),
-            exclusive=slurm.exclusive if slurm.exclusive is not None else getattr(options, "exclusive", None),
-            cpus=slurm.cpus or 0,
-            shared_node=group.shared_node,
-            numbers=group.devices,
-        )
+        asked: dict[str, Any] = {
+            key: getattr(slurm, key) or getattr(options, key, "") for key in ("qos", "reservation", "licenses", "mem")
+        }
+        asked["gres"] = "gpu" if slurm.gres is None else slurm.gres
+        asked["exclusive"] = getattr(options, "exclusive", None) if slurm.exclusive is None else slurm.exclusive
+        changed: dict[str, Any] = {"slurm": slurm.model_copy(update=asked)}
+        if cluster.gpu(group.gpu).is_processor:
+            changed["kubernetes"] = group.kubernetes.model_copy(update={"resource": ""})
+            changed["skypilot"] = group.skypilot.model_copy(update={"accelerators": ""})
+        kinds[name] = group.model_copy(update=changed)
     return kinds

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 
 from ..errors import PlannerError
-from ..inputs.packing import Component, NodeKind, device_words, whole_kind
+from ..inputs.cluster import KubernetesSettings, NodeGroup, SkypilotSettings
+from ..inputs.packing import Component, device_words, whole_kind
 from .elastic import ElasticOptions, how
 from .scripts import LaunchOptions, script
 
@@ -38,28 +39,16 @@ class PodOptions:
     volumes: Mapping[str, str] = field(default_factory=dict)
     queue: str = ""  # kueue's queue; empty: none
     restarts: int = 10  # how often a JobSet starts again after a failure
-    kinds: "Mapping[str, PodKind]" = field(default_factory=dict)  # what tells the nodes of each kind apart, by its name
-
-
-@dataclass(frozen=True, slots=True)
-class PodKind:
-    """Holds where nodes of one kind are."""
-
-    node_selector: Mapping[str, str] = field(default_factory=dict)  # labels of Kubernetes' nodes
-    resource: str = "nvidia.com/gpu"  # name of the GPUs as a resource of Kubernetes; empty on nodes without
-    accelerators: str = ""  # what SkyPilot calls the GPU; empty on nodes without
-    infra: str = ""  # where SkyPilot takes them from, like ``aws/us-east-1``
-    use_spot: bool = False  # whether SkyPilot may take machines that can be taken away
 
 
 _SECTIONS = {"jobset": "kubernetes: {node_selector: {LABEL: VALUE}}", "skypilot": "skypilot: {accelerators: NAME}"}
 
 
-def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> list[str]:
+def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Returns a name for each component that DNS allows, after its GPU."""
     found: list[str] = []
     for part in parts:
-        gpu = whole_kind(part.nodes[0], kinds).gpu or part.kind
+        gpu = whole_kind(part.nodes[0], kinds).gpu
         name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:30] or "nodes"
         same = sum(other == name or re.fullmatch(rf"{re.escape(name)}-n\d+", other) is not None for other in found)
         found.append(f"{name}-n{same}" if same or name == CONTROLLER else name)
@@ -67,7 +56,7 @@ def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> lis
 
 
 def check_pods(
-    parts: Sequence[Component], kinds: Mapping[str, NodeKind], launch: LaunchOptions, pods: PodOptions
+    parts: Sequence[Component], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, pods: PodOptions
 ) -> None:
     """Check what the file is made from.
 
@@ -90,8 +79,10 @@ def check_pods(
         raise PlannerError("emit", "--volume", list(pods.volumes), problem, "Give --volume NAME:FOLDER, and --run-dir")
     asked: dict[str, str] = {}
     for part in parts:
-        pod, gpu = pods.kinds.get(part.kind, PodKind()), whole_kind(part.nodes[0], kinds).gpu or part.kind
-        key = str(sorted(pod.node_selector.items())) if pods.target == "jobset" else f"{pod.accelerators} {pod.infra}"
+        kind, gpu = kinds[part.kind], whole_kind(part.nodes[0], kinds).gpu
+        key = f"{kind.skypilot.accelerators} {kind.skypilot.infra}"
+        if pods.target == "jobset":
+            key = str(sorted(kind.kubernetes.node_selector.items()))
         other = asked.setdefault(key, gpu)
         if other != gpu:
             section = _SECTIONS[pods.target]
@@ -101,7 +92,7 @@ def check_pods(
 
 def render(
     parts: Sequence[Component],
-    kinds: Mapping[str, NodeKind],
+    kinds: Mapping[str, NodeGroup],
     launch: LaunchOptions,
     pods: PodOptions,
     elastic: ElasticOptions | None = None,
@@ -129,12 +120,13 @@ class _Role:
     name: str
     count: int
     gpus: int
-    kind: PodKind
     environment: Mapping[str, str]
+    kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
+    skypilot: SkypilotSettings = field(default_factory=SkypilotSettings)
 
 
 def _roles(
-    parts: Sequence[Component], kinds: Mapping[str, NodeKind], launch: LaunchOptions, pods: PodOptions, elastic: bool
+    parts: Sequence[Component], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, pods: PodOptions, elastic: bool
 ) -> list[_Role]:
     """Returns all groups of pods, the one that the others wait for first."""
     names, first = part_names(parts, kinds), 0
@@ -148,7 +140,7 @@ def _roles(
     roles = []
     if elastic:
         count = sum(len(part.nodes) for part in parts)
-        roles.append(_Role(CONTROLLER, 1, 0, PodKind(), {**common, "HET_NODES": str(count)}))
+        roles.append(_Role(CONTROLLER, 1, 0, {**common, "HET_NODES": str(count)}))
     for name, part in zip(names, parts, strict=True):
         node = part.nodes[0]
         kind = whole_kind(node, kinds)
@@ -159,8 +151,8 @@ def _roles(
         if elastic and node.kinds:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.devices))
         # A pod has all GPUs of a node with several kinds, of which its ranks choose: a number tells no kinds apart.
-        gpus = kind.devices if node.kinds else part.per_node
-        roles.append(_Role(name, len(part.nodes), gpus, pods.kinds.get(part.kind, PodKind()), {**common, **own}))
+        gpus = kind.gpus_per_node if node.kinds else part.per_node
+        roles.append(_Role(name, len(part.nodes), gpus, {**common, **own}, kind.kubernetes, kind.skypilot))
         first += len(part.nodes)
     return roles
 
@@ -227,11 +219,11 @@ def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }
-    if role.gpus and role.kind.resource:
-        container["resources"] = {"limits": {role.kind.resource: role.gpus}}
+    if role.gpus and role.kubernetes.resource:
+        container["resources"] = {"limits": {role.kubernetes.resource: role.gpus}}
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
-    if role.kind.node_selector:
-        pod["nodeSelector"] = dict(role.kind.node_selector)
+    if role.kubernetes.node_selector:
+        pod["nodeSelector"] = dict(role.kubernetes.node_selector)
     pod["volumes"] = [
         *(
             {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
@@ -244,7 +236,7 @@ def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
 
 def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any]:
     elastic = "HET_FIRST_NODE" not in role.environment
-    kind, resources = role.kind, dict[str, Any]()
+    kind, resources = role.skypilot, dict[str, Any]()
     if role.gpus and kind.accelerators:
         resources["accelerators"] = f"{kind.accelerators}:{role.gpus}"
     if kind.infra:

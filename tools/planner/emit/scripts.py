@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from ..inputs.cluster import NodeGroup
 from ..inputs.files import comment, default_of, is_feature, quote
-from ..inputs.packing import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks, whole_kind
+from ..inputs.packing import Component, Node, asked_gres, chosen_devices, components, task_ranks, whole_kind
 
 AtTimeLimit = Literal["requeue", "chain", "stop"]
 """What a job does that has saved before its time is over: it is queued again, it submits the next one, or it ends."""
@@ -135,7 +136,7 @@ def _environment() -> Environment:
 
 
 def resources(
-    part: Component, kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+    part: Component, kinds: Mapping[str, NodeGroup], options: LaunchOptions, *, tasks_per_node: int = 0
 ) -> list[str]:
     """Returns words of an ``#SBATCH`` line.
 
@@ -153,16 +154,16 @@ def resources(
     return words + _share(kind, is_whole=part.is_whole, has_cores=cores > 0)
 
 
-def _values(kind: NodeKind, *names: str) -> list[str]:
+def _values(kind: NodeGroup, *names: str) -> list[str]:
     """Slurm's options that have a value for nodes of a kind."""
-    return [f"--{name}={quote(getattr(kind, name))}" for name in names if getattr(kind, name)]
+    return [f"--{name}={quote(value)}" for name in names if (value := getattr(kind.slurm, name))]
 
 
-def _share(kind: NodeKind, *, is_whole: bool, has_cores: bool) -> list[str]:
+def _share(kind: NodeGroup, *, is_whole: bool, has_cores: bool) -> list[str]:
     """Returns words for what the job gets of its nodes: all, where it uses all of their GPUs."""
-    exclusive = is_whole and not has_cores if kind.exclusive is None else kind.exclusive
+    exclusive = is_whole and not has_cores if kind.slurm.exclusive is None else kind.slurm.exclusive
     words = ["--exclusive"] if exclusive else []
-    memory = kind.mem or ("0" if is_whole else "")
+    memory = kind.slurm.mem or ("0" if is_whole else "")
     return words + ([f"--mem={quote(memory)}"] if memory else [])
 
 
@@ -181,7 +182,7 @@ def _in_step(options: LaunchOptions, call: str) -> str:
     return f'bash -c "$(declare -f train as_task{" diagnose" if options.doctor else ""}); {call}"'
 
 
-def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions) -> str:
     """A heterogeneous job: one component per kind of node, one task per rank.
 
     With a single component it is an ordinary job.  The batch script sees component 0 only, so totals
@@ -205,7 +206,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
 
 
 def _train_sbatch(
-    name: str, parts: Sequence[Component], kinds: Mapping[str, NodeKind], options: LaunchOptions, **values: Any
+    name: str, parts: Sequence[Component], kinds: Mapping[str, NodeGroup], options: LaunchOptions, **values: Any
 ) -> str:
     """A job whose tasks are the ranks.
 
@@ -236,30 +237,30 @@ def _train_sbatch(
     )
 
 
-def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> str:
     """Why no plain job can run this launch; empty when one can."""
     parts = components(nodes, kinds)
     if len(parts) == 1:
         return ""
-    if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
+    if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].slurm.gres for p in parts):
         return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
-    if any(p.nodes[0].kinds and kinds[p.kind].gres for p in parts):
+    if any(p.nodes[0].kinds and kinds[p.kind].slurm.gres for p in parts):
         return "nodes with several kinds of GPUs are asked for so many of each, and a plain job asks every node alike"
-    names = {kinds[p.kind].constraint for p in parts}
+    names = set(features_of(parts, kinds))
     if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
     if len({p.kind for p in parts}) < len(parts):
         return "nodes of one kind use different numbers of devices"
-    if len({(kinds[p.kind].partition, kinds[p.kind].account) for p in parts}) > 1:
+    if len({(kinds[p.kind].slurm.partition, kinds[p.kind].slurm.account) for p in parts}) > 1:
         return "the kinds are in different partitions or accounts, and a plain job runs in one"
     for name in (*_OF_A_JOB, "mem", "exclusive"):
-        if len({getattr(kinds[p.kind], name) for p in parts}) > 1:
+        if len({getattr(kinds[p.kind].slurm, name) for p in parts}) > 1:
             return f"the kinds differ in '{name}', and a plain job asks every node for the same"
     return ""
 
 
 def plain_resources(
-    parts: Sequence[Component], kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+    parts: Sequence[Component], kinds: Mapping[str, NodeGroup], options: LaunchOptions, *, tasks_per_node: int = 0
 ) -> list[str]:
     """Words of the ``#SBATCH`` line of a plain job; ``tasks_per_node`` as in :func:`resources`."""
     most = max(p.per_node for p in parts)
@@ -268,26 +269,26 @@ def plain_resources(
     words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
     # One request for all nodes: what the smallest of them has.
     whole = [whole_kind(p.nodes[0], kinds) for p in parts]
-    least = min(kind.cores(min(most, kind.devices)) for kind in whole)
+    least = min(kind.cores(min(most, kind.gpus_per_node)) for kind in whole)
     cores = (options.cpus_per_task * most or least) // tasks
     words += [f"--cpus-per-task={cores}"] if cores else []
     words += _values(first, *_OF_A_JOB)
-    if first.gres:
+    if first.slurm.gres:
         # Types differ between the kinds; the features choose the nodes.
-        several = f"{first.gres.split(':')[0]}:{most}"
+        several = f"{first.slurm.gres.split(':')[0]}:{most}"
         words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
     if len(parts) > 1:
-        wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
+        wanted = "&".join(f"{kinds[p.kind].slurm.constraint}*{len(p.nodes)}" for p in parts)
         words.append(f"--constraint={quote(f'[{wanted}]')}")
-    elif first.constraint:
-        words.append(f"--constraint={quote(first.constraint)}")
+    elif first.slurm.constraint:
+        words.append(f"--constraint={quote(first.slurm.constraint)}")
     return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
 
 
 _OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")  # what a plain job asks for all of its nodes
 
 
-def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions) -> str:
     """An ordinary job over all nodes; kinds are told apart by their features. Raises ValueError.
 
     For clusters whose Slurm does not start heterogeneous jobs.  Ranks are put on their nodes with a
@@ -310,12 +311,12 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     )
 
 
-def features_of(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> list[str]:
+def features_of(parts: Sequence[Component], kinds: Mapping[str, NodeGroup]) -> list[str]:
     """The feature of every part of a plain job, by which its hosts are told apart."""
-    return ["any"] if len(parts) == 1 else [kinds[part.kind].constraint for part in parts]
+    return ["any"] if len(parts) == 1 else [kinds[part.kind].slurm.constraint or "" for part in parts]
 
 
-def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str = "") -> str:
+def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str | None = None) -> str:
     """The script to start on node ``index``; all nodes' scripts are started at about the same time.
 
     Static rendezvous: with c10d the rank order would be arbitrary, and the plan says who is where.

@@ -151,6 +151,10 @@ class NodeGroup(Strict):
             raise ValueError(f"a group {'with' if wanted else 'without'} shared_node has {wanted} different devices")
         return self
 
+    def cores(self, ranks: int) -> int:
+        """Cores for so many ranks of a node, which share them; 0: unknown."""
+        return (self.slurm.cpus or 0) * ranks // self.gpus_per_node
+
     def shares_nodes_with(self, other: "NodeGroup") -> bool:
         """Whether both are GPUs of the same nodes."""
         return bool(self.shared_node) and self.shared_node == other.shared_node

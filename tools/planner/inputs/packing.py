@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from megatron_het.plan import Plan, Replica
 
 from ..errors import PlannerError
+from .cluster import NodeGroup
 
 
 class Room(NamedTuple):
@@ -181,44 +182,10 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeKind:
-    """Holds what the launcher has to know about nodes of one kind.
-
-    Attributes:
-        partition, constraint, account, qos, reservation, licenses, mem: What Slurm is asked for them.
-    """
-
-    devices: int  # GPUs (or ranks, on CPU nodes) that one node offers
-    count: int | None = None  # nodes that exist; None = as many as needed
-    hosts: tuple[str, ...] = ()  # their host names, if known; used by the torchrun scripts
-    partition: str = ""
-    constraint: str = ""
-    account: str = ""
-    gres: str = ""  # Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
-    gpu: str = ""  # device kind, as in the plan; empty = the name of the node kind
-    quota: int | None = None  # devices that may be used in all; None = those that exist
-    zone: str = ""  # where they are; empty: unknown
-    python: str = ""  # their interpreter; empty: that of the launch
-    shared_node: str = ""  # name of the nodes, where other kinds have more devices of the same nodes; empty: none
-    numbers: tuple[int, ...] = ()  # of these devices within such a node, in the order of the PCI bus
-    qos: str = ""
-    reservation: str = ""
-    licenses: str = ""
-    mem: str = ""
-    # whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are not known
-    exclusive: bool | None = None
-    cpus: int = 0  # cores of a node; 0: unknown
-
-    def cores(self, ranks: int) -> int:
-        """Cores for so many ranks of a node, which share them; 0: unknown."""
-        return self.cpus * ranks // self.devices
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One node of the launch."""
 
-    kind: str  # name of its node kind; of the first one where it has devices of several kinds
+    kind: str  # name of its group of nodes; of the first one where it has devices of several kinds
     ranks: tuple[int, ...]  # the plan's ranks on it, by local rank
     host: str = ""  # its name, if known
     kinds: tuple[str, ...] = ()  # name of the kind of every local rank, where kinds share such nodes; else empty
@@ -249,25 +216,25 @@ class Component:
         return tuple(r for n in self.nodes for r in n.ranks)
 
 
-def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
+def place(plan: Plan, kinds: Mapping[str, NodeGroup]) -> list[Node]:
     """Nodes filled with replicas as the planner does, rank 0's first; a TP group never straddles two nodes.
 
     Args:
         plan: Replicas name their device kind.
-        kinds: The cluster's node kinds by name.
+        kinds: The cluster's groups of nodes by name.
 
     Raises:
         PlannerError: An unknown kind, a TP group larger than a node, too few nodes.
     """
     names = list(kinds)
-    rooms = [Room(k.gpu or name, k.devices, k.count, k.quota, k.zone, k.shared_node) for name, k in kinds.items()]
+    rooms = [Room(k.gpu, k.gpus_per_node, k.count, k.quota, k.zone, k.shared_node) for k in kinds.values()]
     found: dict[tuple[int, int], list[tuple[int, int, str]]] = {}  # device, rank and kind, by node
     for stage, seated in zip(plan.stages, seat_replicas(plan, rooms)):
         for replica, seats in zip(stage.replicas, seated):
             for rank, seat in zip(replica.ranks, seats):
                 name = names[seat.pool]
                 # The local ranks of a node count its devices, where it matters which one a rank has.
-                device = kinds[name].numbers[seat.gpu] if kinds[name].shared_node else 0
+                device = kinds[name].devices[seat.gpu] if kinds[name].shared_node else 0
                 found.setdefault(seat.host, []).append((device, rank, name))
     nodes = []
     for (_, number), members in sorted(found.items(), key=lambda item: min(rank for _, rank, _ in item[1])):
@@ -278,85 +245,81 @@ def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
     return nodes
 
 
-def asked_gres(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+def asked_gres(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
     """Slurm's generic resources of a node with their numbers; empty on CPU nodes.
 
     Of a node with several kinds: so many of each, where each has a name of its own, else all of the node.
     """
     kind = kinds[node.kind]
-    if not node.kinds or not kind.gres:
-        return f"{kind.gres}:{len(node.ranks)}" if kind.gres else ""
+    if not node.kinds or not kind.slurm.gres:
+        return f"{kind.slurm.gres}:{len(node.ranks)}" if kind.slurm.gres else ""
     if _has_names(kind, kinds):
-        return ",".join(f"{kinds[name].gres}:{count}" for name, count in Counter(node.kinds).items())
-    return f"{kind.gres}:{sum(k.devices for k in _in_same_nodes(kind, kinds))}"
+        return ",".join(f"{kinds[name].slurm.gres}:{count}" for name, count in Counter(node.kinds).items())
+    return f"{kind.slurm.gres}:{_devices_of_nodes(kind, kinds)}"
 
 
-def chosen_devices(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+def chosen_devices(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
     """Devices that the ranks of a node have to choose themselves, as ``CUDA_VISIBLE_DEVICES``; else empty."""
     kind = kinds[node.kind]
-    if not node.kinds or (kind.gres and _has_names(kind, kinds)):
+    if not node.kinds or (kind.slurm.gres and _has_names(kind, kinds)):
         return ""
-    if len(node.devices) == sum(k.devices for k in _in_same_nodes(kind, kinds)):
+    if len(node.devices) == _devices_of_nodes(kind, kinds):
         return ""
     return ",".join(map(str, node.devices))
 
 
-def devices_of(node: Node, kinds: Mapping[str, NodeKind]) -> list[str]:
+def devices_of(node: Node, kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Kind of the device of every local rank, as plans call it."""
-    return [kinds[name].gpu or name for name in node.kinds or [node.kind] * len(node.ranks)]
+    return [kinds[name].gpu for name in node.kinds or [node.kind] * len(node.ranks)]
 
 
-def device_words(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+def device_words(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
     """The devices of a node as ``het-run --device`` takes them."""
     if not node.kinds:
-        return kinds[node.kind].gpu or node.kind
+        return kinds[node.kind].gpu
     return ",".join(f"{name}*{len(list(members))}" for name, members in groupby(devices_of(node, kinds)))
 
 
-def _in_same_nodes(kind: NodeKind, kinds: Mapping[str, NodeKind]) -> list[NodeKind]:
+def _in_same_nodes(kind: NodeGroup, kinds: Mapping[str, NodeGroup]) -> list[NodeGroup]:
     return [k for k in kinds.values() if k.shared_node == kind.shared_node]
 
 
-def _has_names(kind: NodeKind, kinds: Mapping[str, NodeKind]) -> bool:
+def _devices_of_nodes(kind: NodeGroup, kinds: Mapping[str, NodeGroup]) -> int:
+    return sum(k.gpus_per_node for k in _in_same_nodes(kind, kinds))
+
+
+def _has_names(kind: NodeGroup, kinds: Mapping[str, NodeGroup]) -> bool:
     """Whether Slurm has a name of its own for every kind of these nodes."""
-    names = [k.gres for k in _in_same_nodes(kind, kinds)]
+    names = [k.slurm.gres or "" for k in _in_same_nodes(kind, kinds)]
     return len(set(names)) == len(names) and all(":" in name for name in names)
 
 
-def whole_kind(node: Node, kinds: Mapping[str, NodeKind]) -> NodeKind:
+def whole_kind(node: Node, kinds: Mapping[str, NodeGroup]) -> NodeGroup:
     """The kind of a node; of one with several kinds, all of them together."""
     kind = kinds[node.kind]
     if not node.kinds:
         return kind
-    gpus = dict.fromkeys(kinds[name].gpu or name for name in node.kinds)
-    devices = sum(k.devices for k in _in_same_nodes(kind, kinds))
-    return replace(kind, gpu=" + ".join(gpus), gres=asked_gres(node, kinds), devices=devices)
+    gpus = " + ".join(dict.fromkeys(kinds[name].gpu for name in node.kinds))
+    slurm = kind.slurm.model_copy(update={"gres": asked_gres(node, kinds)})
+    return kind.model_copy(update={"gpu": gpus, "gpus_per_node": _devices_of_nodes(kind, kinds), "slurm": slurm})
 
 
-def components(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[Component]:
+def components(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[Component]:
     """Group nodes that the launcher sees as equal; the component with rank 0 comes first."""
-    groups: dict[tuple[NodeKind, int, tuple[int, ...]], list[Node]] = {}
+    groups: dict[tuple[tuple[object, ...], int, tuple[int, ...]], list[Node]] = {}
     for node in nodes:
         kind, ranks = whole_kind(node, kinds), len(node.ranks)
-        seen = replace(
-            kind,
-            gpu=kind.gpu or node.kind,
-            # What is asked for the ranks of a node counts, not what else the node has.
-            devices=0,
-            cpus=kind.cores(ranks),
-            count=None,
-            quota=None,
-            hosts=(),
-            numbers=(),
-        )
+        # What is asked for the ranks of a node counts, not what else the node has.
+        slurm = kind.slurm.model_copy(update={"cpus": kind.cores(ranks)})
+        seen = kind.gpu, kind.zone, kind.python, kind.shared_node, slurm
         groups.setdefault((seen, ranks, node.devices), []).append(node)
-    first: dict[NodeKind, str] = {}
+    first: dict[tuple[object, ...], str] = {}
     return [
         Component(
             first.setdefault(seen, members[0].kind),
             size,
             tuple(members),
-            all(whole_kind(node, kinds).devices == size for node in members),
+            all(whole_kind(node, kinds).gpus_per_node == size for node in members),
         )
         for (seen, size, _), members in groups.items()
     ]
