@@ -125,8 +125,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 72_800,
-    "all_lines": 137_600,
+    "product_lines": 72_720,
+    "all_lines": 137_520,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_600,
@@ -141,16 +141,16 @@ PRESENT: dict[str, Target] = {
         "megatron_het/dry_run": 2_300,
         "megatron_het/elastic": 5_400,
         "megatron_het/features": 13_500,
-        "megatron_het/lowering": 900,
+        "megatron_het/lowering": 820,
         "megatron_het/megatron_patches": 1_300,
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "tests": 40_900,
-        "tools/planner": 23_450,
+        "tools/planner": 23_390,
     },
 }
-"""The values of figures that miss their targets, which may not grow; lines are rounded up to hundreds."""
+"""The values of figures that miss their targets, which may not grow; lines are rounded up."""
 
 
 def import_circles(modules: Sequence[Module]) -> Finding:
