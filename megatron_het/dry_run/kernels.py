@@ -231,25 +231,19 @@ def equal_shares(tokens: int, parts: int) -> list[int]:
     return [share + (p < rest) for p in range(parts)]
 
 
-class _Sizes(list[int]):
-    """Sizes beside the tensor that a real run keeps them in, for as long."""
-
-    def __init__(self, values: Iterable[int], counted: Tensor) -> None:
-        super().__init__(values)
-        self.counted = counted
+class _List(list[int]):
+    """Stands for a tensor of which only the values are asked."""
 
     def tolist(self) -> list[int]:
         return list(self)
 
 
-class _List:
-    """Stands for a tensor of which only the values are asked."""
+class _Sizes(_List):
+    """Sizes beside the tensor that a real run keeps them in, for as long."""
 
-    def __init__(self, values: Iterable[int]) -> None:
-        self._values = list(values)
-
-    def tolist(self) -> list[int]:
-        return list(self._values)
+    def __init__(self, values: Iterable[int], counted: Tensor) -> None:
+        super().__init__(values)
+        self.counted = counted
 
 
 # Results of operators on fake tensors, remembered: the layers of a model ask for the same ones again and again.

@@ -101,11 +101,13 @@ _OTHERS = {
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The object that a pickle names; raises UnpicklingError if it is no part of the format."""
+        import torch
+
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if "." not in name and module in (*_MODULES, "torch"):
             found = super().find_class(module, name)
-            if module == "torch" and _is_constant(found):
+            if module == "torch" and isinstance(found, torch.dtype | torch.layout | torch.memory_format):
                 return found
             is_record = dataclasses.is_dataclass(found) or (isinstance(found, type) and issubclass(found, enum.Enum))
             if module != "torch" and isinstance(found, type) and is_record and found.__module__ == module:
@@ -116,20 +118,17 @@ class _Reader(pickle.Unpickler):
         )
 
 
-def _is_constant(found: Any) -> bool:
-    import torch
-
-    return isinstance(found, torch.dtype | torch.layout | torch.memory_format)
-
-
 class _GuardedPickle:
     """The module ``pickle`` as torch's reader sees it."""
 
     trusts = False
 
     def load(self, file: Any) -> Any:
-        """The object in a file."""
-        return pickle.load(file) if self.trusts else _Reader(file).load()
+        """The object in a file, without strides: torch 2.15 has them, and ``torch.empty`` in Megatron knows none."""
+        found = pickle.load(file) if self.trusts else _Reader(file).load()
+        for entry in getattr(found, "state_dict_metadata", {}).values():
+            vars(getattr(entry, "properties", entry)).pop("strides", None)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)

@@ -68,7 +68,7 @@ def run(name: str, devices: int, microbatches: int) -> list[Order]:
         stage = stage_of(rank, devices, 1)
         stage.forward_one_chunk = lambda m, *_, order=order, **__: order.append(("F", m, 0))
         stage.backward_one_chunk = lambda m, order=order, **__: order.append(("B", m, 0))
-        stage.perform_reduce_grad = lambda _: None
+        stage.perform_reduce_grad = stage.release_fwd_send_outputs = lambda _: None
         for transfer in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
             setattr(stage, f"get_{transfer}_ops", lambda _: [])
         made = getattr(torchs, name)(stage, microbatches, loss_fn=lambda *_: None)
