@@ -65,18 +65,6 @@ MIXED = staged([(1, "a")], [(2, "b"), (1, "b")])
 DEVICES = staged([(1, "a")], [(1, "a"), (1, "b")])
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", *EMERGING])
-def test_stages_of_equal_replicas_without_tp_train_with_any(name: str) -> None:
-    check(ONE, optimizer=name)
-    check(staged([(1, "a"), (1, "a")], [(1, "b")]), optimizer=name)
-
-
-@pytest.mark.parametrize("plan", [WITH_TP, MIXED, DEVICES], ids=["tp", "mixed tp", "devices"])
-@pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
-def test_elementwise_updates_do_not_mind_how_weights_are_cut(plan: Plan, name: str) -> None:
-    check(plan, optimizer=name)
-
-
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])
 def test_muon_puts_matrices_together(mode: str) -> None:
     with pytest.raises(PlanError, match=r"--muon-tp-mode = 'blockwise'.*TP sizes \[1, 2\].*--muon-tp-mode duplicated"):

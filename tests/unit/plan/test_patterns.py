@@ -14,7 +14,7 @@ from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage
 from megatron_het.plan.run_config import plan_from_flags
-from megatron_het.plan.schema import later_layers, layers_of, problem_of, with_chunks, without_chunks
+from megatron_het.plan.schema import problem_of
 from megatron_het.plan.validate import check_plan
 from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.megatron_flags import flags
@@ -41,12 +41,6 @@ def given(pattern: str, **changed: Any) -> Arguments:
         "ffn_hidden_size": 256,
     }
     return arguments(**{**named, **changed})
-
-
-def test_patterns_are_read() -> None:
-    assert layers_of("*-|E*/*-/*-") == "*-E*" and later_layers("*-|E*/*-/*-") == ("*-", "*-")
-    assert without_chunks("*-|E*/*-") == "*-E*/*-"
-    assert with_chunks("*-E*/*-", [1, 0, 3]) == "*||-E*/*-"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +96,6 @@ def test_a_plan_is_one_model(changed: dict[str, Any], reason: str) -> None:
     made = plan("*-*-")
     with pytest.raises(PlanError, match=r"model.pattern.*" + reason):
         check_plan(replace(made, model=replace(made.model, **changed)))
-
-
-def test_the_plans_json_has_a_pattern_only_where_there_is_one() -> None:
-    made = plan("*-*-")
-    assert made.to_json()["model"]["pattern"] == "*-*-" and Plan.from_json(made.to_json()) == made
-    dense, _ = plan_from_flags([*flags(f"--num-layers 4 {_BASE}")], 2, ScheduleSpec("1f1b"))
-    assert "pattern" not in dense.to_json()["model"]
 
 
 def test_another_model_than_the_plans_is_refused() -> None:

@@ -60,11 +60,6 @@ def test_most_documents_are_whole(shares: list[int], cuts: set[int]) -> None:
     assert sum(len(ranks_of(piece, placed)) > 1 for piece in short) < len(room)
 
 
-def test_a_long_document_is_cut_as_a_sequence_is() -> None:
-    assert placed_documents([(0, 48)], [24, 24], 10.0) == [((0, 12), (36, 48)), ((12, 36),)]
-    assert placed_documents([(0, 48)], [36, 12], 10.0) == [((0, 18), (30, 48)), ((18, 30),)]
-
-
 def test_attention_says_what_is_too_long() -> None:
     """A document that fits is spread where one rank would be done too late, on as few ranks as are in time."""
     pieces = [(0, 300), *((at, at + 10) for at in range(300, 1200, 10))]

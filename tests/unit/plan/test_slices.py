@@ -110,14 +110,6 @@ def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "changed", [{"reset_attention_mask": True}, {"dataloader_inter_document_masking": True}, {"window_size": (8, 0)}]
-)
-def test_exchange_goes_with_documents_and_windows(changed: dict[str, Any]) -> None:
-    made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "context_exchange": True}))
-    check_cut(made, arguments(**changed))
-
-
-@pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
@@ -326,10 +318,3 @@ def test_offload_ratio_refused(ratio: Any) -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "offload_activations": ratio}))
     with pytest.raises(PlanError, match="a share above 0 and at most 1"):
         check_feature("activation_offload", made, SimpleNamespace())
-
-
-def test_flags_become_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    words = [*FLAGS, *PP4.split(), "--het-schedule", "slimpipe", "--het-slices", "8"]
-    config, _ = split_arguments([*words, "--het-vocabulary-parallel", "--het-offload-activations", "0.75"])
-    assert config.plan.schedule.parameters == {"slices": 8, "vocabulary": True, "offload_activations": 0.75}

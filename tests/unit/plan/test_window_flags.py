@@ -22,13 +22,6 @@ def schedule_of(*words: str) -> ScheduleSpec:
     return plan.schedule
 
 
-def test_ministages_from_flags():
-    config, rest = split_arguments([*FLAGS, *MINISTAGE])
-    assert config.plan is not None and config.plan.schedule == ScheduleSpec("ministage", {})
-    assert [stage.layers for stage in config.plan.stages] == [(2, 2), (2, 2)]
-    assert not any(word.startswith("--het-") for word in rest)
-
-
 @pytest.mark.parametrize(
     ("words", "parameters"),
     [
