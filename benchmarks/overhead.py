@@ -9,13 +9,13 @@ import re
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import command_line, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from testing.runner import Job, Runner, words
 
 _LAYERS, _HIDDEN, _HEADS, _SEQ, _MICROBATCHES = 4, 256, 4, 256, 8
-_SKIPPED = 5
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _FLAGS = f"""--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-heads {_HEADS}
 --seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1
@@ -26,20 +26,16 @@ _FLAGS = f"""--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-head
 --calculate-per-token-loss --clip-grad 1.0"""
 
 
-def two_stage_plan() -> Plan:
-    """The even two-stage plan that equals ``--pipeline-model-parallel-size 2``."""
-    ids = tuple(range(_MICROBATCHES))
-    return Plan(
-        ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ),
-        TrainingShape(1, _MICROBATCHES),
-        tuple(Stage((_LAYERS // 2,), (Replica((rank,), ids),)) for rank in range(2)),
-        ScheduleSpec("1f1b"),
-    )
+def equal_stages(model: ModelShape, microbatches: int, **parameters: Any) -> Plan:
+    """Two equal stages of one rank under 1F1B, as those of ``--pipeline-model-parallel-size 2``."""
+    ids = tuple(range(microbatches))
+    stages = tuple(Stage((model.num_layers // 2,), (Replica((rank,), ids),)) for rank in range(2))
+    return Plan(model, TrainingShape(1, microbatches), stages, ScheduleSpec("1f1b", parameters))
 
 
-def iteration_s(log: str) -> float:
+def iteration_s(log: str, skipped: int = 5) -> float:
     """Median of the logged iteration times in seconds, without the first ones."""
-    times = [float(ms) / 1e3 for ms in _ELAPSED.findall(log)][_SKIPPED:]
+    times = [float(ms) / 1e3 for ms in _ELAPSED.findall(log)][skipped:]
     if not times:
         raise RuntimeError("the run logged no iteration times")
     return statistics.median(times)
@@ -49,7 +45,8 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
     """Run the pairs and return the result."""
     from megatron_het.device import platform_flags
 
-    save_plan(two_stage_plan(), scratch / "plan.json")
+    plan = equal_stages(ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ), _MICROBATCHES)
+    save_plan(plan, scratch / "plan.json")
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
     sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {scratch / 'plan.json'}"}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -66,7 +63,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
                     timeout_s=600,
                 )
                 seconds[side].append(iteration_s(runner.run(job).log()))
-    ratios = [plan / stock for plan, stock in zip(seconds["plan"], seconds["stock"], strict=True)]
+    ratios = [planned / stock for planned, stock in zip(seconds["plan"], seconds["stock"], strict=True)]
     return {
         "median_ratio": statistics.median(ratios),
         "ratios": ratios,

@@ -12,7 +12,6 @@ times, at most 0.1).
 """
 
 import functools
-import re
 import statistics
 import time
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 import megatron_het.features  # noqa: F401  (the kinds of all features)
 from benchmarks.drift_stand_ins import SlowLink, divert
 from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.overhead import equal_stages, iteration_s
 from benchmarks.zero_bubble_speed import durations, flags
-from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.plan import ModelShape, Plan, save_plan
 from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate
 from megatron_het.schedule.generators.one_f_one_b import choose_depths, published_depths
 from megatron_het.schedule.simulate import simulate
@@ -43,19 +43,8 @@ def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
 _LAYERS, _HIDDEN, _HEADS, _SEQ = 4, 512, 4, 256
 _SKIPPED, _TRACED = 3, 4
 _MESSAGE_BYTES = 4.0 * _SEQ * _HIDDEN
-_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+_MODEL = ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ, 3 * _HIDDEN)
 Depths = tuple[int, ...]
-
-
-def plan_of(microbatches: int, depths: Depths) -> Plan:
-    """Two equal stages of one rank."""
-    ids = tuple(range(microbatches))
-    return Plan(
-        ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ, 3 * _HIDDEN),
-        TrainingShape(1, microbatches),
-        tuple(Stage((_LAYERS // 2,), (Replica((rank,), ids),)) for rank in range(2)),
-        ScheduleSpec("1f1b", {"depths": list(depths)} if depths else {}),
-    )
 
 
 def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[str, float] | None) -> float:
@@ -69,7 +58,7 @@ def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[st
     )
     setup = None if link is None else ("benchmarks.slow_links:slow_down", dict(link))
     done = runner.run(Job(folder.name, 2, argv, folder, setup=setup, timeout_s=600.0))
-    return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(1))[_SKIPPED:])
+    return iteration_s(done.log(1), _SKIPPED)
 
 
 def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str, float], depths: Depths) -> float:
@@ -87,7 +76,7 @@ def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str,
 def measure(share: float, microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
     """All runs and what follows from them."""
     with Runner() as runner:
-        free_s = run(runner, plan_of(microbatches, ()), folder / "free", iterations, None)
+        free_s = run(runner, equal_stages(_MODEL, microbatches), folder / "free", iterations, None)
         found = durations(folder / "free", (Kind.FORWARD, Kind.BACKWARD))
         stage_s = [sum(times.values()) for times in found]
         transfer_s = share * statistics.mean(stage_s)
@@ -102,7 +91,8 @@ def measure(share: float, microbatches: int, rounds: int, iterations: int, folde
         times: dict[str, list[float]] = {side: [] for side in sides}
         for index in range(rounds):
             for side in list(sides)[index % 3 :] + list(sides)[: index % 3]:
-                plan = plan_of(microbatches, sides[side])
+                deeper = {"depths": list(sides[side])} if sides[side] else {}
+                plan = equal_stages(_MODEL, microbatches, **deeper)
                 times[side].append(run(runner, plan, folder / f"{index}-{side}", iterations, link))
                 print(f"round {index} {side:7} {times[side][-1]:.3f} s", flush=True)
     predicted = {side: simulated(microbatches, found, link, depths) + rest_s for side, depths in sides.items()}

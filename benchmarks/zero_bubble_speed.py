@@ -8,7 +8,6 @@ gradients and weight gradients that the first split run measured itself.
 """
 
 import json
-import re
 import statistics
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 import megatron_het.features  # noqa: F401  (the kinds of all features)
 from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.overhead import iteration_s
 from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate
 from megatron_het.schedule.simulate import simulate
 from testing.cases import machine_flags
@@ -24,7 +24,6 @@ from testing.runner import Job, Runner, words
 
 _STAGES, _LAYERS, _HIDDEN, _SEQ = 2, 4, 512, 256
 _SKIPPED = 3  # iterations that do not count
-_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _SIDES = {"stock": (), "1f1b": ("--het-schedule", "1f1b"), "zb-h1": ("--het-schedule", "zb-h1")}
 _TRACED = 4
 
@@ -52,7 +51,7 @@ def run(runner: Runner, side: str, microbatches: int, iterations: int, folder: P
     folder.mkdir(parents=True)
     arguments = (*flags(microbatches, iterations), *_SIDES[side], *more)
     done = runner.run(Job(side, _STAGES, arguments, folder, timeout_s=600.0))
-    return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(_STAGES - 1))[_SKIPPED:])
+    return iteration_s(done.log(_STAGES - 1), _SKIPPED)
 
 
 def durations(folder: Path, kinds: tuple[Kind, ...]) -> list[dict[Kind, float]]:
