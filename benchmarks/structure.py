@@ -126,11 +126,11 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 72_720,
-    "all_lines": 137_520,
+    "all_lines": 137_440,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_600,
-        "examples": 2_200,
+        "benchmarks": 15_400,
+        "examples": 2_170,
         "megatron_het": 1_600,
         "megatron_het/arguments": 1_000,
         "megatron_het/attention": 3_600,
