@@ -319,12 +319,11 @@ def test_what_is_found_of_a_schedule_does_not_depend_on_the_others(names):
         assert every.best.iteration_s <= alone.best.iteration_s * (1 + 1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", [5, 7])
-def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
-    """139 and 153 GPUs of several kinds, searched as ``plan`` does; ``--only nodes`` compares more of them."""
+@pytest.mark.parametrize("seed", [*(pytest.param(n, marks=pytest.mark.full) for n in (5, 7)), 10704])
+def test_a_node_more_is_never_worse(seed):
+    """139, 153 and 20 GPUs of several kinds (the last 6 % slower), as ``plan`` searches; ``--only nodes`` has more."""
     cluster, model = random_pool(seed)
-    assert 100 < cluster.total_gpus <= 200
+    assert (100 < cluster.total_gpus <= 200) != (seed == 10704)
     fewer = without_one(cluster.nodes, random.Random(seed).randrange(len(cluster.nodes)))
     assert best_value(cluster.nodes, model, Goal()) <= 1.01 * best_value(fewer, model, Goal())
 

@@ -121,13 +121,15 @@ def _of_the_other_objective(ground: Ground, outcome: Outcome) -> None:
 def _parts_alone(ground: Ground, outcome: Outcome) -> None:
     """The plans of parts of a cluster join the outcome, as if there were nothing else, as long as that is better.
 
-    A small cluster is searched without a node, a pool or two nodes: what a further node changes is much there, and
-    little time is needed.  From the best one, one node more is left out.  Of a larger one the nodes are searched that
-    the best plans are on: starting points on all of them are nearer to a good plan than those on nodes that are of no
-    use.  At last comes the part without the one node that may be missed most easily.
+    A small cluster is searched without a node, a pool or two nodes, and from the best of as many numbers of stages as
+    the whole: what a further node changes is much there, and little time is needed.  From the best one, one node more
+    is left out.  Of a larger one the nodes are searched that the best plans are on: starting points on all of them are
+    nearer to a good plan than those on nodes that are of no use.  At last comes the part without the one node that may
+    be missed most easily.
     """
     estimator, whole = ground.merged.estimator, ground.whole
-    effort, seen = replace(ground.asked or OF_A_SIZE, parts=0), {whole}
+    effort = ground.asked or (replace(OF_A_SIZE, counts=NORMAL.counts) if ground.is_small else OF_A_SIZE)
+    effort, seen = replace(effort, parts=0), {whole}
 
     def best_of(parts: Iterable[Limits]) -> Limits | None:
         better = None
