@@ -133,7 +133,8 @@ def against(checkout: Path) -> int:
     except releases.PatchError as error:
         sys.stderr.write(f"megatron_patches: {error}\n")
         return 2
-    verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here}
+    # A patch that only one of the two releases needs leans on nothing in the other.
+    verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here if dotted in there}
     hashes = {dotted: upstream.text_hash(source) for dotted, source in there.items() if source is not None}
     read = _read()
     unread = {
@@ -142,8 +143,9 @@ def against(checkout: Path) -> int:
         if found != "unchanged" and (dotted, hashes.get(dotted)) not in read
     }
     print("| name | source there | read | whose |\n|---|---|---|---|")
-    for dotted, owners in whose().items():
-        print(f"| {dotted} | {verdicts[dotted]} | {'no' if dotted in unread else 'yes'} | {', '.join(owners)} |")
+    owners = whose()
+    for dotted, found in sorted(verdicts.items()):
+        print(f"| {dotted} | {found} | {'no' if dotted in unread else 'yes'} | {', '.join(owners[dotted])} |")
     for dotted in sorted(dotted for dotted, found in verdicts.items() if found in ("changed", "text only")):
         before, after = ((source or "").splitlines() for source in (here[dotted], there[dotted]))
         print(f"\n{dotted}  {hashes[dotted]}")

@@ -309,11 +309,12 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Source
 
 def test_one_table_and_the_changes(compare: Any, capsys: pytest.CaptureFixture[str]) -> None:
     there = {"m.same": HERE, "m.other": CHANGED, "m.gone": None}
-    assert compare(dict.fromkeys(there, HERE), there, dict.fromkeys(there, "0" * 64)) == 1
+    here = dict.fromkeys([*there, "m.only_here"], HERE)  # the last one for a patch that the other release does not need
+    assert compare(here, there, dict.fromkeys(here, "0" * 64)) == 1
     said = capsys.readouterr().out
     assert "| m.same | unchanged | yes | patch x, mtp |" in said
     assert "| m.other | changed | no | patch x, mtp |" in said and "-    return a + 1\n+    return a + 2" in said
-    assert "| m.gone | gone | no | patch x, mtp |" in said
+    assert "| m.gone | gone | no | patch x, mtp |" in said and "only_here" not in said
 
 
 def test_changes_that_were_read_are_no_failure(
