@@ -1,12 +1,13 @@
 """Choices beside stages and batches: taken where the simulator says that they pay, and written into the plan."""
 
+from functools import partial
 from math import inf
 
 import pytest
 
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
-from testing.planner_cases import cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
+from testing.planner_cases import LLAMA_70B, cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import _again, build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -314,3 +315,19 @@ def test_layers_run_again_only_where_memory_is_short() -> None:
     assert 0 < best.candidate.stages[0].groups[0].kept < 1
     assert relieved(priced, whole.with_(offload=True)).offload
     assert relieved(estimator_of(cluster, priced.model.model_copy(update={"recompute": ("full",)})), whole) == whole
+
+
+def test_a_stage_gets_layers_that_memory_holds_back_if_few_of_them_run_again() -> None:
+    """70B on A100 and H100: a stage of H100 can hold 12 layers, so the others had more than their share."""
+    cluster = cluster_of(("H100-SXM", 2, 8, 50e9), ("A100-80", 2, 8, 25e9))
+    more = {"words": 128256, "distributed_optimizer": True, "sequence_parallel": True}
+    priced = estimator_of(cluster, model_of(layers=80, **LLAMA_70B, tokens=8192, batch=512, **more))
+    groups = (((Group(1, 4, 1),),) * 4) + (((Group(0, 4, 1),),) * 4)
+    held_back = balance(priced, groups, Candidate((), 1, zero_stage=1, slack=1.0))
+    estimate = priced.estimate(held_back)
+    start = Found(held_back, estimate, block_s(priced, held_back, estimate))
+    simulate = partial(finish._simulated, priced, GOAL, tries=1)
+    found = min(finish.freed(priced, GOAL, start, simulate, start.iteration_s), key=lambda f: f.iteration_s)
+    assert found.iteration_s < 0.96 * start.iteration_s and priced.fits(found.estimate)
+    assert found.candidate.stages[4].layers > held_back.stages[4].layers
+    assert not list(finish.freed(priced, GOAL, found, simulate, found.iteration_s))  # it runs some again already

@@ -153,11 +153,14 @@ class Rooms:
         return min(alone, int(free_together // needed_together))
 
 
-def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: Candidate) -> Candidate | None:
+def balance(
+    estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: Candidate, *, fits: bool = True
+) -> Candidate | None:
     """A candidate with these stages and the numbers of layers that balance them.
 
     Args:
         like: Everything else is taken from here.
+        fits: Memory limits the layers of a stage.
 
     Returns:
         None when there are more stages than layers or a replica kind has no figures.  Memory limits
@@ -181,8 +184,8 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
             return None
         later -= sum([g.count for g in stage])
         loads.append(load)
-        rooms = layer_rooms(estimator, stage, like, total, first, last, slack=slack)
-        caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
+        rooms = layer_rooms(estimator, stage, like, total, first, last, slack=slack) if fits else None
+        caps.append(max(1, rooms.cap(later, count - 1 - s, count)) if rooms is not None else 1 if fits else wanted)
     layers = by_kinds(estimator, groups[0][0], like, _split(loads, caps, wanted))
     rows = like.rows if count > 1 else ()
     if rows and len(rows) != count:

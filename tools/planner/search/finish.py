@@ -170,6 +170,7 @@ they may become the best by it."""
 REFINED, MOST_REFINED = 1.06, 6
 """Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
 MOST_REFINED_OF_FEW = 3  # as many plans of every other schedule, on small clusters; elsewhere only the best one
+MOST_FREED = 4  # plans of a schedule whose layers are balanced without memory, some of which then run again
 DEEPENED = 2  # plans of schedules with depths for which these are chosen, however large the plans are
 
 
@@ -353,6 +354,11 @@ def _improved(
             better.append(deep)
             best = min(best, deep.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
+    for entry in sorted(found + better, key=lambda f: f.value(goal))[:MOST_FREED]:
+        for tried in freed(estimator, goal, entry, simulate, best):
+            if tried.value(goal) < best:
+                better.append(tried)
+                best = tried.value(goal)
     is_plain = found[0].candidate.schedule == PLAIN.name  # whose loops are compiled
     starts: dict[object, Found] = {}
     for entry in sorted(found + better, key=lambda f: f.value(goal)):
@@ -366,6 +372,32 @@ def _improved(
             better.append(refined)
             best = min(best, refined.value(goal))
     return better
+
+
+def freed(estimator: Estimator, goal: Goal, found: Found, simulate: Simulate, best: float) -> Iterator[Found]:
+    """Plans whose stages have more layers than memory holds, of which a few run again, balanced for that and deepened.
+
+    Args:
+        found: A plan that runs no layer again.
+        best: Value of the best plan so far.
+    """
+    candidate, groups = found.candidate, tuple([s.groups for s in found.candidate.stages])
+    free = balance(estimator, groups, candidate, fits=False) if candidate.recompute == "none" else None
+    if free is None or free.stages == candidate.stages or "full" not in estimator.model.recompute:
+        return
+    changed: Candidate | None = free.with_(recompute="full")
+    tried = set[Candidate]()
+    while changed is not None and changed not in tried:
+        tried.add(changed)
+        partly = relieved(estimator, changed, goal.seconds(estimator, candidate, best))
+        estimate = goal.usable(estimator, partly) if any(g.kept for s in partly.stages for g in s.groups) else None
+        if estimate is None or partly in tried:
+            return
+        tried.add(partly)
+        simulated = simulate(partly, estimate, best)
+        if simulated is not None:
+            yield deeper(estimator, goal, simulated)
+        changed = balance(estimator, groups, partly)
 
 
 class _Ratios:
