@@ -109,13 +109,13 @@ def tiny_plan(plan: Plan) -> Plan:
     whole = replace(plan, model=shrunk(model, plan.model), stages=stages, predicted=None, notes="")
     if plan.training.micro_batch_sizes:
         return whole
-    whole = _with_microbatches(whole, range(plan.num_microbatches))
     most = plan.num_microbatches
+    whole = replace(whole, training=replace(plan.training, micro_batch_size=1, global_batch_size=most))
     # The shortest prefix of the microbatches in which every replica has one.
     kept = max(max(min(r.microbatches, default=0) for r in s.replicas) for s in plan.stages) + 1
     while kept < most:
         try:
-            found = _with_microbatches(whole, range(kept))
+            found = whole.first_microbatches(kept)
             check_plan(found)
             check_plan_alone(found)
             build(found)
@@ -123,19 +123,6 @@ def tiny_plan(plan: Plan) -> Plan:
         except PlanError:
             kept *= 2
     return whole
-
-
-def _with_microbatches(plan: Plan, kept: Sequence[int]) -> Plan:
-    """The plan with the first microbatches only, of one sequence each."""
-    stages = tuple(
-        replace(
-            s,
-            replicas=tuple(replace(r, microbatches=tuple(m for m in r.microbatches if m in kept)) for r in s.replicas),
-        )
-        for s in plan.stages
-    )
-    training = replace(plan.training, micro_batch_size=1, global_batch_size=len(kept))
-    return replace(plan, stages=stages, training=training)
 
 
 def one_process(plan: Plan) -> Plan:

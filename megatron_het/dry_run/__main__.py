@@ -6,6 +6,7 @@ takes part in a real run of two iterations, which the same tracker counts.
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -109,15 +110,22 @@ def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequen
     from megatron_het.dry_run.run import import_megatron
 
     import_megatron(gpu=options.kernels != "cpu", cuda=options.cuda)
-    worst = 0
+    worst, own = 0, os.getpid()
     for rank in ranks:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            _end_with(own)
             os.environ["RANK"] = str(rank)
             _leave(options, flags, rank)
         worst = max(worst, _wait(child, rank, options.limit_s))
     return worst
+
+
+def _end_with(parent: int) -> None:
+    """End this process within a second of its parent, which may be killed before it can end this one."""
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1) if os.getppid() != parent else None)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
 
 
 def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoReturn:
@@ -139,8 +147,6 @@ def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoRe
 
 def _wait(child: int, rank: int, limit_s: float | None) -> int:
     """Wait for a forked process, at most so long; returns its exit code."""
-    import signal
-
     deadline_s = time.monotonic() + (limit_s or 1e9)
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -435,6 +435,21 @@ class Plan:
         """Microbatches per iteration."""
         return self.training.num_microbatches
 
+    def first_microbatches(self, count: int) -> "Plan":
+        """Returns the plan with its first microbatches only, all of one size; a replica may have none then."""
+        stages = [
+            dataclasses.replace(
+                stage,
+                replicas=tuple(
+                    dataclasses.replace(r, microbatches=tuple(m for m in r.microbatches if m < count))
+                    for r in stage.replicas
+                ),
+            )
+            for stage in self.stages
+        ]
+        training = dataclasses.replace(self.training, global_batch_size=count * self.training.micro_batch_size)
+        return dataclasses.replace(self, stages=tuple(stages), training=training)
+
     @property
     def loss_divisor(self) -> int:
         """The power of two by which losses are divided before backward passes, and gradients multiplied after them.

@@ -1,8 +1,13 @@
 """Dry runs: layers of experts, what is refused, and groups of absent ranks."""
 
+import argparse
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,3 +127,19 @@ def test_what_was_sent_is_free_at_the_next_send_over_nccl_only(backend: str, hel
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == held
+
+
+def test_a_forked_rank_ends_with_the_process_that_forked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner whose time is over kills the process that forks the ranks; the rank that ran went on for minutes."""
+    monkeypatch.setattr("megatron_het.dry_run.run.import_megatron", lambda **_: None)
+    monkeypatch.setattr(command, "_one_rank", lambda *_: time.sleep(60))
+    reader, writer = os.pipe()
+    forking = os.fork()
+    if not forking:
+        os._exit(command._each_alone(argparse.Namespace(kernels="gpu", cuda=False, limit_s=60.0), [], [0]))
+    os.close(writer)
+    time.sleep(0.5)
+    os.kill(forking, signal.SIGKILL)
+    os.waitpid(forking, 0)
+    assert select.select([reader], [], [], 20)[0] and not os.read(reader, 1)  # nobody holds the other end
+    os.close(reader)

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
+from tests.unit.planner.eight_layers import estimator, model
 from tools.planner.__main__ import main
 from tools.planner.cli import dry_run
 from tools.planner.cli import dry_run as verify
+from tools.planner.costs.build import build_plan as planned
+from tools.planner.costs.candidate import Candidate, Group, Stage
 
 GIB = 2**30
 CLUSTER = """
@@ -154,6 +158,27 @@ def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: Patch, tmp_
     monkeypatch.setattr(dry_run.subprocess, "run", too_slow)
     found = dry_run._run_in_turn([0, 4], [], 1.0, "gpu", 120.2, False, tmp_path)
     assert found == {rank: {"error": "not done after 120 s"} for rank in (0, 4)}
+
+
+def test_a_plan_of_many_microbatches_runs_the_first_ones_dry() -> None:
+    """As many as are in flight at once, and all where all are in flight or differ in size."""
+    priced = estimator(model(seq_length=4096, global_batch_size=256, distributed_optimizer=True))
+
+    def made(schedule: str, *stages: Stage, **more: Any) -> Plan:
+        candidate = Candidate(stages, 1, schedule=schedule, **more)
+        return planned(priced, candidate, priced.estimate(candidate))
+
+    uneven = Stage(4, (Group(0, 1, 4), Group(0, 2, 2))), Stage(4, (Group(0, 1, 8),))
+    for plan in (
+        made("1f1b", *uneven),
+        made("zb-v", Stage(4, (Group(0, 2, 4),)), Stage(4, (Group(0, 2, 4),)), chunks=2),
+    ):
+        short = dry_run.shortened(plan)
+        assert short.num_microbatches <= 64 and build(short)
+        assert all(len(r.microbatches) > 1 for s in short.stages for r in s.replicas)
+        assert dry_run._in_flight(build(short)[False]) == dry_run._in_flight(build(plan)[False])
+    whole = made("ministage", *uneven, chunks=2, recompute="full", zero_stage=2)
+    assert dry_run.shortened(whole) is whole
 
 
 def test_a_model_that_cannot_run_is_refused_before_the_search(words: list[str], capsys: Said, tmp_path: Path) -> None:

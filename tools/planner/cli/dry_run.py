@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_het.plan import Plan, save_plan
+from megatron_het.plan import Plan, PlanError, save_plan
+from megatron_het.schedule.ir import COMPUTE, Program
 
 from ..costs.build import build_plan, check_same_model, read_plan
 from ..costs.candidate import GroupMemory
@@ -46,7 +48,6 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
     ones with parts of one size: they differ by bytes, not by megabytes.
     """
     from megatron_het.lowering.programs import build
-    from megatron_het.schedule.ir import COMPUTE
 
     program = build(plan)[False]
     found: dict[Any, list[int]] = {}
@@ -61,6 +62,50 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
                 key = s, replica.cut, replica.cp, tokens, device, alike, replica.state_share, shape
                 found.setdefault(key, []).extend(replica.tp_group(part))
     return [tuple(sorted(ranks)) for ranks in found.values()]
+
+
+def shortened(plan: Plan) -> Plan:
+    """The plan with its first microbatches only, as few as leave every rank with as much in flight as all of them.
+
+    A dry run takes its time for each microbatch, and the first ones show its peak.  The whole plan where microbatches
+    differ in size, because the largest may be any of them.
+    """
+    from megatron_het.features.registry import check_plan_alone
+    from megatron_het.lowering.programs import build
+    from megatron_het.plan.validate import check_plan
+
+    if plan.training.micro_batch_sizes:
+        return plan
+    wanted, count = _in_flight(build(plan)[False]), len(plan.stages)
+    while (count := 2 * count) < plan.num_microbatches:
+        short = plan.first_microbatches(count)
+        pairs = [(r, other) for s, t in zip(plan.stages, short.stages) for r, other in zip(s.replicas, t.replicas)]
+        if any(len(other.microbatches) < min(2, len(r.microbatches)) for r, other in pairs):
+            continue  # from the second one on gradients are there
+        try:
+            check_plan(short)
+            check_plan_alone(short)
+            if _in_flight(build(short)[False]) == wanted:
+                return short
+        except PlanError:  # too few for some replica, or for the schedule
+            continue
+    return plan
+
+
+def _in_flight(program: Program) -> dict[Any, int]:
+    """By device, chunk and two kinds of passes, how many more of one kind than of the other are done at most."""
+    most: dict[Any, int] = {}
+    for device, ops in enumerate(program.ops):
+        passes = [(op.chunk, op.kind) for op in ops if op.kind in COMPUTE]
+        totals, done = Counter(passes), Counter[Any]()
+        # Kinds that come equally often: the others, such as an update at the end, are ahead by more in longer programs.
+        pairs = {a: [b for b in totals if b[0] == a[0] and totals[b] == totals[a]] for a in totals}
+        for one in passes:
+            done[one] += 1
+            for other in pairs[one]:
+                key = device, one, other
+                most[key] = max(most.get(key, 0), done[one] - done[other])
+    return most
 
 
 # fmt: off
@@ -445,8 +490,9 @@ class Verifier:
         with TemporaryDirectory(prefix="het-verify-") as made:
             folder = Path(made)
             self._now = folder, len(kinds)
-            save_plan(plan, folder / "plan.json")
-            flags = rank_flags(plan, self._model, str(folder / "plan.json"), [])
+            short = shortened(plan)
+            save_plan(short, folder / "plan.json")
+            flags = rank_flags(short, self._model, str(folder / "plan.json"), [])
             ranks = [kind[0] for kind in kinds]
             results = run_ranks(ranks, flags, RANK_S, kernels, bound_s=left_s, folder=folder) if left_s > 0 else {}
             self._now = None
