@@ -85,7 +85,8 @@ def _hopeful(
     most = NEARLY_AS_GOOD * goal.value(current.estimate)
     changes = _changes(current.candidate, _may_compute(estimator, goal, current, most))
     regrouped = _regrouped(estimator, goal, current, sketch) if sketch is not None else ()
-    for candidate in chain(changes, regrouped):
+    for changed in chain(changes, regrouped):
+        candidate = relieved(estimator, changed)  # a stage with other layers keeps another number of them
         if candidate in seen:
             continue
         seen.add(candidate)
@@ -108,7 +109,7 @@ def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch)
         depths = changed.depths if len(groups) == len(changed.stages) else ()
         balanced = balance(estimator, groups, changed.with_(depths=depths, shares=None))
         if balanced is not None and balanced.stages:
-            yield relieved(estimator, balanced)
+            yield balanced
 
 
 MayCompute = Callable[[int, int, tuple[Group, ...]], bool]
