@@ -16,7 +16,6 @@ import yaml
 
 from megatron_het.families import LATENT_SPEC
 from tools.planner.costs.build import model_shape
-from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments
 from tools.planner.inputs.model import Model, load_model
 
@@ -136,7 +135,7 @@ def small_model(name: str) -> tuple[Any, Model]:
 
 def emitted_flags(read: Model) -> list[str]:
     """The flags of the model that ``emit`` writes."""
-    return model_arguments(SimpleNamespace(model=model_shape(read)), model_options(read))  # type: ignore[arg-type]
+    return model_arguments(SimpleNamespace(model=model_shape(read)), read)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
-from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.emit.flags import model_arguments, plan_arguments
 from tools.planner.inputs.files import write_json
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -173,7 +173,7 @@ def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str,
 def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
     """The training of a plan file."""
     plan = load_plan(file)
-    words = model_arguments(plan, ModelOptions(experts=case.model.experts))
+    words = model_arguments(plan, case.model)
     words += [*data.arguments, "--data-cache-path", str(Path(data.train_prefix).parent / "cache")]
     words += [*training_arguments(ITERATIONS, ITERATIONS, False), *CPU_ARGUMENTS]
     words += [*plan_arguments(plan), "--make-vocab-size-divisible-by", "128"]

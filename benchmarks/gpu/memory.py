@@ -19,7 +19,8 @@ from benchmarks.machine import command_line
 from megatron_het.plan import Plan, load_plan
 from megatron_het.safe_io import check_target, read_json, write_json, write_text
 from megatron_het.store import free_port
-from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.emit.flags import model_arguments, plan_arguments
+from tools.planner.inputs.model import Model
 
 _TIMEOUT_S = 90.0
 _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
@@ -64,7 +65,7 @@ def make_plan(folder: Path, cluster: dict[str, Any], model: dict[str, Any]) -> P
 
 def flags_of(plan: Plan, model: dict[str, Any], folder: Path) -> list[str]:
     """Megatron's flags of model and plan."""
-    words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan)]
+    words = [*model_arguments(plan, Model(**model)), *plan_arguments(plan)]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model["vocab_size"] - 1)]
     return [*words, "--het-plan", str(folder / "plan.json")]
 

@@ -23,14 +23,14 @@ from examples.llama.devices import (
     mixed_devices,
     pinning,
 )
-from examples.llama.job import gpus_here
+from examples.llama.job import gpus_here, model_of
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from megatron_het.store import free_port
-from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.emit.flags import model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.profile_schema import Profile, ProfiledModel
+from tools.planner.inputs.profile_schema import Profile
 from tools.planner.profile.settings import WORKER, ProfileSettings, default_environment, run_profile
 
 MODEL = ModelShape(6, 256, 8, 4, 128, ffn_hidden_size=512)
@@ -59,25 +59,16 @@ def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     from megatron_het.device import platform_flags
 
     machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
-    words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]
+    words = [*model_arguments(plan, model_of(plan)), *plan_arguments(plan), *machine]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "250"]
     words += ["--mock-data", "--train-iters", "10", "--lr", "1e-3"]
     return [word for word in words if not (is_broken and word == MISSING_FLAG)]
 
 
-def make_profile(devices: Sequence[CpuDevice], out: Path) -> Profile:
+def make_profile(plan: Plan, devices: Sequence[CpuDevice], out: Path) -> Profile:
     """Layers and links, all devices at the same time."""
-    model = ProfiledModel(
-        hidden_size=MODEL.hidden_size,
-        ffn_hidden_size=MODEL.ffn_hidden_size or 0,
-        num_attention_heads=MODEL.num_attention_heads,
-        num_query_groups=MODEL.num_query_groups,
-        vocab_size=256,
-        seq_length=MODEL.seq_length,
-        precision="fp32",
-    )
     settings = ProfileSettings(
-        model=model,
+        model=model_of(plan, precision="fp32").profiled,
         out=str(out),
         kinds=tuple(d.kind for d in devices),
         devices_per_node=1,
@@ -128,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(describe(devices) + "\n")
     plan = plan_for(devices)
     try:
-        profile = None if options.no_profile else make_profile(devices, out / "profile.json")
+        profile = None if options.no_profile else make_profile(plan, devices, out / "profile.json")
     except PlannerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

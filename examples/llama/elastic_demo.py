@@ -30,7 +30,7 @@ from examples.llama.report import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import ends_with_its_reader
 from megatron_het.store import free_port
-from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
+from tools.planner.emit.flags import common_arguments, model_arguments
 from tools.planner.profile.settings import default_environment
 
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
@@ -170,7 +170,7 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
     for plan, file in zip(plans, files, strict=True):
         save_plan(plan, file)
     flags = [
-        *model_arguments(plans[0], ModelOptions()),
+        *model_arguments(plans[0], jobs.model_of(plans[0])),
         *common_arguments(plans[0]),
         *[*data.arguments, "--data-cache-path", str(out / "data" / "cache")],
         *jobs.training_arguments(size.iterations, size.iterations, False),

@@ -1,5 +1,6 @@
 """Run what ``emit`` wrote on this machine: one launch script per device, as if each were a node."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -12,7 +13,9 @@ from typing import Any
 
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice
 from examples.llama.pinned import SLOWED_VARIABLE
+from megatron_het.plan import Plan
 from megatron_het.store import free_port
+from tools.planner.inputs.model import Model
 from tools.planner.profile.settings import default_environment
 
 #: What Megatron needs on a machine without a GPU.
@@ -39,6 +42,12 @@ exec {python} -m examples.llama.pinned "${{@:2}}"
 
 class JobError(RuntimeError):
     """A training job failed; the message ends with the end of its log."""
+
+
+def model_of(plan: Plan, **changes: Any) -> Model:
+    """The model of a plan: what the plan does not say is as model files have it where they do not say it."""
+    given = {name: value for name, value in dataclasses.asdict(plan.model).items() if value is not None} | changes
+    return Model(global_batch_size=plan.training.global_batch_size, **{"ffn_hidden_size": 4, "vocab_size": 256} | given)
 
 
 def machine_arguments(is_cuda: bool) -> list[str]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.llama.job import CPU_ARGUMENTS
+from examples.llama.job import CPU_ARGUMENTS, model_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tests.functional import slurm_cluster
 from tests.unit.planner.emit_plans import nodes_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 from tools.planner.emit.scripts import LaunchOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def write_run(out: Path) -> Path:
     training = f"--train-iters {ITERATIONS} --lr 1e-3 --lr-decay-iters {ITERATIONS} --eval-iters 0 --eval-interval 1000"
     training += " --log-interval 1 --seed 1234 --mock-data --tokenizer-type NullTokenizer --vocab-size 128"
     groups = {
-        "MODEL": model_arguments(PLANS[0], ModelOptions()),
+        "MODEL": model_arguments(PLANS[0], model_of(PLANS[0])),
         "TRAINING": training.split(),
         "PLATFORM": CPU_ARGUMENTS,
     }

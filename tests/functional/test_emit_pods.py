@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.llama.job import CPU_ARGUMENTS
+from examples.llama.job import CPU_ARGUMENTS, model_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import free_port
 from tests.unit.planner.emit_plans import in_pods, nodes_of
 from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 from tools.planner.emit.pods import PodOptions
 from tools.planner.emit.scripts import LaunchOptions
 
@@ -44,7 +44,7 @@ def write(out: Path, target: Any, elastic: bool) -> Path:
     plan = three_kinds()
     training = f"--train-iters {ITERATIONS} --lr 1e-3 --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234"
     training += " --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --lr-decay-iters 4"
-    groups = {"MODEL": model_arguments(plan, ModelOptions()), "TRAINING": training.split(), "PLATFORM": CPU_ARGUMENTS}
+    groups = {"MODEL": model_arguments(plan, model_of(plan)), "TRAINING": training.split(), "PLATFORM": CPU_ARGUMENTS}
     launch = LaunchOptions(
         run_dir=str(out),
         python=sys.executable,

@@ -13,7 +13,7 @@ import pytest
 
 from examples.llama.data import prepare
 from examples.llama.doctor import MISSING_FLAG
-from examples.llama.job import CPU_ARGUMENTS
+from examples.llama.job import CPU_ARGUMENTS, model_of
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.doctor.check import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
@@ -22,7 +22,7 @@ from tests.functional.selected import tiers
 from tests.unit.planner.emit_plans import changed, nodes_of, program
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 from tools.planner.emit.scripts import Container, LaunchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,7 +80,7 @@ def write_run(
     # The second run is longer than the first one planned to be.
     training += " --log-interval 1 --seed 1234 --distributed-timeout-minutes 5 --override-opt-param-scheduler"
     groups = {
-        "MODEL": model_arguments(plan, ModelOptions()),
+        "MODEL": model_arguments(plan, model_of(plan)),
         "DATA": data,
         "TRAINING": [*training.split(), "--het-report", str(out / f"report-{iterations}")],
         "PLATFORM": list(platform),

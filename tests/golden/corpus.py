@@ -23,6 +23,7 @@ import yaml
 from benchmarks import bad_input
 from benchmarks.bad_input import reported
 from benchmarks.bad_input_listed import listed
+from examples.llama.job import model_of
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps
@@ -31,7 +32,7 @@ from tests.unit.planner.emit_plans import KINDS, LAUNCH, changed, context_parall
 from tools.planner.__main__ import main as het_plan
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 
 Corpus = dict[str, str]  # text by name: all of it where people can read it, else a summary and the hash of the whole
 
@@ -215,7 +216,7 @@ def emitted() -> Corpus:
     for name, (made, options, is_elastic) in EMITTED.items():
         plan = made()
         with in_folder() as folder:
-            groups = {"MODEL": model_arguments(plan, ModelOptions()), "TRAINING": ["--train-iters", "10"]}
+            groups = {"MODEL": model_arguments(plan, model_of(plan)), "TRAINING": ["--train-iters", "10"]}
             elastic = ElasticOptions((("the rest", plan),)) if is_elastic else None
             kinds = IN_ONE_NODE if made is in_one_node else KINDS
             emit(plan, folder / "run", kinds, groups, replace(LAUNCH, iterations=10, **options), elastic=elastic)

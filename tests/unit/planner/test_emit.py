@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.llama.job import model_of
 from megatron_het.arguments.megatron_args import check_device_kind
 from megatron_het.plan import Plan, PlanError, ScheduleSpec, load_plan
 from testing.cases import recompute_some
@@ -28,7 +29,6 @@ from tools.planner.costs.candidate import Group
 from tools.planner.costs.candidate import Stage as Stage_
 from tools.planner.emit.command import device_arguments, emit
 from tools.planner.emit.flags import (
-    ModelOptions,
     bash_array,
     extension_reasons,
     layout_string,
@@ -122,13 +122,13 @@ def test_flags_of_plan_and_model() -> None:
     ):
         assert flag in words
     assert words[words.index("--recompute-granularity") + 1] == "full"
-    words = model_arguments(plan, ModelOptions())
+    words = model_arguments(plan, model_of(plan))
     assert words[words.index("--num-query-groups") + 1] == "2"
     assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words
-    words = model_arguments(plan, ModelOptions(gated=False, biases=True, learned_positions=64))
+    words = model_arguments(plan, model_of(plan, gated=False, biases=True, learned_positions=64))
     assert words[words.index("--max-position-embeddings") + 1] == "64"
     assert "--disable-bias-linear" not in words and "--fp8-format" not in words
-    words = model_arguments(plan, ModelOptions(fp8=True))
+    words = model_arguments(plan, model_of(plan, fp8=True))
     assert words[words.index("--fp8-format") + 1] == "hybrid" and words[words.index("--fp8-recipe") + 1] == "tensorwise"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.llama.job import CPU_ARGUMENTS
+from examples.llama.job import CPU_ARGUMENTS, model_of
 from megatron_het.arguments.megatron_args import check_device_kind
 from megatron_het.elastic.agent import Node as AgentNode
 from megatron_het.elastic.pool import Process
@@ -40,7 +40,7 @@ from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.operating import Network
 from tools.planner.emit.command import Emitted, emit, expectations
 from tools.planner.emit.elastic import ElasticOptions
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 from tools.planner.emit.options import node_kinds
 from tools.planner.emit.scripts import LaunchOptions, het_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
@@ -415,7 +415,7 @@ def test_two_kinds_in_one_node_start_and_train(trains: bool, tmp_path: Path) -> 
     plan = plan_of((1,), (0,))
     plan = replace(plan, stages=plan.stages[::-1])
     groups = {
-        "MODEL": model_arguments(plan, ModelOptions()),
+        "MODEL": model_arguments(plan, model_of(plan)),
         "DATA": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"],
         "TRAINING": ["--train-iters", "2", "--lr", "1e-3", "--eval-interval", "9", "--eval-iters", "0"],
         "PLATFORM": [*CPU_ARGUMENTS, "--het-report", str(tmp_path / "report")],

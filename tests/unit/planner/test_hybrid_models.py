@@ -14,7 +14,6 @@ from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.costs.stages import carried_bytes
-from tools.planner.emit.command import model_options
 from tools.planner.emit.flags import model_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
@@ -150,14 +149,12 @@ def test_plan_and_flags_have_the_pattern():
     other = dataclasses.replace(plan, model=dataclasses.replace(plan.model, pattern="*E-*/*-"))
     with pytest.raises(PlannerError, match="pattern"):
         check_same_model(other, model, "plan.json", "model.yaml")
-    words = model_arguments(plan, model_options(model))
+    words = model_arguments(plan, model)
     assert words[words.index("--hybrid-layer-pattern") + 1] == "*-E*/*-"
     assert not {"--num-layers", "--mtp-num-layers", "--moe-layer-freq"} & set(words)
     recurrent = hybrid_of("M-G*", mamba=MAMBA, delta_net={"key_heads": 16, "value_heads": 32})
     e = priced(recurrent, ("H100-SXM", 2))
-    words = " ".join(
-        model_arguments(build_plan(e, two_stages(2, 2), e.estimate(two_stages(2, 2))), model_options(recurrent))
-    )
+    words = " ".join(model_arguments(build_plan(e, two_stages(2, 2), e.estimate(two_stages(2, 2))), recurrent))
     assert "--mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128" in words
     assert "--linear-num-key-heads 16 --linear-num-value-heads 32" in words
 

@@ -15,8 +15,7 @@ from benchmarks.configs import FILES
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.costs.layer import activation_bytes
-from tools.planner.emit.command import model_options
-from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.flags import model_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model import Model, load_model
 from tools.planner.inputs.model_arguments import checkpoint_arguments
@@ -173,7 +172,7 @@ def test_flags_of_experts(experts, flags, runs):
     made = Experts(**experts)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
     assert made.runs == runs
-    assert not runs or flags in " ".join(model_arguments(plan, ModelOptions(experts=made)))
+    assert not runs or flags in " ".join(model_arguments(plan, Model(**SMALL, experts=made)))
 
 
 SMALL = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4,
@@ -189,7 +188,7 @@ def test_flags_of_windows(tmp_path, share, period, flags):
     model = Model(**SMALL, attention_window=64, windowed_layers=share)
     assert model.window_period == period and bool(model.not_run) == (period is None)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
-    assert not flags or " ".join(model_arguments(plan, model_options(model))).endswith(flags)
+    assert not flags or " ".join(model_arguments(plan, model)).endswith(flags)
     given = {"window_size": (63, 0), "window_attn_skip_freq": period or None}
     if period is not None:
         again = load_model(checkpoint(tmp_path / "run", **given))
@@ -201,7 +200,7 @@ def test_flags_of_latent_attention():
     model = Model(**SMALL, latent=x)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
     assert not model.not_run
-    assert " ".join(model_arguments(plan, model_options(model))).endswith(
+    assert " ".join(model_arguments(plan, model)).endswith(
         "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
         "--qk-pos-emb-head-dim 64 --v-head-dim 128"
     )

@@ -174,11 +174,10 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
         PlannerError: A model that a dry run cannot train.
     """
     # Here, because emit knows of Slurm, pods and the doctor, and most plans are made without dry runs.
-    from ..emit.command import model_options
     from ..emit.flags import model_arguments, plan_arguments
 
     model.check_dry_run("Use the planner's estimates")
-    words = model_arguments(plan, model_options(model)) + plan_arguments(plan)
+    words = model_arguments(plan, model) + plan_arguments(plan)
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
     return [*words, "--het-plan", os.path.abspath(plan_file), *more]
 

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel, LinkExpectation
 from megatron_het.doctor.links import pairs_of
-from megatron_het.features.registry import check_plan_alone, packing_flags
+from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, plan_hash, save_plan
 from megatron_het.store.job import token_of_file
 
@@ -32,16 +32,7 @@ from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
 from .elastic import notes as elastic_notes
-from .flags import (
-    ModelOptions,
-    Turns,
-    args_sh,
-    extension_reasons,
-    layout_string,
-    model_arguments,
-    plan_arguments,
-    stock_arguments,
-)
+from .flags import Turns, args_sh, extension_reasons, layout_string, model_arguments, plan_arguments, stock_arguments
 from .options import (
     check_belongs,
     check_experts,
@@ -278,7 +269,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     launch = launch_options(options, plan)
     local, device_notes = device_arguments(plan, cluster, extra)
     groups = {
-        "MODEL": model_arguments(plan, model_options(model, extra)),
+        "MODEL": model_arguments(plan, model, extra),
         "DEVICE": local,
         "TRAINING": training_group(options),
         "EXTRA": extra,
@@ -370,27 +361,3 @@ def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
         check_same_model(plan, of_size, file, str(options.model))
         check_experts(plan, of_size, file)
     return Turns(options.step_batch_size_schedule, more)
-
-
-def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
-    """Returns what the model file says beyond the plan.
-
-    Args:
-        model: A ``tools.planner.inputs.model.Model``.
-        extra: The user's further flags, which may say themselves what a document is.
-    """
-    return ModelOptions(
-        normalization="LayerNorm" if model.biases else "RMSNorm",
-        gated=model.gated,
-        biases=model.biases,
-        learned_positions=model.learned_positions,
-        head_size=model.head_size,
-        experts=model.experts,
-        window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
-        latent=model.latent,
-        mamba=model.mamba,
-        delta_net=model.delta_net,
-        fp8=model.fp8,
-        documents=model.document_lengths is not None and packing_flags().isdisjoint(extra),
-        flags=model.flags,
-    )

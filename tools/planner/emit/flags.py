@@ -1,41 +1,20 @@
 """A plan as Megatron's own command-line flags, and as a stock layout when it needs no extension."""
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_het.families import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import BY_DATASET
-from megatron_het.features.registry import layer_flags
+from megatron_het.features.registry import layer_flags, packing_flags
 from megatron_het.plan import Plan, plan_hash
 
 from ..costs.schedules import STOCK
 from ..inputs.files import comment, default_of
-from ..inputs.model_parts import DeltaNet, Experts, FlagValue, Latent, Mamba, flag_words
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Holds what a plan does not say about the model."""
-
-    normalization: str = "RMSNorm"  # ``RMSNorm`` or ``LayerNorm``
-    gated: bool = True  # gated MLP
-    biases: bool = False  # linear layers with biases
-    learned_positions: int = 0  # rows of a learned position table; 0 = rotary embeddings
-    head_size: int | None = None  # width of one attention head, where Megatron's own would be another
-    experts: Experts | None = None  # layers of experts; every replica holds all of them
-    # keys that a query sees in layers with a sliding window, and every how many layers one sees all (0: none does)
-    window: tuple[int, int] | None = None
-    latent: Latent | None = None  # multi-head latent attention
-    # mamba, delta_net: recurrent layers of a hybrid model
-    mamba: Mamba | None = None
-    delta_net: DeltaNet | None = None
-    fp8: bool = False  # whether linear layers compute in fp8
-    documents: bool = False  # whether sequences are packed documents that do not see each other
-    # further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``)
-    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+from ..inputs.model import Model
+from ..inputs.model_parts import Experts, FlagValue, flag_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +35,14 @@ def named_plans(more: Sequence[tuple[str, Plan]]) -> dict[str, Plan]:
     return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(more, 2)}
 
 
-def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
-    """Flags of the model: its shape, its parts, and what the model file has besides."""
+def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> list[str]:
+    """Flags of the model: its shape, its parts, and what the model file has besides.
+
+    Args:
+        plan: Its shape counts.
+        options: What a plan does not say of its model.
+        extra: The user's further flags, which may say themselves what a document is.
+    """
     model = plan.model
     found: dict[str, FlagValue] = {
         "num-layers": model.num_layers,
@@ -65,7 +50,7 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         "num-attention-heads": model.num_attention_heads,
         "seq-length": model.seq_length,
         "max-position-embeddings": options.learned_positions or model.seq_length,
-        "normalization": options.normalization,
+        "normalization": "LayerNorm" if options.biases else "RMSNorm",
         "attention-dropout": 0,
         "hidden-dropout": 0,
     }
@@ -86,6 +71,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
     found |= layer_flags(model)
     if options.fp8:  # every GPU with fp8 has this recipe
         found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
+    if options.document_lengths is not None and packing_flags().isdisjoint(extra):
+        found[flag_of(BY_DATASET).removeprefix("--")] = True
     found |= _attention_flags(options)
     if options.experts is not None:
         found |= _expert_flags(options.experts, model.num_layers)
@@ -93,10 +80,10 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
         found["moe-router-pre-softmax"] = one
     plain = options.latent is not None and not options.latent.query_rank and not model.pattern
-    return flag_words(found | dict(options.flags)) + (["--spec", *LATENT_SPEC] if plain else [])
+    return flag_words(found | options.flags) + (["--spec", *LATENT_SPEC] if plain else [])
 
 
-def _recurrent_flags(options: ModelOptions) -> dict[str, FlagValue]:
+def _recurrent_flags(options: Model) -> dict[str, FlagValue]:
     found: dict[str, FlagValue] = {}
     if options.mamba is not None:
         x = options.mamba
@@ -109,14 +96,13 @@ def _recurrent_flags(options: ModelOptions) -> dict[str, FlagValue]:
     return found
 
 
-def _attention_flags(options: ModelOptions) -> dict[str, FlagValue]:
-    """Flags of documents, sliding windows and latent attention."""
-    found: dict[str, FlagValue] = {flag_of(BY_DATASET).removeprefix("--"): True} if options.documents else {}
-    if options.window is not None:
-        keys, period = options.window
-        found["window-size"] = f"{keys - 1},0"  # Megatron does not count a token's own key
-        if period:
-            found["window-attn-skip-freq"] = period
+def _attention_flags(options: Model) -> dict[str, FlagValue]:
+    """Flags of sliding windows and latent attention."""
+    found: dict[str, FlagValue] = {}
+    if options.attention_window is not None:
+        found["window-size"] = f"{options.attention_window - 1},0"  # Megatron does not count a token's own key
+        if options.window_period:
+            found["window-attn-skip-freq"] = options.window_period
     if options.latent is not None:
         x = options.latent
         found["multi-latent-attention"] = True
