@@ -136,7 +136,9 @@ class BigPlan:
         estimate = estimator.estimate(candidate)
         if estimate is None:
             raise PlannerError("benchmark", "plan", self.name, "no estimate")
-        return build.build_plan(estimator, candidate, estimate), list(estimate.memory)
+        plan = build.build_plan(estimator, candidate, estimate)
+        priced = estimator.estimate(build.candidate_of(plan, cluster)[0])
+        return plan, list(priced.memory if priced is not None else ())
 
     def write(self, folder: Path) -> Plan:
         """Write ``plan.json`` and ``model.yaml``."""
@@ -180,6 +182,10 @@ def big_plans() -> list[BigPlan]:
         BigPlan("70B", 131072, _even(80, 8), 8, schedule="slimpipe", slices=16, microbatches=1),
         BigPlan("405B", 8192, _even(126, 16), 8, replicas=8, microbatches=16),
         BigPlan("405B", 131072, _even(126, 16), 8, schedule="slimpipe", slices=16, microbatches=1, recompute="full"),
+        BigPlan("7B", 4096, _even(32, 4), 2, schedule="zb-h1", microbatches=8),
+        BigPlan("8B", 4096, _even(32, 4), 4, schedule="zb-h1", microbatches=8, recompute="full"),
+        BigPlan("8B", 4096, _even(32, 4), 4, schedule="zb-v", chunks=2, microbatches=8, recompute="selective"),
+        BigPlan("8x7B", 4096, _even(32, 4), 4, schedule="v-half", chunks=2, microbatches=8, recompute="full"),
         BigPlan("8x7B", 8192, _even(32, 4), 4, replicas=2),
         BigPlan("8x7B", 32768, _even(32, 4), 8, recompute="full"),
         BigPlan("8x7B", 8192, _even(32, 2), 4, replicas=2, schedule="ministage", chunks=4, recompute="full"),

@@ -22,6 +22,7 @@ from megatron_het.plan import Placement, RankPrediction
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.safe_io import write_text
 from megatron_het.schedule.kinds import Direction, where
+from megatron_het.schedule.memory import trace_event, trace_name
 
 # On the CPU the clock is read around every operation.  On CUDA the host runs ahead of the device,
 # so compute operations are bracketed by events, and only while ``device_events`` is on.
@@ -248,22 +249,18 @@ def event() -> torch.cuda.Event:
 def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[str, Any]]:
     """Complete events with integer ids: process = rank, thread 0 = operations, 1 = waiting."""
     events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": title}},
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": "operations"}},
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 1, "args": {"name": "waiting"}},
+        trace_name("process_name", rank, 0, name=title),
+        trace_name("thread_name", rank, 0, name="operations"),
+        trace_name("thread_name", rank, 1, name="waiting"),
     ]
     for record in records:
         begin = record.start_s + record.wait_s
         op = record.op
         names = {"kind": op.kind.name, "microbatch": op.microbatch, "slice": op.slice, "chunk": op.chunk}
-        events.append({**_event(op.label, rank, 0, begin, record.stop_s), "args": names})
+        events.append({**trace_event(op.label, rank, 0, begin, record.stop_s), "args": names})
         if record.wait_s > 0:
-            events.append(_event(f"wait for {record.op.label}", rank, 1, record.start_s, begin))
+            events.append(trace_event(f"wait for {record.op.label}", rank, 1, record.start_s, begin))
     return events
-
-
-def _event(name: str, pid: int, tid: int, start_s: float, stop_s: float) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
 
 
 def write_trace(path: Path, records: Iterable[Record], head: Mapping[str, Any]) -> None:

@@ -59,6 +59,7 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
         return output.reshape(*output.shape[:2], -1)
 
     if attention:
+        layers.ColumnParallelLinear.het_gathers_once = True  # from one half of a backward to the other
         DotProductAttention.forward = attend
         torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, fused=True)  # type: ignore[assignment]
 

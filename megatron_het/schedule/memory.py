@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_het.schedule.cost import Costs, PerChunk, message_bytes
 from megatron_het.schedule.deps import Lifetimes
 from megatron_het.schedule.graph import Graph, collection_paused
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op, Program
 from megatron_het.schedule.kinds import PARTS, RULES, Direction, Stream, Work, chunk_of
 
 # What a simulation finds: when every operation runs, and why not earlier.
@@ -21,6 +21,16 @@ class Event(NamedTuple):
     op: Op
     start_s: float
     end_s: float
+
+
+def trace_event(name: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
+    """An event of a Chrome trace (Perfetto): integer process and thread; times in microseconds."""
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+
+
+def trace_name(what: str, pid: int, tid: int, **arguments: object) -> dict[str, Any]:
+    """Names a process or a thread of a Chrome trace, or says where a process stands."""
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
 
 
 class Timeline:
@@ -83,6 +93,36 @@ class Timeline:
             path.append(Event(self.graph.device[node], stream, op, self.start_s[node], self.end_s[node]))
             node = self.cause[node]
         return path[::-1]
+
+
+class Moment(NamedTuple):
+    """Holds what a device keeps when an operation begins, or when the first half of a split backward ends."""
+
+    layers: int  # whose activations are kept, counted once for every microbatch
+    waiting: int  # of which only the weight gradients are to be computed
+    losses: int  # microbatches for which output layer and loss keep activations
+    waiting_losses: int  # and for which only the output layer's weight gradient is to be computed
+    is_forward: bool
+    ends: bool  # it is the end of the operation
+
+
+def moments(program: Program, device: int) -> set[Moment]:
+    """The moments of an iteration at which a device may hold most."""
+    stage = program.shape.devices[device].stage
+    layers, found = program.shape.layers[stage], set[Moment]()
+    now = (0, 0, 0, 0)
+    for op in program.ops[device]:
+        work, loss = op.kind.work, int((stage, op.chunk) == program.shape.path[-1])
+        keep = (Work.FORWARD in work) - (Work.INPUT in work)
+        wait = (Work.INPUT in work) - (Work.WEIGHTS in work)
+        if op.kind not in COMPUTE or not (keep or wait):
+            continue
+        before, each, (kept, waiting, losses, last) = now, layers[op.chunk], now
+        now = kept + each * keep, waiting + each * wait, losses + loss * keep, last + loss * wait
+        found.add(Moment(*(before if keep < 0 else now), keep > 0, False))
+        if wait > 0:
+            found.add(Moment(*now, False, True))
+    return found
 
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other", "workspace")

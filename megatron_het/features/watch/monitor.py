@@ -17,6 +17,7 @@ from megatron_het.safe_io import write_text
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import STREAM_IDS, Stream
+from megatron_het.schedule.memory import trace_event, trace_name
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
 
@@ -294,8 +295,8 @@ def overlay(
     for device in shown:
         for side, title in enumerate(("predicted", "measured")):
             pid = 2 * device + side
-            events.append(_named("process_name", pid, 0, {"name": f"{names[device]}, {title}"}))
-            events.append(_named("process_sort_index", pid, 0, {"sort_index": pid}))
+            events.append(trace_name("process_name", pid, 0, name=f"{names[device]}, {title}"))
+            events.append(trace_name("process_sort_index", pid, 0, sort_index=pid))
     events += _predicted(program, costs, set(shown))
     starts: dict[str, float] = {}
     for device in shown:
@@ -313,27 +314,19 @@ def _predicted(program: Program, costs: Costs, shown: set[int]) -> Iterator[dict
     result = simulate(post_receives_early(program) if costs.host_blocks else program, costs)
     for one in result.events():
         if one.device in shown and one.end_s > one.start_s:
-            yield _event(str(one.op), 2 * one.device, STREAM_IDS[one.stream], one.start_s, one.end_s)
+            yield trace_event(str(one.op), 2 * one.device, STREAM_IDS[one.stream], one.start_s, one.end_s)
 
 
 def _measured(pid: int, shift_s: float, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    yield _named("thread_name", pid, _WAITING, {"name": "waiting"})
+    yield trace_name("thread_name", pid, _WAITING, name="waiting")
     for name, microbatch, part, chunk, _, start, stop, waited in rows:
         kind = Kind.rows[name]
         begin = shift_s + start + waited
         label = str(Op(kind, microbatch, part, chunk))
         if waited > 0:
-            yield _event(f"wait for {label}", pid, _WAITING, shift_s + start, begin)
+            yield trace_event(f"wait for {label}", pid, _WAITING, shift_s + start, begin)
         if kind.stream is Stream.COMPUTE:
-            yield _event(label, pid, STREAM_IDS[kind.stream], begin, shift_s + stop)
-
-
-def _event(name: str, pid: int, tid: int, start_s: float, stop_s: float) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
-
-
-def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
+            yield trace_event(label, pid, STREAM_IDS[kind.stream], begin, shift_s + stop)
 
 
 REPORT, TRACE = "watch.json", "watch-trace.json"

@@ -194,11 +194,6 @@ def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] 
 _V_PASSES = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))
 
 
-def chunks_held(name: str, stages: int) -> list[int]:
-    """Chunks of microbatches that a stage of ``zb-v`` or ``v-half`` holds at most; two are one on a whole stage."""
-    return [_held_at_most(offsets) for offsets in block_offsets(stages, _LIFESPANS[name])]
-
-
 _LIFESPANS = {"zb-v": BLOCK, "v-half": BLOCK // 2}
 
 

@@ -229,7 +229,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,), (source,), layer = grads, ctx.saved_tensors, ctx.layer
-        layer.gradients.take(_Product(layer.weight, source, gradient, layer.group if layer.gathers else None))
+        # Without its history, which would keep a layer's input and that input's gradient where the layer has run again.
+        kept, group = source.detach(), layer.group if layer.gathers else None
+        if group is not None and layer.gathers_once:
+            kept, group = gather_from_sequence_parallel_region(source, group=group), None
+        layer.gradients.take(_Product(layer.weight, kept, gradient, group))
         return _input_gradient(layer, gradient, source), None
 
 
@@ -240,6 +244,7 @@ class _Layer:
     weight: torch.nn.Parameter  # ``[n, k]``
     reduces: bool  # whether the input's gradient is summed over the TP group
     gathers: bool  # whether the input is a part of the sequence (sequence parallelism)
+    gathers_once: bool  # whether the second product has the input that the first half gathered, as in dry runs
     group: dist.ProcessGroup | None
     gradients: WeightGradients  # takes the second product
 
@@ -275,9 +280,8 @@ class SplitForward:
         trains = torch.is_grad_enabled() and weight.requires_grad and input.requires_grad
         if not (trains and self.gradients.splits):
             return self.own(input=input, weight=weight, bias=bias, **options)
-        layer = _Layer(
-            weight, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"], self.gradients
-        )
+        gathers, once = options["sequence_parallel"], getattr(ColumnParallelLinear, "het_gathers_once", False)
+        layer = _Layer(weight, options["allreduce_dgrad"], gathers, once, options["tp_group"], self.gradients)
         output = _Linear.apply(input, layer)
         return output if bias is None else output + bias
 

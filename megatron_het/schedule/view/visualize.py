@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_het import safe_io
 from megatron_het.safe_io import write_bytes
 from megatron_het.schedule.ir import SENDS, Kind, Op
-from megatron_het.schedule.memory import CATEGORIES, Event
+from megatron_het.schedule.memory import CATEGORIES, Event, trace_event, trace_name
 from megatron_het.schedule.simulate import Result
 
 if TYPE_CHECKING:
@@ -207,11 +207,9 @@ def communication_volume(result: Result) -> float:
 # The simulator's predictions and a run's measurements use the same format, so they can be laid over each
 # other: give the two different ``process`` names and merge their ``traceEvents``.
 
-_SORT = "process_sort_index"
-
 
 def trace_events(
-    events: Iterable[Event], device_names: list[str], *, process: str = "device", first_pid: int = 0
+    events: Iterable[Event], device_names: list[str], *, process: str = "device"
 ) -> list[dict[str, object]]:
     """Trace events with integer process (device) and thread (stream) ids; times in microseconds.
 
@@ -219,7 +217,6 @@ def trace_events(
         events: what happened; empty ones (start = end) are left out unless they are computations.
         device_names: one per device.
         process: prefix of the process names, e.g. ``"predicted"`` or ``"measured"``.
-        first_pid: process id of device 0.
     """
     out: list[dict[str, object]] = []
     used: set[tuple[int, str]] = set()
@@ -227,32 +224,17 @@ def trace_events(
         if event.end_s <= event.start_s and event.stream != "compute":
             continue
         used.add((event.device, event.stream))
-        out.append(
-            {
-                "name": str(event.op),
-                "cat": event.op.kind.name.lower(),
-                "ph": "X",
-                "ts": event.start_s * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "pid": first_pid + event.device,
-                "tid": STREAM_IDS[event.stream],
-                "args": _arguments(event.op),
-            }
-        )
+        op = event.op
+        drawn = trace_event(str(op), event.device, STREAM_IDS[event.stream], event.start_s, event.end_s)
+        numbers = {name: value for name, value in op._asdict().items() if name != "kind" and value >= 0}
+        out.append(drawn | {"cat": op.kind.name.lower(), "args": {"kind": op.kind.name, **numbers}})
     for device, name in enumerate(device_names):
-        pid = first_pid + device
-        out.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": f"{process} {name}"}})
-        out.append({"name": _SORT, "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        out.append(trace_name("process_name", device, 0, name=f"{process} {name}"))
+        out.append(trace_name("process_sort_index", device, 0, sort_index=device))
         for stream, tid in STREAM_IDS.items():
             if (device, stream) in used:
-                out.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": stream}})
+                out.append(trace_name("thread_name", device, tid, name=stream))
     return out
-
-
-def _arguments(op: Op) -> dict[str, object]:
-    arguments: dict[str, object] = {"kind": op.kind.name}
-    arguments |= {name: value for name, value in op._asdict().items() if name != "kind" and value >= 0}
-    return arguments
 
 
 def chrome_trace(result: Result, *, process: str = "device") -> dict[str, object]:

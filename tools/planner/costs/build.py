@@ -11,6 +11,7 @@ from math import gcd, inf
 from typing import Any
 
 from megatron_het.features.registry import check_plan_alone
+from megatron_het.lowering.programs import build
 from megatron_het.plan import (
     ModelShape,
     Plan,
@@ -27,6 +28,7 @@ from megatron_het.plan.placement import DOCUMENTS, WHOLE, state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS, Part
 from megatron_het.schedule.generators.one_f_one_b import SLACK
+from megatron_het.schedule.memory import Moment, moments
 
 from ..errors import PlannerError, from_plan_error
 from ..inputs.cluster import Cluster
@@ -35,7 +37,7 @@ from ..inputs.packing import Room, Seat, pack, seat_replicas
 from .candidate import Candidate, Group, SequencePart, Stage, chunk_layers, normalised
 from .estimate import Estimate, Estimator, allocate
 from .operating import mean_size
-from .schedules import is_ordered, schedule_of
+from .schedules import SCHEDULES, is_ordered, schedule_of
 from .stages import extra_parameters, extras_of_plan, routes_of, sizes_of_plan
 
 
@@ -383,12 +385,26 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         found = _over_replicas(found)
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
+    if plan.schedule.name not in SCHEDULES:
+        found = found.with_(moments=_moments(plan, file))
     if training.micro_batch_sizes and len(plan.stages) == 1:
         kinds = [
             replica_group(r, mine, found.cp, plan.stages[0]) for mine, r in zip(seated[0], plan.stages[0].replicas)
         ]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
+
+
+def _moments(plan: Plan, file: str) -> tuple[tuple[Moment, ...], ...]:
+    """Per stage, when replicas may hold most in the order in which they run their passes."""
+    try:
+        program = build(plan)[False]
+    except PlanError as error:
+        raise from_plan_error(file, error) from None
+    found: list[set[Moment]] = [set() for _ in plan.stages]
+    for d, device in enumerate(program.shape.devices):
+        found[device.stage] |= moments(program, d)
+    return tuple(tuple(sorted(of)) for of in found)
 
 
 def as_said(estimator: Estimator, candidate: Candidate, plan: Plan) -> Candidate:

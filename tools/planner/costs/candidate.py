@@ -13,6 +13,7 @@ from megatron_het.plan.schema import layers_of
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.ir import Place, path_of, path_of_schedule, placement_of
+from megatron_het.schedule.memory import Moment
 
 from .unit import Unit
 
@@ -114,14 +115,16 @@ class Candidate(NamedTuple):
     chunk_counts: tuple[int, ...] = ()
     # context-parallel ranks have the same places of every slice, whatever documents are there
     cuts_documents: bool = False
+    # of a plan whose schedule the search does not try: per stage, when its replicas may hold most
+    moments: tuple[tuple[Moment, ...], ...] = ()
 
     def with_(self, **changes: object) -> "Candidate":
         """A changed copy; with other stages or chunks all stages have equally many chunks."""
         stages = changes.get("stages", self.stages)
-        if self.chunk_counts and (
-            changes.keys() & {"chunks", "schedule"} or len(self.chunk_counts) != len(stages)  # type: ignore[arg-type]
+        if (self.chunk_counts or self.moments) and (
+            changes.keys() & {"chunks", "schedule"} or len(self.stages) != len(stages)  # type: ignore[arg-type]
         ):
-            changes = {"chunk_counts": (), **changes}
+            changes = {"chunk_counts": (), "moments": (), **changes}
         if "recompute" in changes and self.recompute == "full":
             changes = {"stages": self.keeping().stages, **changes}
         fields: list[Any] = list(self)  # what ``_replace`` does, in half the time
@@ -367,14 +370,8 @@ class GroupMemory(NamedTuple):
     @property
     def total_bytes(self) -> float:
         """All of it."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.activation_bytes
-            + self.workspace_bytes
-            + self.reserved_bytes
-        )
+        on_device = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        return on_device + self.workspace_bytes + self.reserved_bytes
 
 
 class Estimate(NamedTuple):

@@ -1,6 +1,6 @@
 """Time and memory of one layer without a profile: kernels of the catalog's GPUs (see ``docs/costs.md``)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -89,16 +89,31 @@ def layer_work(
     return LayerWork(tuple(products), flops, score, elements, grouped, routed)
 
 
+def deferred_bytes(model: Model, tokens: float, tp: int, ep: int, expert_tp: int, whole: bool) -> tuple[float, float]:
+    """Inputs and output gradients of linear layers, which wait for weight gradients: of a layer, and of the head.
+
+    Args:
+        whole: Whether inputs wait as they were gathered, as in Transformer Engine; else a rank's part of the sequence.
+    """
+    x, h = model.experts, model.hidden_size
+    split = tp if model.sequence_parallel and not whole else 1
+
+    def of(products: Sequence[Product]) -> float:
+        return sum(p.count * p.m * (p.n + p.k / (split if p.k == h else 1)) for p in products) * model.element_bytes
+
+    share, found = 1 - min(1.0, x.dense_layers / model.num_layers) if x is not None else 0.0, 0.0
+    for part, experts in ((share, True), (1 - share, False)):
+        work = layer_work(model, tokens, tp, ep, experts, expert_tp)
+        products = work.products if model.recurrent is None else work.products[::2]  # without the scan
+        found += part * (of(products) + of(work.experts))
+    return found, of([Product(tokens, model.vocab_size / tp, h)])
+
+
 def _sharing_rate(gpu: Gpu, tp: int, spread: Spread) -> float:
     """Bytes per second between context-parallel ranks."""
     if spread.between_bytes_per_s is not None:
         return spread.between_bytes_per_s
     return gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
-
-
-def _sent(spread: Spread) -> float:
-    """Sequences whose queries a rank sends to the others, each its part, or gets from them, whatever is more."""
-    return (max(spread.cp, spread.over) - 1) / spread.over
 
 
 def _attention_products(model: Model, tokens: float, tp: int, scanned: float) -> list[Product]:
@@ -317,7 +332,8 @@ class CatalogCosts:
         """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
         model = self.model
         rate = _sharing_rate(gpu, tp, spread)
-        elements = _sent(spread) * batch * model.seq_length / tp
+        # Of queries that a rank sends to the others, each its part, or gets from them, whatever is more.
+        elements = (max(spread.cp, spread.over) - 1) / spread.over * batch * model.seq_length / tp
         if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
             ring = elements * 2 * model.kv_size * model.element_bytes / rate
             return max(forward, ring), max(backward, 2 * ring)

@@ -27,14 +27,6 @@ from .layer import (
     most_tp,
 )
 
-# What the slices of a sequence take besides the whole of it, by a profile: each is a pass of its own.
-#
-# ``docs/costs.md`` has the terms.
-
-
-# One kind of pass that a profile has measured, at any micro batch size between and beyond those measured.
-
-
 # Interpolation by cubics that rise and fall with the points: Fritsch and Carlson's, with slopes as PCHIP has them.
 #
 # The same as SciPy's ``PchipInterpolator``, whose import takes longer than many a search.
@@ -445,26 +437,16 @@ class MeasuredCosts:
             self.analytic.cost(gpu, "layer", batch, tp, "none"),
         )
         ratio = (layer.forward_s + layer.backward_s) / (theirs.forward_s + theirs.backward_s)
-        return LayerCost(
-            guess.forward_s * ratio,
-            guess.backward_s * ratio,
-            guess.parameters,
-            guess.activation_bytes,
-            guess.workspace_bytes,
-        )
+        return replace(guess, forward_s=guess.forward_s * ratio, backward_s=guess.backward_s * ratio)
 
 
 def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCost:
     """A measured layer under context or expert parallelism: scaled as the catalog's figures are."""
-    forward, backward = part.forward_s / whole.forward_s, part.backward_s / whole.backward_s
-    return LayerCost(
-        measured.forward_s * forward,
-        measured.backward_s * backward,
-        round(measured.parameters * part.parameters / whole.parameters),
-        measured.activation_bytes * part.activation_bytes / whole.activation_bytes,
-        measured.workspace_bytes * part.workspace_bytes / whole.workspace_bytes
-        if whole.workspace_bytes
-        else measured.workspace_bytes,
-        fixed_forward_s=measured.fixed_forward_s * forward,
-        fixed_backward_s=measured.fixed_backward_s * backward,
-    )
+
+    def ratio(name: str) -> float:
+        return getattr(part, name) / getattr(whole, name) if getattr(whole, name) else 1.0
+
+    names = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
+    fixed = {f"fixed_{name}": getattr(measured, f"fixed_{name}") * ratio(name) for name in names[:2]}
+    found = {name: getattr(measured, name) * ratio(name) for name in names} | fixed
+    return LayerCost(parameters=round(measured.parameters * part.parameters / whole.parameters), **found)

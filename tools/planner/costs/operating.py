@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 from megatron_het.features.registry import extra_layers
@@ -34,14 +34,11 @@ class Network:
         ]
         self.host = [n.host_bytes_per_s or cluster.gpu(n.gpu).host_bytes_per_s for n in cluster.nodes]
         self.region = [n.where for n in cluster.nodes]
-        self.pair = cache(self._pair)
+        self.pair = cache(lambda first, second: cluster.link(cluster.nodes[first], cluster.nodes[second]))
         self.transfer_s = cache(self._transfer_s)
         self.ends = cache(self._ends)
         self.around = cache(self._around)
         self.has_egress = any(link.usd_per_gb for link in cluster.links)
-
-    def _pair(self, first: int, second: int) -> tuple[float, float, float]:
-        return self.cluster.link(self.cluster.nodes[first], self.cluster.nodes[second])
 
     def between(self, first: int, second: int) -> float:
         """Bytes per second of a GPU of one pool to those of another, while all GPUs of their nodes send."""
@@ -427,10 +424,6 @@ class OperatingPoints:
             for start, last, other in _places(b, cp)
             if min(end, last) - max(first, start) > 1e-9
         )
-
-    def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
-        """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""
-        return min(mine, 1 + ceil((1 + slack) * mine / total * later_replicas - 1e-9))
 
 
 def _places(group: Group, cp: int) -> list[tuple[float, float, int]]:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.features.context_exchange.spec import ATTENTION, REST
+from megatron_het.features.registry import extra_layers
 from megatron_het.plan import Plan
 from megatron_het.plan.placement import PARAMETER, vocabulary_shares
 from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
@@ -26,6 +28,7 @@ from .candidate import (
     layers_at,
     rank_parameters,
 )
+from .catalogcost import deferred_bytes
 from .layer import pool_size
 from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
@@ -280,6 +283,12 @@ def _of_group(
     elif has_head:
         workspace = schedule.head_workspace(at_loss, u)
     workspace /= candidate.slices
+    if candidate.moments:
+        others = activations - held * kept - (0.0 if candidate.rows else said)
+        tokens = candidate.micro_batch_size * estimator.model.seq_length * portion
+        loss = workspace if has_head or candidate.rows else 0.0
+        most, said, workspace = _at_most(estimator, candidate, groups[i], u, s, tokens=tokens, at_loss=loss)
+        activations = others + most
     replicas = groups[i].count
     return GroupMemory(
         s,
@@ -295,6 +304,38 @@ def _of_group(
         cp=part.count // replicas,
         logits_bytes=said,
     )
+
+
+def _at_most(
+    estimator: OperatingPoints, candidate: Candidate, group: Group, u: Unit, s: int, tokens: float, at_loss: float
+) -> tuple[float, float, float]:
+    """Returns activations, those of the loss among them, and workspace at the moment when most is held.
+
+    Where the first half of a split backward ends, the last layer has just run again, and the others wait; or all wait,
+    and the whole gradient of embedding or output layer is beside them before it is added to the others.
+
+    Args:
+        tokens: Of a microbatch, on this rank.
+        at_loss: Workspace of the loss on a stage that has it, else 0.
+    """
+    model, again = estimator.model, candidate.recompute == "full"
+    own = estimator.unit_of(candidate.with_(recompute="none"), group._replace(kept=0.0), s) if again else None
+    kinds = "".join(layers_at(candidate, model.pattern)[s]) if model.kinds else ""
+    cut = tokens, group.tp, *candidate.cut_of(group), estimator.runtime.fused
+    rows = [deferred_bytes(one, *cut) for one in map(model.of_kind, kinds)] or [deferred_bytes(model, *cut)]
+    layer, head = (sum(column) / len(rows) for column in zip(*rows))
+    later = extra_layers(model)
+    last = head + later * (layer + head)
+    found = []
+    for moment in candidate.moments[s]:
+        losses = 0.0 if candidate.rows else moment.losses * u.head_bytes + moment.waiting_losses * last
+        beside = max(u.workspace_bytes - (own.layer_bytes if own else 0.0), at_loss)
+        kept = moment.layers * u.layer_bytes + (moment.waiting - (again and moment.ends)) * layer
+        found.append((kept + losses, losses, beside if moment.is_forward else u.workspace_bytes))
+        if moment.ends and s in (0, candidate.head_stage) and not candidate.rows:
+            weights = model.vocab_size / group.tp * model.hidden_size * model.element_bytes
+            found.append((moment.layers * u.layer_bytes + moment.waiting * layer + losses, losses, weights))
+    return max(found, key=lambda m: m[0] + m[2])
 
 
 def stages_of(
@@ -313,7 +354,7 @@ def stages_of(
     in_turn = estimator.runtime.transfers_in_turn
     key = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.even, c.cp, c.ep
     rest = c.across_replicas, c.sizes, c.rows, c.exchange, c.host_activations, c.cuts_documents, blocks, total
-    known = estimator.known_stages.setdefault((key, rest), {})
+    known = estimator.known_stages.setdefault((key, rest, c.moments), {})
     layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
     first = estimator.model.experts.dense_at_start if estimator.model.experts is not None else 0
     out: list[StageTimes] = []
@@ -341,8 +382,10 @@ def _in_flight(
         stage = stages[s]
         if alike:  # separate pipelines, each in Megatron's order
             held = tuple([min(k, 1 + sum(depths[s:])) for k in stage.microbatches])
-        else:
-            held = tuple([estimator.max_in_flight(later, k, total, candidate.slack) for k in stage.microbatches])
+        else:  # a share of what the later stages keep busy, slack, and its own
+            held = tuple(
+                [min(k, 1 + ceil((1 + candidate.slack) * k / total * later - 1e-9)) for k in stage.microbatches]
+            )
         if s:
             later += depths[s - 1] * sum([g.count for g in candidate.stages[s].groups]) // blocks
         key = s, last, held

@@ -51,17 +51,11 @@ class Unit:
             first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
             chunks: Passes in which it goes through them.
         """
-        seconds = layers * self.layer_f + chunks * self.pass_f
-        if first:
-            seconds += first * self.embedding_f
-        return seconds + last * self.head_f if last else seconds
+        return layers * self.layer_f + chunks * self.pass_f + first * self.embedding_f + last * self.head_f
 
     def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
         """Returns the seconds of the backward of so many layers."""
-        seconds = layers * self.layer_b + chunks * self.pass_b
-        if first:
-            seconds += first * self.embedding_b
-        return seconds + last * self.head_b if last else seconds
+        return layers * self.layer_b + chunks * self.pass_b + first * self.embedding_b + last * self.head_b
 
     def ends_s(self, first: float, last: float) -> float:
         """These parts of embedding and head, forward and backward."""

@@ -164,7 +164,8 @@ class _Run:
         for kind in sorted({k for k, _ in gathered}):
             mine = [t for k, t in gathered if k == kind]
             if all(t is not None for t in mine):
-                self._store(kind, _combine(mine))
+                means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in mine) for name in TIMES}
+                self._store(kind, dataclasses.replace(mine[0], **means))
             else:
                 self._say(f"    out of memory on {kind}: left out")
         self._save()
@@ -230,12 +231,6 @@ class _Run:
         if self.rank == 0:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
-
-
-def _combine(timings: list[LayerTiming]) -> LayerTiming:
-    """One timing of several equal devices: the mean of the times."""
-    means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in timings) for name in TIMES}
-    return dataclasses.replace(timings[0], **means)
 
 
 def _least(values: list[tuple[str, int]]) -> dict[str, int]:

@@ -542,14 +542,17 @@ class Book:
         self.scores[candidate] = (score, candidate)
         if estimate is None or score == inf:
             return score
-        if self.estimator.fits(estimate) and self.goal.violation(candidate, estimate) == 0 and self._allowed(candidate):
+        groups, is_tried = tuple(s.groups for s in candidate.stages), candidate.schedule in self.goal.schedules
+        allowed = is_tried and in_regions(self.estimator, self.goal, groups)
+        if allowed and self.estimator.fits(estimate) and self.goal.violation(candidate, estimate) == 0:
             self.good[candidate] = (score, estimate)
             self.best_of[candidate.schedule] = min(score, self.best_of.get(candidate.schedule, inf))
             if score < self.best:
                 self.best = score
                 self.progress.best = min(score, self.progress.best)
             if len(self.good) > 5 * self.KEEP:
-                self._prune()
+                kept = {one for one, _ in (*self.top(self.KEEP), *self.finalists(self.KEEP // 8))}
+                self.good = {one: entry for one, entry in self.good.items() if one in kept}
         elif not candidate.depths and (self.nearest is None or score < self.nearest[0]):
             self.nearest = (score, candidate, estimate)
         return score
@@ -559,16 +562,6 @@ class Book:
         if any(s.layers < candidate.chunks for s in candidate.stages):
             return False  # it could, with chunks of no layers, which gain nothing
         return schedule_of(candidate).runs(self.estimator, candidate)
-
-    def _allowed(self, candidate: Candidate) -> bool:
-        if candidate.schedule not in self.goal.schedules:
-            return False
-        return in_regions(self.estimator, self.goal, tuple(s.groups for s in candidate.stages))
-
-    def _prune(self) -> None:
-        kept = {candidate for candidate, _ in self.top(self.KEEP)}
-        kept |= {candidate for candidate, _ in self.finalists(self.KEEP // 8)}
-        self.good = {candidate: entry for candidate, entry in self.good.items() if candidate in kept}
 
     def finalists(self, count: int) -> list[tuple[Candidate, Estimate]]:
         """The best candidates, up to ``count`` of every schedule with and without an order, or a split vocabulary."""

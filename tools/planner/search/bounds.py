@@ -46,10 +46,6 @@ class _Works(NamedTuple):
     embedding_s: float
     head_s: float
 
-    def layers_per_s(self, head: float) -> float:
-        """Returns what a GPU does at most, where a head counts so many layers."""
-        return max(1 / self.layer_s, head / self.head_s if self.head_s else 0.0)
-
 
 class Bounds:
     """Holds what no plan on some GPUs can beat, for one goal; see the module's text.
@@ -69,7 +65,9 @@ class Bounds:
         self._alike = [described.index(text) for text in described]
         # A GPU may have more of the layers that suit it than of others, which no rate reckons with.
         sizes: list[tuple[int, ...]] = [(n,) for n in model.batch_sizes] if of_search else [()]
-        self._plans = [] if model.kinds else [self._works(*point) for point in product(sizes, model.recompute)]
+        # The works of all pools in passes of some sizes, or of all that the model file allows.
+        points = () if model.kinds else product(sizes, model.recompute)
+        self._plans = [[self._best(pool, *point) for pool in range(len(nodes))] for point in points]
 
     def value(self, limits: Limits) -> float:
         """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 if unknown."""
@@ -116,14 +114,13 @@ class Bounds:
             values = []
             for head in {w.head_s / w.layer_s for w in there}:
                 layers = model.global_batch_size * (model.num_layers * (1 + attention) + embedding + head)
-                rates = [w.layers_per_s(head) if w is not None and n else 0.0 for w, n in zip(works, limits)]
+                rates = [  # layers that a GPU does at most in a second
+                    max(1 / w.layer_s, head / w.head_s if w.head_s else 0.0) if w is not None and n else 0.0
+                    for w, n in zip(works, limits)
+                ]
                 values.append(value_of(layers, rates))
             found.append(max(values))
         return min(found, default=inf if self._plans else 0.0)
-
-    def _works(self, sizes: tuple[int, ...], recompute: str) -> list[_Works | None]:
-        """Returns the works of all pools in passes of these sizes, or of all that the model file allows."""
-        return [self._best(pool, sizes, recompute) for pool in range(len(self.estimator.cluster.nodes))]
 
     def _best(self, pool: int, sizes: tuple[int, ...], recompute: str) -> _Works | None:
         """Returns the least of all replicas and passes of a pool; None where none has figures."""

@@ -454,11 +454,6 @@ def waits_for_nobody(candidate: Candidate) -> bool:
     return len(candidate.stages) == 1 and not schedule_of(candidate).shards_parameters
 
 
-def _is_large(estimator: Estimator, candidate: Candidate) -> bool:
-    """Whether simulating all replicas of a single stage, not one of them, would take long."""
-    return 2 * candidate.chunks * estimator.model.global_batch_size // candidate.micro_batch_size > MOST_COUPLED
-
-
 def _placed(
     estimator: Estimator, goal: Goal, real: Candidate, candidate: Candidate, estimate: Estimate
 ) -> tuple[Candidate, Estimate] | None:
@@ -489,7 +484,8 @@ def _simulated(
             return None
         return Found(candidate, estimate, estimate.iteration_s)
     found: Found | None = None
-    for order in islice(_orders(candidate), tries):
+    others = [order for order in ORDERS if is_ordered(candidate) and order != candidate.order]
+    for order in islice((candidate.order, *others), tries):
         tried = candidate.with_(order=order)
         try:
             entry = Found(tried, estimate, block_s(estimator, tried, estimate))
@@ -502,12 +498,6 @@ def _simulated(
         if found.value(goal) > best * (1 + ORDER_WINDOW):
             return found
     return found
-
-
-def _orders(candidate: Candidate) -> Iterator[str]:
-    yield candidate.order
-    if is_ordered(candidate):
-        yield from (order for order in ORDERS if order != candidate.order)
 
 
 def is_within(goal: Goal, found: Found) -> bool:
@@ -542,9 +532,9 @@ def whole(estimator: Estimator, found: Found) -> Found | None:
     """Returns what was found with the simulated time of the whole plan."""
     if found.confirmed:
         return found
-    if len(found.candidate.stages) == 1 and (
-        waits_for_nobody(found.candidate) or _is_large(estimator, found.candidate)
-    ):
+    c = found.candidate
+    operations = 2 * c.chunks * estimator.model.global_batch_size // c.micro_batch_size  # of all replicas of one stage
+    if len(c.stages) == 1 and (waits_for_nobody(c) or operations > MOST_COUPLED):
         return replace(found, confirmed=True)
     if operations_of(estimator, found.candidate) * found.candidate.blocks > MOST_CONFIRMED and found.simulated_s:
         return replace(found, confirmed=True)

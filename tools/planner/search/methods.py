@@ -299,7 +299,8 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
     for _ in range(MOST_STEPS):
         best = current
         for candidate, estimate in _promising(estimator, goal, current, tried):
-            left -= _work(estimator, candidate)
+            # an exchange counts as what it takes
+            left -= max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
             if left < 0 or progress.spent:
                 return best
             tried.add(candidate)
@@ -312,11 +313,6 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
             break
         current = best
     return current
-
-
-def _work(estimator: Estimator, candidate: Candidate) -> int:
-    """Compute operations of a simulation, an exchange counted as what it takes."""
-    return max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
 
 
 def _promising(
@@ -375,7 +371,9 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
         yield from _layers(c)
     if estimator.model.seq_length >= LONG and not c.sizes:
         yield from _context_parallel(c)
-        yield from _shared(estimator, c)
+        # The parts of regular plans by the speed that their ranks have in these passes.
+        for shared in _by_speed(estimator, c, c.stages[0].groups[0]) if c.stages[0].groups[0].parts else ():
+            yield c.with_(stages=tuple(Stage(s.layers, (shared,)) for s in c.stages))
         yield from _sliced(estimator, goal, c)
         for recompute in estimator.model.recompute:
             if recompute != c.recompute:
@@ -409,13 +407,6 @@ def _context_parallel(c: Candidate) -> Iterator[Candidate]:
             yield _divided(c, c.cp // k, count=Fraction(1, k))
             if all(g.tp * k <= 8 for g in groups):
                 yield _divided(c, c.cp // k, tp=Fraction(1, k))
-
-
-def _shared(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
-    """The parts of regular plans by the speed that their ranks have in these passes."""
-    group = c.stages[0].groups[0]
-    for shared in _by_speed(estimator, c, group) if group.parts else ():
-        yield c.with_(stages=tuple(Stage(s.layers, (shared,)) for s in c.stages))
 
 
 def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | int = 1) -> Candidate:

@@ -59,7 +59,8 @@ def _curves(estimator: Estimator, candidate: Candidate) -> list[Curve] | None:
     groups, most = candidate.stages[0].groups, estimator.model.global_batch_size
     points: list[dict[int, float]] = [{} for _ in groups]
     for size in (n for n in SIZES if n <= most):
-        fitting = _fitting(estimator, candidate, size, [i for i, own in enumerate(points) if len(own) == _before(size)])
+        smaller = sum(n < size for n in SIZES)
+        fitting = _fitting(estimator, candidate, size, [i for i, own in enumerate(points) if len(own) == smaller])
         for i in fitting:
             points[i][size] = pass_s(estimator, candidate, groups[i], size)
         if not fitting:
@@ -75,11 +76,6 @@ def _curves(estimator: Estimator, candidate: Candidate) -> list[Curve] | None:
             low, high = (middle, high) if fits else (low, middle - 1)
         own[low] = pass_s(estimator, candidate, groups[i], low)
     return [Curve.of(own) for own in points]
-
-
-def _before(size: int) -> int:
-    """Sizes of the list that are smaller."""
-    return sum(n < size for n in SIZES)
 
 
 def _fitting(estimator: Estimator, candidate: Candidate, size: int, wanted: list[int]) -> list[int]:

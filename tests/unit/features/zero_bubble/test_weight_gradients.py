@@ -136,6 +136,7 @@ def test_a_recomputed_forward_splits_too() -> None:
     with gradients.deferring(KEY):
         found.square().sum().backward()
     torch.testing.assert_close(source.grad, source_grad)
+    assert not any(half.source.grad_fn or half.source.requires_grad for half in gradients._waiting[KEY])  # no history
     assert not weight.main_grad.any()
     gradients.compute(KEY)
     torch.testing.assert_close(weight.main_grad, weight_grad)

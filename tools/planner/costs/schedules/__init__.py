@@ -1,15 +1,13 @@
 """The schedules that the planner searches, prices and writes: a module each, and its instance in ``SCHEDULES``."""
 
-from megatron_het.schedule.ir import V_SHAPED
-
 from ..candidate import Candidate
 from .base import Schedule
 from .ministage import Ministage
-from .pipelines import Interleaved, OneFOneB, SlimPipe, VShaped
+from .pipelines import Interleaved, OneFOneB, SlimPipe
 
 
 class _Other(Schedule):
-    """A schedule that is priced as if it were 1F1B, and never searched."""
+    """A schedule that the search does not try: plans that ask for it are timed as if it were 1F1B."""
 
     has_order = False
 
@@ -18,13 +16,12 @@ PLAIN, MINISTAGES = OneFOneB(), Ministage()  # what the search begins with; and 
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (PLAIN, Interleaved(), MINISTAGES, SlimPipe())}
 """All of them, in the order in which they are tried."""
 STOCK = tuple(s.name for s in SCHEDULES.values() if s.is_stock)  # those that Megatron-LM has
-_PRICED: dict[str, Schedule] = {**SCHEDULES, **{name: VShaped(name) for name in V_SHAPED}}
 _OTHER = _Other()
 
 
 def schedule_of(candidate: Candidate) -> Schedule:
     """Returns what the planner knows of a candidate's schedule."""
-    return _PRICED.get(candidate.schedule, _OTHER)
+    return SCHEDULES.get(candidate.schedule, _OTHER)
 
 
 def is_ordered(candidate: Candidate) -> bool:

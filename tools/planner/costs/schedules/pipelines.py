@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from megatron_het.features import attention_units
 from megatron_het.features.registry import cutting_of
 from megatron_het.features.slices.spec import WORK
-from megatron_het.features.zero_bubble.passes import chunks_held
 from megatron_het.plan import Plan
 from megatron_het.plan.schema import SPARSE_ATTENTION
 from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
@@ -95,23 +94,6 @@ def _most_layers(group: int, passes: int, layers: tuple[int, ...], microbatches:
     forward = [n for _ in range(min(3, -(-microbatches // group))) for n in layers for _ in range(group)]
     backward, passes = forward[::-1], min(passes, len(forward))
     return max(sum(forward[: passes + j]) - sum(backward[:j]) for j in range(len(forward) - passes + 1))
-
-
-# ZB-V and V-Half: two chunks per stage in a V.  Plans that ask for them are priced; the search does not try them.
-
-
-class VShaped(Schedule):
-    """The first stage has the embedding and the output layer, and all stages hold about as much."""
-
-    has_order = False
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
-        """Half of the chunks that the building block holds."""
-        held = chunks_held(self._name, len(candidate.stages))[s]
-        return min(float(stage.microbatches[i]), held / candidate.chunks)
 
 
 MISMATCH_WITH_SLACK = (0.01, 0.003, 0.0, 0.03)
@@ -229,7 +211,9 @@ class SlimPipe(Schedule):
         wanted = [n for n in (count, 2 * count, 4 * count) if length // n >= LEAST_TOKENS]
         if not wanted and length // count * plain.micro_batch_size >= LEAST_TOKENS_OF_PASS:
             wanted = [count]
-        for slices in dict.fromkeys(_dividing(length, n) for n in wanted if count > 1):
+        # Or a few more that divide the sequence: equal slices are simulated in less time.
+        tried = [next((n for n in range(k, 2 * k) if length % n == 0), k) for k in wanted if count > 1]
+        for slices in dict.fromkeys(tried):
             yield plain.with_(schedule=self.name, slices=slices)
 
     def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
@@ -324,11 +308,6 @@ class SlimPipe(Schedule):
             found.append(_parts(cutting, units, model.document_lengths, at, size))
             at += size
         return tuple(found)
-
-
-def _dividing(length: int, wanted: int) -> int:
-    """So many slices, or a few more that divide the sequence: equal slices are simulated in less time."""
-    return next((n for n in range(wanted, 2 * wanted) if length % n == 0), wanted)
 
 
 @functools.lru_cache(maxsize=4096)
