@@ -63,24 +63,19 @@ class Trace:
         return tuple(dict.fromkeys(change.pool for change in self.changes))
 
 
-def _rows(path: str, text: str) -> tuple[list[int], list[list[str]]]:
-    """The rows of a CSV file, and the line in which each of them ends.
+def _rows(path: str, text: str) -> list[tuple[int, list[str]]]:
+    """The rows of a CSV file, each with the number of the line in which it ends.
 
     Raises:
         PlannerError: A row that cannot be read.
     """
     reader = csv.reader(io.StringIO(text))
-    numbers: list[int] = []
-    rows: list[list[str]] = []
     try:
-        for row in reader:
-            rows.append(row)
-            numbers.append(reader.line_num)
+        return [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise PlannerError(
             path, f"line {reader.line_num}", None, f"is no CSV: {error}", "A quotation mark may lack its end"
         ) from None
-    return numbers, rows
 
 
 def load_trace(path: Path, cluster: Cluster) -> Trace:
@@ -93,22 +88,21 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
         text = read_text(path)
     except FileError as error:
         raise from_file_error(error) from None
-    lines_of, lines = _rows(str(path), text)
-    if not lines or not {*_NEEDED} <= set(lines[0]) <= {*_COLUMNS} or len(set(lines[0])) < len(lines[0]):
-        found = ",".join(lines[0]) if lines else ""
-        raise PlannerError(
-            str(path), "line 1", found, "the first line names the columns", f"They are {', '.join(_COLUMNS)}"
-        )
+    lines = _rows(str(path), text)
+    names = lines[0][1] if lines else []
+    if not {*_NEEDED} <= set(names) <= {*_COLUMNS} or len(set(names)) < len(names):
+        hint = f"They are {', '.join(_COLUMNS)}"
+        raise PlannerError(str(path), "line 1", ",".join(names), "the first line names the columns", hint)
     if len(lines) > _MOST_LINES:
         raise PlannerError(str(path), f"line {_MOST_LINES}", None, f"more than {_MOST_LINES} lines")
     groups = {node.gpu: i for i, node in enumerate(cluster.nodes)}
     pool = [node.count for node in cluster.nodes]
     changes: list[Change] = []
     now_s = 0.0
-    for number, line in zip(lines_of[1:], lines[1:], strict=True):
+    for number, line in lines[1:]:
         if not line:
             continue
-        row = _Row(str(path), number, dict(zip(lines[0], line)) if len(line) == len(lines[0]) else None, line)
+        row = _Row(str(path), number, dict(zip(names, line)) if len(line) == len(names) else None, line)
         time_s = row.number("time_s", now_s, _LONGEST_S)
         if time_s > now_s and not changes:
             changes.append(Change(0.0, tuple(pool)))
