@@ -325,13 +325,8 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
             sys.stderr.flush()
         raise SystemExit(2) from None
     dist.barrier()
-    if not choice.candidate.persistent:
-        return choice.candidate.folder, translation, {}
-    return (
-        choice.candidate.folder,
-        translation,
-        {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None},
-    )
+    shown = {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
+    return choice.candidate.folder, translation, shown if choice.candidate.persistent else {}
 
 
 def loaded_path(args: Any, iteration: int) -> str:
@@ -366,7 +361,7 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
         match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
-    with _loading_by(optimizer, load_state_dict):
+    with _calling(optimizer, "load_state_dict", load_state_dict):
         yield
 
 
@@ -378,22 +373,21 @@ def _with_own_form(optimizer: Any) -> Iterator[None]:
     if optimizer is None or (len(parts) > 1 and not is_experts):
         yield
         return
-    with _loading_by(optimizer, lambda load, state_dict: load(as_own_optimizers(state_dict, len(parts)))):
+    with _calling(optimizer, "load_state_dict", lambda load, state: load(as_own_optimizers(state, len(parts)))):
         yield
 
 
 @contextlib.contextmanager
-def _loading_by(optimizer: Any, load_state_dict: Callable[[Callable[[Any], None], Any], None]) -> Iterator[None]:
-    """Let an optimizer load by a function that gets its own ``load_state_dict`` and the state."""
-    load, was_own = optimizer.load_state_dict, "load_state_dict" in vars(optimizer)
-    optimizer.load_state_dict = functools.partial(load_state_dict, load)
+def _calling(optimizer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a method of an optimizer be a function that gets the method, and what the method is called with."""
+    method, was_own = getattr(optimizer, name), name in vars(optimizer)
+    setattr(optimizer, name, functools.partial(function, method))
     try:
         yield
     finally:
+        delattr(optimizer, name)
         if was_own:
-            optimizer.load_state_dict = load
-        else:
-            del optimizer.load_state_dict
+            setattr(optimizer, name, method)
 
 
 @contextlib.contextmanager
@@ -412,20 +406,16 @@ def _without_absent_moments(optimizer: Any, folder: Path | None) -> Iterator[Non
     if has_moments or not any(key.startswith(main) for key in keys):
         yield
         return
-    ask = optimizer.sharded_state_dict
 
     def is_absent(value: Any) -> bool:
         is_sharded = isinstance(value, ShardedBase | ShardedTensorFactory)
         return is_sharded and value.key.startswith("optimizer.state.") and not value.key.startswith(main)
 
-    def sharded_state_dict(*positional: Any, **keywords: Any) -> Any:
-        return extract_matching_values(ask(*positional, **keywords), is_absent, return_lists_as_dicts=False)[1]
+    def sharded_state_dict(ask: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        return extract_matching_values(ask(*positional, **keywords), is_absent)[1]
 
-    optimizer.sharded_state_dict = sharded_state_dict
-    try:
+    with _calling(optimizer, "sharded_state_dict", sharded_state_dict):
         yield
-    finally:
-        del optimizer.sharded_state_dict
 
 
 def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, keep_saved: bool) -> None:
@@ -447,8 +437,7 @@ def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
     """All groups of parameters in an optimizer's state."""
     if isinstance(state, dict):
-        for key, value in state.items():
-            if key == "param_groups":
-                yield from value
-            else:
-                yield from _saved_groups(value)
+        yield from state.get("param_groups", ())
+        state = [value for key, value in state.items() if key != "param_groups"]
+    for part in state if isinstance(state, list) else ():  # a list where experts have an optimizer of their own
+        yield from _saved_groups(part)

@@ -198,17 +198,17 @@ _COMMON = ("optimizer", "state")  # parts of an optimizer's state that have more
 
 
 def as_one_optimizer(state: Any) -> Any:
-    """The state of a rank's optimizers in the form of one, with the tensors of the experts' beside it."""
+    """The state of a rank's optimizers in the form of one, with what the experts' one has alone beside it."""
     if not isinstance(state, dict) or set(state) != {0, 1}:
         return state
     groups = state[1].get("param_groups") or state[1].get("optimizer", {}).get("param_groups") or ()
     if not any(group.get("is_expert_parallel") for group in groups):  # Muon's second one is Adam for other weights
         return state
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 
-    tensors, _ = extract_matching_values(state[1], lambda v: isinstance(v, ShardedBase | ShardedTensorFactory))
-    return {**state[0], _EXPERTS: tensors}
+    kinds = ShardedBase | ShardedTensorFactory | LocalNonpersistentObject  # the last: which parameters a group has
+    return {**state[0], _EXPERTS: extract_matching_values(state[1], lambda value: isinstance(value, kinds))[0]}
 
 
 def as_own_optimizers(state: Any, optimizers: int) -> Any:
@@ -228,21 +228,27 @@ def as_own_optimizers(state: Any, optimizers: int) -> Any:
 
 
 def _merged(common: Any, own: Any) -> Any:
-    """Two nested states as one; what both have and is no dictionary is the second one's."""
+    """Two nested states as one; what both have and is neither a dictionary nor a list is the second one's."""
+    if isinstance(common, list) and isinstance(own, list):
+        return [_merged(*pair) for pair in zip(common, own, strict=True)]
     if not isinstance(common, dict) or not isinstance(own, dict):
         return own
     return {**common, **{key: _merged(common.get(key), value) for key, value in own.items()}}
 
 
-def _completed(tensors: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
-    """The state of the experts' optimizer: its tensors, and the rest of the other one's state."""
-    found = dict(tensors)
+def _completed(own: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
+    """The state of the experts' optimizer: what it has alone, and the rest of the other one's state."""
+    found = dict(own)
     for key, value in like.items():
         if key == "param_groups":
-            found[key] = [{**group, "is_expert_parallel": True} for group in value]
+            # Megatron finds a group's settings by what the group is, and its parameters by its place.
+            alone = [*own.get(key, ()), *({} for _ in value)]
+            found[key] = [{**group, "is_expert_parallel": True, **alone[at]} for at, group in enumerate(value)]
         elif key in _COMMON and isinstance(value, dict):
             found[key] = _completed(found.get(key, {}), value)
-        elif isinstance(key, str) and key not in ("param_state", "fp32_from_fp16_params"):
+        elif key == "fp32_from_fp16_params":
+            found.setdefault(key, [])  # which is in no file where this rank has no such parameters
+        elif isinstance(key, str) and key != "param_state":
             found.setdefault(key, copy.deepcopy(value))
     return found
 
@@ -318,8 +324,7 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
             return entry
         return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
-    found: dict[str, Any] = dict_list_map_outplace(copied, state)
-    return found
+    return dict(dict_list_map_outplace(copied, state))
 
 
 def finish_saves() -> None:

@@ -98,6 +98,11 @@ KINDS = {
         plan("second", [[2], [1]], [2, 3], ep=[[2], [1]], **TP),
         family="deepseek",
     ),
+    "experts-undivided": Kind(
+        plan("first", [[1, 1], [1]], [3, 2], ep=[[2, 2], [1]], even_routing=True),
+        plan("second", [[2], [1]], [2, 3], ep=[[2], [1]], sequence_parallel=True),
+        family="deepseek",
+    ),
     # The last stage has a copy of the embedding, and no table of an output layer.
     "later-tokens": replace(
         _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), family="later-tokens", **TIED),

@@ -233,31 +233,6 @@ def test_without_a_tracker(tmp_path: Path) -> None:
         chosen(folder)
 
 
-@pytest.mark.parametrize(
-    ("form", "changed", "is_refused"),
-    [
-        ("dp_reshardable", {}, True),
-        ("dp_zero_gather_scatter", {}, True),
-        ("fully_reshardable", {}, False),
-        (None, {}, False),
-        ("dp_reshardable", {"no_load_optim": True}, False),
-    ],
-)
-def test_the_form_of_the_optimizer_state(
-    form: str | None, changed: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is stored by the number of a rank would be read by another one."""
-    saved = {"args": SimpleNamespace(use_distributed_optimizer=True, no_save_optim=False)}
-    common = saved | ({"content_metadata": {"distrib_optim_sharding_type": form}} if form else {})
-    monkeypatch.setattr(choice, "common_state", lambda folder: common)
-    given = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, **changed}
-    if not is_refused:
-        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
-        return
-    with pytest.raises(CheckpointError, match=f"'{form}'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim"):
-        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
-
-
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert chosen(tmp_path, exit_on_missing_checkpoint=False) == (None, 0)
     assert chosen(tmp_path, pretrained_checkpoint="elsewhere") == (None, 0)
@@ -348,6 +323,8 @@ def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
 
 
 SHARDED = {"use_distributed_optimizer": True, "optimizer": "adam"}
+BY_RANK = "'dp_(reshardable|zero_gather_scatter)'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim"
+FORM = "distrib_optim_sharding_type"
 LION = {**SHARDED, SHARDED_LION: True}
 
 
@@ -355,6 +332,9 @@ LION = {**SHARDED, SHARDED_LION: True}
     ("saved", "given", "reason"),
     [
         (SHARDED, SHARDED, None),
+        (SHARDED | {FORM: "fully_reshardable"}, SHARDED, None),
+        (SHARDED | {FORM: "dp_reshardable"}, SHARDED, BY_RANK),
+        (SHARDED | {FORM: "dp_zero_gather_scatter"}, SHARDED, BY_RANK),
         (LION, LION, None),
         ({"use_distributed_optimizer": True}, SHARDED, None),  # it does not say which optimizer
         (SHARDED, LION, "saved with --optimizer adam, this run trains with lion.*--no-load-optim"),
@@ -372,7 +352,8 @@ LION = {**SHARDED, SHARDED_LION: True}
 def test_state_of_another_form_is_refused(
     saved: dict[str, Any], given: dict[str, Any], reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "common_state", lambda folder: {"args": SimpleNamespace(**saved)})
+    common = {"args": SimpleNamespace(**saved), "content_metadata": {FORM: saved.get(FORM)}}
+    monkeypatch.setattr(choice, "common_state", lambda folder: common)
     kept = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": False}
     args = SimpleNamespace(**{**kept, **given})
     if reason is None:

@@ -99,14 +99,14 @@ def test_groups_are_found_under_another_learning_rate(flag: str, rate: float) ->
             self.loaded: Any = None
 
         def load_state_dict(self, state: Any) -> None:
-            self.loaded = [group["max_lr"] for group in state["optimizer"]["param_groups"]]
+            self.loaded = [group["max_lr"] for part in state for group in part["optimizer"]["param_groups"]]
 
     def groups(rate: float) -> list[dict[str, Any]]:
         kinds = ((0.0, True), (1.0, True), (1.0, False))  # --decoupled-lr has a group with a rate of its own
         return [{"wd_mult": wd, "default_config": own, "max_lr": rate * (5 - 4 * own)} for wd, own in kinds]
 
     made = Optimizer(groups(2e-3))
-    state = {"optimizer": {"param_groups": groups(1e-3)[::-1]}}
+    state = [{"optimizer": {"param_groups": groups(1e-3)[::-1]}}]  # experts have an optimizer of their own elsewhere
     args = SimpleNamespace(**{f"{flag}_opt_param_scheduler": True})
     with loading._with_matched_groups(made, args):
         made.load_state_dict(state)

@@ -11,7 +11,7 @@ from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor  # noqa: E402
 
 from megatron_het.checkpoint.state_dict import StateDictHook, as_one_optimizer, as_own_optimizers  # noqa: E402
 from megatron_het.distributed import PairGroups, PlanGroups  # noqa: E402
@@ -110,6 +110,17 @@ def test_a_rank_with_two_optimizers_saves_the_form_of_one_and_takes_its_own() ->
     first, second = as_own_optimizers(saved, 2)
     assert first == dense
     assert second == optimizer_state("experts", is_expert=True) | {"param_state": experts["param_state"]}
+
+
+def test_undivided_optimizers_keep_their_own_parameters() -> None:
+    """Megatron gives back which parameters a group has; this rank has no experts in fp16."""
+    saved: list[dict[str, Any]] = [{"step": 3}, {"step": 4}]
+    own = [{"params": LocalNonpersistentObject([number]), "is_expert_parallel": number == 2} for number in range(3)]
+    state = as_one_optimizer({0: {"param_groups": own[:2]}, 1: {"param_groups": own[2:]}})
+    first, experts = as_own_optimizers({0: {"param_groups": saved}, "fp32_from_fp16_params": [[]]} | state, 2)
+    assert first["param_groups"] == [saved[0] | own[0], saved[1] | own[1]]
+    assert experts["param_groups"][0] == saved[0] | own[2]
+    assert experts["fp32_from_fp16_params"] == []
 
 
 def test_a_rank_with_one_optimizer_takes_either_form() -> None:

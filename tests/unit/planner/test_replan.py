@@ -16,7 +16,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
 from tools.planner.inputs.profile_schema import load_profile, save_profile
 from tools.planner.replay.command import _tables, limited
-from tools.planner.replay.measured import DeviceTimes, Times, load_watched
+from tools.planner.replay.measured import DeviceTimes, Times, find_files, load_watched
 from tools.planner.replay.policies import (
     CHANGES,
     Change,
@@ -155,6 +155,8 @@ def test_the_command_finds_the_files_of_a_run_and_writes_the_better_plan(tmp_pat
 
 def test_what_was_measured_under_another_plan_is_refused(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
+    with pytest.raises(PlannerError, match=r"there is no plan.json in '\.'\. Give the path"):
+        find_files(Path("."), {})
     with pytest.raises(PlannerError, match="another plan"):
         load_watched(folder / "ranks" / "watch.json", runs.pipeline(5, 3))
 

@@ -157,7 +157,7 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
                     if (base / place / candidate).is_file():
                         return base / place / candidate
         if required:
-            problem = f"there is no {' and no '.join(names)} in {folder}"
+            problem = f"there is no {' and no '.join(names)} in {str(folder)!r}"
             who = "a run writes it into --het-report or --save" if name == "watch" else "'emit' writes it into --out"
             hint = f"Give the path: {who}"
             raise PlannerError("command line", f"--{name}", None, problem, hint)
