@@ -303,7 +303,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
         attributes to set while it loads.
 
     Raises:
-        SystemExit: There is none, or its optimizer state does not fit; the first rank says why.
+        SystemExit: There is none, or it does not fit; the first rank says why.
     """
     from megatron.training.utils import print_rank_0
 
@@ -316,6 +316,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
         if choice.notes:
             print_rank_0(f"het: loading {choice.candidate.folder} instead")
         check_optimizer_state(args, choice.candidate.folder)
+        check_strictness(args, choice.candidate.folder)
         translation = translation_for(args, choice.candidate.folder)
         if choice.tracker_is_broken and dist.get_rank() == 0:
             repair_tracker(Path(args.load), choice.candidate)
@@ -327,6 +328,20 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
     dist.barrier()
     shown = {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
     return choice.candidate.folder, translation, shown if choice.candidate.persistent else {}
+
+
+def check_strictness(args: Any, folder: Path) -> None:
+    """Refuse to load all of a checkpoint where some of it belongs to another layout; raises CheckpointError."""
+    from megatron.core import dist_checkpointing
+
+    if args.dist_ckpt_strictness != "raise_all":
+        return
+    saved = {key.split("/")[0] for key in dist_checkpointing.serialization.load_sharded_metadata(str(folder))}
+    if found := sorted(saved & {RANDOM_STATE_KEY, "rng_state", "rerun_state_machine_state"}):
+        raise CheckpointError(
+            f"--dist-ckpt-strictness = 'raise_all': {folder} has {', '.join(found)}, which a run under a plan does not "
+            "load together with the weights. Use raise_unexpected: it refuses a checkpoint that lacks what is loaded"
+        )
 
 
 def loaded_path(args: Any, iteration: int) -> str:

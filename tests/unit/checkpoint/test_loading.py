@@ -115,3 +115,10 @@ def test_groups_are_found_under_another_learning_rate(flag: str, rate: float) ->
     assert "load_state_dict" not in vars(made)
     with loading._with_matched_groups(made, SimpleNamespace()):
         assert "load_state_dict" not in vars(made)
+
+
+def test_what_no_plan_loads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"decoder.weight", "rng_state/shard_0_1"}
+    monkeypatch.setattr("megatron.core.dist_checkpointing.serialization.load_sharded_metadata", lambda _: keys)
+    with pytest.raises(ValueError, match="'raise_all'.* has rng_state, "):
+        loading.check_strictness(SimpleNamespace(dist_ckpt_strictness="raise_all"), tmp_path)
