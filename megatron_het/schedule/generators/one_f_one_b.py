@@ -4,6 +4,7 @@ Stages may have one or several replicas.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -457,6 +458,7 @@ FASTER = 0.005  # other depths must shorten the iteration by this share, because
 SAME = 0.001  # depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken
 NOTICEABLE = 0.1  # a boundary is slow if the way there and back takes more than this share of the slowest stage's time
 _MORE = (0, 1, 2)
+_MOST_CHANGES = 24  # simulations with which depths of single boundaries are changed, at most
 _MOST_STEPS = 8  # simulations with which depths are made smaller again, at most
 _ALMOST_FREE, _HALF = 0.1, 0.5
 
@@ -506,11 +508,24 @@ def choose_depths(
     for more in _MORE:
         best = search.better(best, tuple(1 + hidden[b] + more if b in hidden else 1 for b in range(len(plain))))
     rule = published_depths(stage_s, transfer_s, [b in hidden for b in range(len(plain))])
-    best = search.better(best, rule)
+    best = _one_by_one(search, search.better(best, rule), slow)
     if start is not None and search.seconds(best) > start * (1 - FASTER):
         return ()
     best = _smallest(search, best, hidden)
     return best if best != plain else ()
+
+
+def _one_by_one(search: "_Search", best: tuple[int, ...], slow: Sequence[int]) -> tuple[int, ...]:
+    """Depths of single boundaries made smaller or larger by one, as long as that is faster."""
+    left, is_better = _MOST_CHANGES, True
+    while is_better:
+        is_better = False
+        for b, by in itertools.product(slow, (-1, 1)):
+            other = (*best[:b], max(1, best[b] + by), *best[b + 1 :])
+            left -= 1
+            if left >= 0 and search.seconds(other) < search.seconds(best) * (1 - SAME):
+                best, is_better = other, True
+    return best
 
 
 def _smallest(search: "_Search", best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:

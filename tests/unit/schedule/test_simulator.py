@@ -471,6 +471,8 @@ def test_nothing_changes_where_links_are_fast_or_nothing_fits() -> None:
     assert choose_depths((STAGE_S,) * 2, (0.001,), lambda d: pytest.fail("there is nothing to gain")) == ()
     time_of = lambda d: seconds(shape, STAGE_S, d) if sum(d) == 1 else None  # noqa: E731
     assert choose_depths((STAGE_S,) * 2, (STAGE_S,), time_of) == ()
+    # One boundary alone may be what matters, where a depth at the next one costs as much again.
+    assert choose_depths((1.0,) * 5, (0.3,) * 4, lambda d: 10.0 - (d[2] > 1) + (d[3] > 1)) == (1, 1, 2, 1)
 
 
 def test_depth_costs_the_activations_of_its_microbatches() -> None:
