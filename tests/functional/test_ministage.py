@@ -143,11 +143,11 @@ def train(
     return lab.runner.run(job, check=check)
 
 
-def assert_equal_at_the_end(lab: MinistageLab, first: Path, second: Path, out: Path) -> None:
-    """Bit-equal parameters and optimizer states after the last step."""
+def assert_equal_at_the_end(lab: MinistageLab, first: Path, second: Path, out: Path, within: float = 0.0) -> None:
+    """Bit-equal parameters and optimizer states after the last step, or within an absolute difference."""
     last = f"checkpoints/iter_{STEPS:07}"
     found = lab.compare_checkpoints(first / last, second / last, out)
-    assert found["missing"] == [] and found["different"] == {}
+    assert found["missing"] == [] and max(found["different"].values(), default=0.0) <= within, found["different"]
     assert any("exp_avg_sq" in key for key in found["keys"])
 
 
@@ -219,20 +219,11 @@ def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: 
     assert saving["peak_bytes"] <= window["peak_bytes"]
 
 
-def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: Path):
+@pytest.mark.parametrize("clip", ["0", CLIP])
+def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: Path, clip: str):
     """The loss scale doubles every iteration until gradients overflow; then a step is skipped."""
-    flags = (
-        "--clip-grad",
-        CLIP,
-        "--fp16",
-        # A window adds up the norm in another order; with these weights its last bit stays.
-        "--initial-loss-scale",
-        str(256 * under_window("fp16").loss_divisor),
-        "--loss-scale-window",
-        "1",
-        "--hysteresis",
-        "1",
-    )
+    scale = 256 * under_window("fp16").loss_divisor
+    flags = f"--fp16 --clip-grad {clip} --initial-loss-scale {scale} --loss-scale-window 1 --hysteresis 1".split()
     exact = under_window("fp16", offload=True)
     undo = under_window("fp16", offload=True, offload_optimizer=True, update="undo")
     plans = {
@@ -240,9 +231,14 @@ def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: P
         "exact": with_shares(exact, ((0, 1), (1,))),
         "undo": with_shares(undo, ((3, 1), (1,))),
     }
+    norms = {}
     for name, plan in plans.items():
         log = train(lab, plan, tmp_path / name, *flags, fresh=True).log()
+        norms[name] = [float(norm) for norm in re.findall(r"grad norm: ([0-9.]+)", log)]
         skipped = re.findall(r"skipped iterations: +(\d+)", log)
         assert {"0", "1"} <= set(skipped), skipped
+    # A window adds up the norm in another order: clipping by it may change a last bit of a weight in fp16, up to 0.25.
+    within = 0.0 if clip == "0" else 2**-13
     for name in ("exact", "undo"):
-        assert_equal_at_the_end(lab, tmp_path / "plain", tmp_path / name, tmp_path / f"{name}-compared")
+        assert norms[name] == pytest.approx(norms["plain"], rel=1e-3)
+        assert_equal_at_the_end(lab, tmp_path / "plain", tmp_path / name, tmp_path / f"{name}-compared", within)
