@@ -85,8 +85,7 @@ def _hopeful(
     most = NEARLY_AS_GOOD * goal.value(current.estimate)
     changes = _changes(current.candidate, _may_compute(estimator, goal, current, most))
     regrouped = _regrouped(estimator, goal, current, sketch) if sketch is not None else ()
-    for changed in chain(changes, regrouped):
-        candidate = relieved(estimator, changed)  # a stage with other layers keeps another number of them
+    for candidate in chain(changes, regrouped):
         if candidate in seen:
             continue
         seen.add(candidate)
@@ -109,7 +108,7 @@ def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch)
         depths = changed.depths if len(groups) == len(changed.stages) else ()
         balanced = balance(estimator, groups, changed.with_(depths=depths, shares=None))
         if balanced is not None and balanced.stages:
-            yield balanced
+            yield relieved(estimator, balanced)
 
 
 MayCompute = Callable[[int, int, tuple[Group, ...]], bool]
