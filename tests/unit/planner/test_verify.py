@@ -177,6 +177,8 @@ def test_a_plan_of_many_microbatches_runs_the_first_ones_dry() -> None:
         assert short.num_microbatches <= 64 and build(short)
         assert all(len(r.microbatches) > 1 for s in short.stages for r in s.replicas)
         assert dry_run._in_flight(build(short)[False]) == dry_run._in_flight(build(plan)[False])
+        sizes = replace(plan, training=replace(plan.training, micro_batch_sizes=(1,) * plan.num_microbatches))
+        assert dry_run.shortened(sizes) is sizes
     whole = made("ministage", *uneven, chunks=2, recompute="full", zero_stage=2)
     assert dry_run.shortened(whole) is whole
 

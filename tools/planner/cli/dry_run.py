@@ -74,9 +74,10 @@ def shortened(plan: Plan) -> Plan:
     from megatron_het.lowering.programs import build
     from megatron_het.plan.validate import check_plan
 
-    if plan.training.micro_batch_sizes:
+    count = len(plan.stages)
+    if plan.training.micro_batch_sizes or 2 * count >= plan.num_microbatches:
         return plan
-    wanted, count = _in_flight(build(plan)[False]), len(plan.stages)
+    wanted = _in_flight(build(plan)[False])
     while (count := 2 * count) < plan.num_microbatches:
         short = plan.first_microbatches(count)
         pairs = [(r, other) for s, t in zip(plan.stages, short.stages) for r, other in zip(s.replicas, t.replicas)]
@@ -485,11 +486,10 @@ class Verifier:
         # The fullest first: where the time is over, the others hardly matter.
         kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_predicted(plan, kind, memory, gpus)[1]))
         left_s = self._limit_s - self._spent_s
-        start_s = time.monotonic()
+        start_s, short = time.monotonic(), shortened(plan) if left_s > 0 else plan
         with TemporaryDirectory(prefix="het-verify-") as made:
             folder = Path(made)
             self._now = folder, len(kinds)
-            short = shortened(plan)
             save_plan(short, folder / "plan.json")
             flags = rank_flags(short, self._model, str(folder / "plan.json"), [])
             ranks = [kind[0] for kind in kinds]

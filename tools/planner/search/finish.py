@@ -355,6 +355,8 @@ def _improved(
             best = min(best, deep.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
     for entry in sorted(found + better, key=lambda f: f.value(goal))[:MOST_FREED]:
+        if progress.spent or work_of(estimator, entry.candidate) > MOST_OPERATIONS:
+            continue
         for tried in freed(estimator, goal, entry, simulate, best):
             if tried.value(goal) < best:
                 better.append(tried)
