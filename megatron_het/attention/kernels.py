@@ -12,8 +12,9 @@ import abc
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -278,7 +279,7 @@ class CudnnFlash(Kernel):
 
 
 class TransformerEngineFused(Kernel):
-    """cuDNN's fused attention by way of Transformer Engine, which aligns the mask as it is told."""
+    """cuDNN's fused attention by way of Transformer Engine 2, which aligns the mask as it is told."""
 
     name = "te-fused"
     summary = (
@@ -302,42 +303,53 @@ class TransformerEngineFused(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Scores) -> Output:
         library = importlib.import_module(self.module)
         q, k, v = (t.contiguous() for t in (q, k, v))
-        out, auxiliary, *_ = library.fused_attn_fwd(
-            True,
-            *self._lengths(q, k),
-            *(q, k, v, q.dtype, library.FusedAttnBackend["F16_arbitrary_seqlen"]),
-            **self._options(q, k, call),
-        )
+        out, auxiliary, *_ = library.fused_attn_fwd(True, **self._call(library, (q, k, v), call))
         return out, auxiliary[0].squeeze(-1)
 
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
         library = importlib.import_module(self.module)
         q, k, v, out, grad = (t.contiguous() for t in (q, k, v, out, grad))
-        kind = next(own for own, dtype in library.TORCH_DType.items() if dtype is q.dtype)
+        given = self._call(library, (q, k, v), call)
+        if "dqkv_dtype" in _parameters(library.fused_attn_bwd):  # up to release 2.14
+            given["dqkv_dtype"] = next(own for own, dtype in library.TORCH_DType.items() if dtype is q.dtype)
+        else:
+            given["dqkv_layout"] = given["qkv_layout"]
         dq, dk, dv, *_ = library.fused_attn_bwd(
-            *self._lengths(q, k),
-            *(q, k, v, out, grad, q.dtype, kind, [lse.contiguous().unsqueeze(-1), _unused_seed(q.device)]),
-            library.FusedAttnBackend["F16_arbitrary_seqlen"],
+            o=out,
+            d_o=grad,
+            aux_ctx_tensors=[lse.contiguous().unsqueeze(-1), _unused_seed(q.device)],
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._options(q, k, call),
+            **given,
         )
         return dq, dk, dv
 
     @staticmethod
-    def _lengths(q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    def _call(library: Any, qkv: Sequence[Tensor], call: Scores) -> dict[str, Any]:
+        """Arguments of both directions, by keyword: their places differ between releases."""
+        q, k, v = qkv
         (queries, batch), keys = q.shape[:2], k.shape[0]
-        return queries, keys, _cumulative(batch, queries, q.device), _cumulative(batch, keys, q.device)
-
-    @staticmethod
-    def _options(q: Tensor, k: Tensor, call: Scores) -> dict[str, Any]:
-        square = "causal" if q.shape[0] == k.shape[0] else "causal_bottom_right"
+        square = "causal" if queries == keys else "causal_bottom_right"
         return {
+            "max_seqlen_q": queries,
+            "max_seqlen_kv": keys,
+            "cu_seqlens_q": _cumulative(batch, queries, q.device),
+            "cu_seqlens_kv": _cumulative(batch, keys, q.device),
+            "q": q,
+            "k": k,
+            "v": v,
+            "fake_dtype": q.dtype,
+            "fused_attention_backend": library.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": call.scale,
             "qkv_layout": "sbhd_sbhd_sbhd",
             "attn_mask_type": square if call.causal else "no_mask",
             "window_size": _both_sides(call),
         }
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @functools.lru_cache(maxsize=256)

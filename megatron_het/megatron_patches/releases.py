@@ -167,7 +167,7 @@ def installed_release() -> Release:
 # Their source changes from release to release of torch, so a hash would refuse releases that work.  What is leaned on
 # is that the name is there and takes these parameters; ``distributed/groups.py`` looks at the result as well.
 
-TORCH_VERSIONS = ("2.11", "2.13")  # the oldest and the newest release whose names were read
+TORCH_VERSIONS = ("2.11", "2.15")  # the oldest and the newest release whose names were read
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class _Reader(pickle.Unpickler):
         """The object that a pickle names; raises UnpicklingError if it is no part of the format."""
         import torch
 
+        if module == "pathlib._local":  # what Python 3.13 calls it
+            module = "pathlib"
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         if "." not in name and module in (*_MODULES, "torch"):

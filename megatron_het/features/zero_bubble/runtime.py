@@ -91,8 +91,11 @@ class LayerStore:
         return not self._due
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether to put off: in a BACKWARD_INPUT, and while what it has put off is computed."""
-        return self._gradients.defers or bool(self._due)
+        """Whether to put off: in passes that are split, and while what has been put off is computed.
+
+        Transformer Engine asks in the backward, from release 2.16 on in the forward too.
+        """
+        return self._gradients.splits or bool(self._due)
 
     def put(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
         """Put a function of tensors off."""
@@ -147,11 +150,6 @@ class WeightGradients:
     splits: bool = False  # whether what runs belongs to a pass whose backward comes in two halves
     _waiting: dict[Key, list[_Half]] = field(default_factory=dict)
     _open: list[_Half] | None = None
-
-    @property
-    def defers(self) -> bool:
-        """Whether a BACKWARD_INPUT runs."""
-        return self._open is not None
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:

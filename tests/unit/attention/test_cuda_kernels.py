@@ -21,7 +21,7 @@ from megatron_het.attention.kernels import KERNELS, Kernel, TransformerEngineFus
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
-from testing.attention_stand_ins import CALLS, attend, attend_backward, stand_ins
+from testing.attention_stand_ins import CALLS, TransformerEngine214, attend, attend_backward, stand_ins
 
 Arguments = dict[str, Any]
 
@@ -171,6 +171,12 @@ def test_slices_equal_full_attention(kernel: Kernel, groups: int, grows_down: bo
     assert calls == forward + (7 if kernel.splits_backward else forward)
     for part, reference in zip(found, [wanted.detach(), *(w.grad for w in whole)], strict=True):
         assert relative(part, reference) < 1e-12
+
+
+def test_transformer_engine_before_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = TransformerEngineFused()
+    monkeypatch.setitem(sys.modules, kernel.module, TransformerEngine214(kernel.module))
+    test_slices_equal_full_attention(kernel, 2, False)
 
 
 @pytest.mark.parametrize(

@@ -203,10 +203,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     kernel_choice._chosen.cache_clear()
 
 
-def test_a_kernel_that_fails_its_trial_is_passed_over(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_its_trial_is_passed_over(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     hopper = Setting("cuda", torch.bfloat16, 128, (9, 0))
     gpu["failed"] = {"te-fused": "is 0.4 off in a trial", "cuda-flash-3": "failed in a trial: TypeError"}
     assert choose_kernel(hopper).name == "cudnn"
+    assert "attention kernel te-fused is passed over: it is 0.4 off in a trial" in caplog.text
     assert choose_kernel(hopper, ("cuda-flash-3", "cuda-flash")).name == "cuda-flash"
     with pytest.raises(ValueError, match="te-fused head dimension 100"):
         choose_kernel(Setting("cuda", torch.bfloat16, 100, (9, 0)))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pathlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,10 @@ def test_a_planted_description_runs_nothing(is_noted: bool, tmp_path: Path) -> N
 def test_a_description_names_only_the_records_of_its_format(named: tuple[str, str]) -> None:
     with pytest.raises(pickle.UnpicklingError, match="no part of a checkpoint's description"):
         torch_checkpoints._Reader(io.BytesIO()).find_class(*named)
+
+
+def test_paths_are_read_by_the_names_of_any_python() -> None:
+    assert torch_checkpoints._Reader(io.BytesIO()).find_class("pathlib._local", "PosixPath") is pathlib.PosixPath
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))

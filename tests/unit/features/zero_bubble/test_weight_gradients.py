@@ -178,6 +178,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, source: torch.Tensor, weight: torch.nn.Parameter, layer: Any) -> torch.Tensor:
         ctx.save_for_backward(source, weight)
         ctx.layer, ctx.store = layer, layer.wgrad_store  # as Transformer Engine does
+        if layer.asks_first and not ctx.store.delay_wgrad_compute():
+            ctx.store = None
         return source @ weight.t()
 
     @staticmethod
@@ -201,9 +203,10 @@ class _Function(torch.autograd.Function):
 class _EngineLinear(torch.nn.Module):
     """Stands in for ``transformer_engine.pytorch.Linear`` and for its grouped relative."""
 
-    def __init__(self, weight: torch.nn.Parameter, fused: bool, grouped: bool) -> None:
+    def __init__(self, weight: torch.nn.Parameter, fused: bool, grouped: bool, asks_first: bool) -> None:
         super().__init__()
         self.weight, self.fuse_wgrad_accumulation, self.grouped = weight, fused, grouped
+        self.asks_first = asks_first  # whether the forward asks too, as from release 2.16 on
         self.bias = torch.nn.Parameter(weight.detach()[:, 0].clone())
         self.wgrad_store: Any = _Store()
 
@@ -234,16 +237,17 @@ class _MegatronLinear(_EngineLinear):
             super().backward_dw()
 
 
+@pytest.mark.parametrize("asks_first", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("has_main_grad", [False, True])
-def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped: bool) -> None:
+def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped: bool, asks_first: bool) -> None:
     """Two passes wait at a time, and the later one is completed first."""
     if fused and not has_main_grad:
         return
     _, source_grad, weight_grad, _ = expected_without_bias()
     weight = tensors()[1]
-    layer, gradients = _MegatronLinear(weight, fused, grouped), WeightGradients()
+    layer, gradients = _MegatronLinear(weight, fused, grouped, asks_first), WeightGradients()
     own_store = layer.wgrad_store
     if has_main_grad:
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
