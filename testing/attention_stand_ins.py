@@ -152,8 +152,8 @@ class TransformerEngine214(TransformerEngine):
     ) -> list[torch.Tensor]:
         """Gradients of q, k and v."""
         assert TransformerEngine.TORCH_DType[dqkv_dtype] is fake_dtype and "dqkv_layout" not in keywords
-        layouts = {"qkv_layout": qkv_layout, "dqkv_layout": qkv_layout}
-        return TransformerEngine.fused_attn_bwd(*positional, fake_dtype=fake_dtype, **layouts, **keywords)
+        keywords |= {"fake_dtype": fake_dtype, "qkv_layout": qkv_layout, "dqkv_layout": qkv_layout}
+        return TransformerEngine.fused_attn_bwd(*positional, **keywords)
 
 
 def _check(
