@@ -79,7 +79,9 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     hint = ""
     problem = first["msg"].removeprefix("Value error, ")
     problem = problem[0].lower() + problem[1:] if problem else "is not valid"
-    value = None if first["type"] == "missing" else first.get("input")
+    value = first.get("input")
+    if first["type"] == "missing" or (first["type"] == "value_error" and isinstance(value, dict)):
+        value = None  # a rule between keys names those that it means
     if first["type"] == "missing":
         problem = "this key is required"
     elif first["type"] == "extra_forbidden":
