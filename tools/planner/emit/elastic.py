@@ -20,7 +20,7 @@ from ..inputs.cluster import NodeGroup
 from ..inputs.files import quote
 from ..inputs.packing import Component, Node, chosen_devices, components, device_words, devices_of
 from .flags import named_plans
-from .scripts import LaunchOptions, features_of, plain_obstacle, plain_resources, resources, script
+from .scripts import LaunchOptions, features_of, plain_obstacle, resources, script
 
 SCRIPT = "elastic.sbatch"
 
@@ -118,11 +118,9 @@ def _sbatch(
     """
     parts = components(nodes, kinds)
     plain = not plain_obstacle(nodes, kinds)
-    if plain:
-        blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
-    else:
-        parts = _leader_first(parts)
-        blocks = [resources(part, kinds, options, tasks_per_node=1) for part in parts]
+    parts = parts if plain else _leader_first(parts)
+    requests = [parts] if plain else [[part] for part in parts]
+    blocks = [resources(request, kinds, options, tasks_per_node=1) for request in requests]
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
     groups = [() if plain else (f"--het-group={i}",) for i in range(len(parts))]
     return script(

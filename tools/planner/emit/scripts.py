@@ -136,27 +136,37 @@ def _environment() -> Environment:
 
 
 def resources(
-    part: Component, kinds: Mapping[str, NodeGroup], options: LaunchOptions, *, tasks_per_node: int = 0
+    parts: Sequence[Component], kinds: Mapping[str, NodeGroup], options: LaunchOptions, *, tasks_per_node: int = 0
 ) -> list[str]:
     """Returns words of an ``#SBATCH`` line.
 
     Args:
-        part: A component of the job.
+        parts: One component of a heterogeneous job, or all nodes of a plain one.
         tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
     """
-    kind, tasks = whole_kind(part.nodes[0], kinds), tasks_per_node or part.per_node
-    words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
-    cores = (options.cpus_per_task * part.per_node or kind.cores(part.per_node)) // tasks
+    most = max(p.per_node for p in parts)
+    first = kinds[parts[0].kind]
+    tasks = tasks_per_node or most
+    words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
+    # One request for all nodes: what the smallest of them has.
+    whole = [whole_kind(p.nodes[0], kinds) for p in parts]
+    least = min(kind.cores(min(most, kind.gpus_per_node)) for kind in whole)
+    cores = (options.cpus_per_task * most or least) // tasks
     words += [f"--cpus-per-task={cores}"] if cores else []
-    words += _values(kind, "partition", "constraint", "account", "qos", "reservation", "licenses")
-    if gres := asked_gres(part.nodes[0], kinds):
-        words.append(f"--gres={quote(gres)}")
-    return words + _share(kind, is_whole=part.is_whole, has_cores=cores > 0)
+    constraint = first.slurm.constraint
+    if len(parts) > 1:
+        constraint = f"[{'&'.join(f'{kinds[p.kind].slurm.constraint}*{len(p.nodes)}' for p in parts)}]"
+    values = {"partition": first.slurm.partition, "constraint": constraint}
+    values |= {name: getattr(first.slurm, name) for name in _OF_A_JOB}
+    words += [f"--{name}={quote(value)}" for name, value in values.items() if value]
+    if first.slurm.gres:
+        # Types differ between the kinds; the features choose the nodes.
+        several = f"{first.slurm.gres.split(':')[0]}:{most}"
+        words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
+    return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
 
 
-def _values(kind: NodeGroup, *names: str) -> list[str]:
-    """Slurm's options that have a value for nodes of a kind."""
-    return [f"--{name}={quote(value)}" for name in names if (value := getattr(kind.slurm, name))]
+_OF_A_JOB = ("account", "qos", "reservation", "licenses")  # what a plain job asks for all of its nodes
 
 
 def _share(kind: NodeGroup, *, is_whole: bool, has_cores: bool) -> list[str]:
@@ -197,7 +207,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: L
         parts,
         kinds,
         options,
-        requests=[resources(part, kinds, options) for part in parts],
+        requests=[resources([part], kinds, options) for part in parts],
         first=f'$(scontrol show hostnames "${nodelist}" | head -n1)',
         srun=f"srun {step}",
         distribution="--distribution=block",
@@ -259,35 +269,6 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> str
     return ""
 
 
-def plain_resources(
-    parts: Sequence[Component], kinds: Mapping[str, NodeGroup], options: LaunchOptions, *, tasks_per_node: int = 0
-) -> list[str]:
-    """Words of the ``#SBATCH`` line of a plain job; ``tasks_per_node`` as in :func:`resources`."""
-    most = max(p.per_node for p in parts)
-    first = kinds[parts[0].kind]
-    tasks = tasks_per_node or most
-    words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
-    # One request for all nodes: what the smallest of them has.
-    whole = [whole_kind(p.nodes[0], kinds) for p in parts]
-    least = min(kind.cores(min(most, kind.gpus_per_node)) for kind in whole)
-    cores = (options.cpus_per_task * most or least) // tasks
-    words += [f"--cpus-per-task={cores}"] if cores else []
-    words += _values(first, *_OF_A_JOB)
-    if first.slurm.gres:
-        # Types differ between the kinds; the features choose the nodes.
-        several = f"{first.slurm.gres.split(':')[0]}:{most}"
-        words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
-    if len(parts) > 1:
-        wanted = "&".join(f"{kinds[p.kind].slurm.constraint}*{len(p.nodes)}" for p in parts)
-        words.append(f"--constraint={quote(f'[{wanted}]')}")
-    elif first.slurm.constraint:
-        words.append(f"--constraint={quote(first.slurm.constraint)}")
-    return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
-
-
-_OF_A_JOB = ("partition", "account", "qos", "reservation", "licenses")  # what a plain job asks for all of its nodes
-
-
 def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions) -> str:
     """An ordinary job over all nodes; kinds are told apart by their features. Raises ValueError.
 
@@ -303,7 +284,7 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options:
         parts,
         kinds,
         options,
-        requests=[plain_resources(parts, kinds, options)],
+        requests=[resources(parts, kinds, options)],
         first='$(head -n1 "$SLURM_HOSTFILE")',
         srun='srun --ntasks="$WORLD_SIZE" ',
         distribution="--distribution=arbitrary",
