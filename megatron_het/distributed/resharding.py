@@ -269,13 +269,11 @@ class ShardExchange:
         """
         if self.class_group.size() == 1:
             return
-        spans = {id(p): span for p, span in zip(parameters, held, strict=True)}
+        for parameter, (start, stop) in zip(parameters, held, strict=True):
+            flat = parameter.tensor.view(-1)
+            flat[:start].zero_()
+            flat[stop:].zero_()
         for bucket in _buckets(parameters):
-            for parameter in bucket:
-                start, stop = spans[id(parameter)]
-                flat = parameter.tensor.view(-1)
-                flat[:start].zero_()
-                flat[stop:].zero_()
             self._reduce_to_leader(bucket)
 
     def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -411,10 +409,10 @@ def _segments(parameter: ShardedParameter, cut: Cut, tp_rank: int) -> list[Segme
 
 
 def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-    """Runs of parameters of one dtype, bounded by their *full* size, so that all ranks agree."""
+    """Runs of parameters, or of parts of one, of one dtype, bounded by their *full* size, so that all ranks agree."""
     bucket: list[ShardedParameter] = []
     size = 0
-    for parameter in parameters:
+    for parameter in itertools.chain.from_iterable(map(_parts, parameters)):
         other_dtype = bucket and parameter.tensor.dtype != bucket[0].tensor.dtype
         if bucket and (other_dtype or size + parameter.full_bytes > _BUCKET_BYTES):
             yield bucket
@@ -423,6 +421,16 @@ def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedPar
         size += parameter.full_bytes
     if bucket:
         yield bucket
+
+
+def _parts(parameter: ShardedParameter) -> Sequence[ShardedParameter]:
+    """The parameter, or its parts where it is larger than a bucket, as a table of embeddings is."""
+    whole = [dim for dim in range(parameter.tensor.dim()) if dim != parameter.dim]  # dimensions that no rank divides
+    if parameter.full_bytes <= _BUCKET_BYTES or not whole:
+        return (parameter,)
+    dim = max(whole, key=parameter.tensor.size)
+    length = max(1, parameter.tensor.size(dim) * _BUCKET_BYTES // parameter.full_bytes)
+    return [replace(parameter, tensor=part) for part in parameter.tensor.split(length, dim)]
 
 
 def _rows(parameter: ShardedParameter, tensor: torch.Tensor, overlap: Overlap | None, side: str) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Group:
         return self.ranks.index(Ranks.here.rank)
 
     def meet(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        assert tensor.nbytes <= resharding._BUCKET_BYTES  # also of a part of a large parameter
         self._brought[Ranks.here.rank] = tensor.clone()
         self._barrier.wait()
         found = [self._brought[rank] for rank in self.ranks]
@@ -67,6 +68,7 @@ class Ranks:
         tensor.copy_(group.meet(tensor)[group.ranks.index(source)])
 
     def P2POp(self, kind: str, tensor: torch.Tensor, peer: int, group: Group) -> tuple[str, torch.Tensor, int]:
+        assert tensor.nbytes <= resharding._BUCKET_BYTES
         return kind, tensor, peer
 
     def batch_isend_irecv(self, operations: list[tuple[str, torch.Tensor, int]]) -> list[Any]:
@@ -163,10 +165,10 @@ class Stage:
                             p.tensor.copy_(total)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+@pytest.fixture(params=[600, 64], ids=["several messages", "parts of parameters"])
+def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(resharding, "dist", Ranks())
-    monkeypatch.setattr(resharding, "_BUCKET_BYTES", 600)  # several messages
+    monkeypatch.setattr(resharding, "_BUCKET_BYTES", request.param)
     return Stage()
 
 
