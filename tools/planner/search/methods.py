@@ -244,6 +244,7 @@ MOST_STEPS = 12  # changes of one plan, one after the other
 MOST_OPERATIONS = 4_000
 """Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
 MOST_OPERATIONS_LONG = 80_000
+MOST_OF_ONE = 20_000  # those of a change that looks best, and better than all plans so far, whatever is left
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations in main memory
 SIZES = (2, 4, 8, 16)
 CLEAR = 0.03  # a change that is better by this share is taken without trying the others
@@ -274,7 +275,9 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
     for found in (_simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):
-        changed = _climb(estimator, goal, progress, start, MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS)
+        left = MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS
+        changed = _climb(estimator, goal, progress, start, left, known)
+        known = min(known, changed.value(goal))
         if changed not in outcome.found:
             better.append(changed)
     if better or (starts and outcome.best is None):
@@ -293,15 +296,21 @@ def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
     return [found for mine in best.values() for found in mine.values()]
 
 
-def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> Found:
-    """The plan with all changes that pay, found with so many simulated operations at most."""
+def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int, known: float) -> Found:
+    """The plan with all changes that pay, found with so many simulated operations at most.
+
+    Where that is too few, the change that looks best is simulated all the same, if it looks better than what is known.
+    """
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
         best = current
-        for candidate, estimate in _promising(estimator, goal, current, tried):
+        for i, (candidate, estimate) in enumerate(_promising(estimator, goal, current, tried)):
             # an exchange counts as what it takes
-            left -= max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
-            if left < 0 or progress.spent:
+            operations = max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
+            left -= operations
+            hope = goal.value(estimate) / goal.value(current.estimate) * current.value(goal)
+            is_hopeful = i == 0 and operations <= MOST_OF_ONE and hope < known * (1 - WORTH)
+            if progress.spent or (left < 0 and not is_hopeful):
                 return best
             tried.add(candidate)
             found = _simulated(estimator, candidate, estimate)
