@@ -243,7 +243,8 @@ class ChecksumWriter:
             return
         complete = [save for save in self._due if save.is_complete()]
         if complete:
-            self._due = []  # of several kinds of checkpoints one was written
+            last = complete[-1].iteration  # of several kinds of checkpoints of one iteration one was written
+            self._due = [save for save in self._due if save.iteration > last]
             self._check_claim(complete)
             self._thread = threading.Thread(target=self._write, args=(complete,), daemon=True)
             self._thread.start()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,12 +241,14 @@ class LoadHook:
         self._restore, self._prepare = restore, prepare
         self._shown_tp = plan.stages[0].replicas[0].tp
         self._topology = topology_hash(plan)
+        self._divisor = plan.loss_divisor
 
     def wrap(self, original: Callable[..., tuple[int, float]]) -> Callable[..., tuple[int, float]]:
         """The function that Megatron calls instead of ``original``."""
 
         @functools.wraps(original)
         def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
+            from megatron.core import dist_checkpointing
             from megatron.training import get_args
 
             args = get_args()
@@ -275,24 +276,36 @@ class LoadHook:
                 translated(args, translation),
             ):
                 iteration, flops = original(*positional, **keywords)
-                path = loaded_path(args, iteration) if iteration and wants_random_state else None
-            if path is not None:
-                self._load_random_state(path)
+            if iteration and folder is not None:
+                saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+                if not (args.no_load_optim or args.finetune):
+                    take_loss_scale(optimizer, saved, self._divisor)
+                if wants_random_state:
+                    self._load_random_state(str(folder), getattr(saved, "het_topology", None))
             return iteration, flops
 
         return load_checkpoint
 
-    def _load_random_state(self, path: str) -> None:
+    def _load_random_state(self, path: str, topology: str | None) -> None:
         from megatron.core import dist_checkpointing
         from megatron.training.utils import print_rank_0
 
-        saved = dist_checkpointing.load_common_state_dict(path).get("args")
-        if getattr(saved, "het_topology", None) != self._topology:
+        if topology != self._topology:
             print_rank_0("random-number states are not loaded: the checkpoint has another topology")
             return
         keys = dist_checkpointing.serialization.load_sharded_metadata(path)
         if any(key.split("/")[0] == RANDOM_STATE_KEY for key in keys):
             restore_random_state(path)
+
+
+def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:
+    """Keep gradients in fp16 as large as stock Megatron made them: its scale is of sums, a plan's nearly of means."""
+    scales_sums = getattr(saved, "fp16", False) and getattr(saved, "calculate_per_token_loss", False)
+    if hasattr(saved, "het_topology") or not scales_sums or saved.loss_scale:  # a constant one is in no checkpoint
+        return
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if scaler := getattr(part, "grad_scaler", None):
+            scaler.load_state_dict(scaler.state_dict() | {"scale": scaler.scale * divisor})
 
 
 def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[str, Any]]:
@@ -342,24 +355,6 @@ def check_strictness(args: Any, folder: Path) -> None:
             f"--dist-ckpt-strictness = 'raise_all': {folder} has {', '.join(found)}, which a run under a plan does not "
             "load together with the weights. Use raise_unexpected: it refuses a checkpoint that lacks what is loaded"
         )
-
-
-def loaded_path(args: Any, iteration: int) -> str:
-    """The folder of the checkpoint that Megatron has just loaded.
-
-    It prefers the non-persistent one, unless a persistent one is newer.
-    """
-    from megatron.training import checkpointing
-
-    if args.non_persistent_ckpt_type == "global":
-        folder = args.non_persistent_global_ckpt_dir or os.path.join(
-            args.load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR
-        )
-        if checkpointing.checkpoint_exists(folder):
-            tracker = checkpointing.get_checkpoint_tracker_filename(folder)
-            if checkpointing.read_metadata(tracker)[0] == iteration:
-                return checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True)
-    return checkpointing.get_load_checkpoint_path_by_args(args)
 
 
 @contextlib.contextmanager

@@ -262,7 +262,9 @@ class PretrainHook:
             from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 
             args.load = NOTHING_TO_LOAD
-        _say_on_first_rank(session)
+        assert session.report is not None
+        if args.rank == 0:
+            print(session.report.opening(), flush=True)  # noqa: T201 - as Megatron does
         try:
             with session.explained(lambda: "a step outside of the schedule"):
                 result = original(cfg_container, provider, *positional, **keywords)
@@ -271,11 +273,9 @@ class PretrainHook:
                 raise
             self._finish()  # a planned stop, e.g. --exit-interval
             raise
-        except RuntimeError as error:
-            self._add_verdict(error, args.rank)
-            _add_failed_write(error)
-            raise
-        except CheckpointException as error:
+        except (RuntimeError, CheckpointException) as error:
+            if isinstance(error, RuntimeError):
+                self._add_verdict(error, args.rank)
             _add_failed_write(error)
             raise
         self._finish()
@@ -372,6 +372,7 @@ class PretrainHook:
 
     def _finish(self) -> None:
         if self._checksums is not None:
+            self._checksums.finish()
             self._checksums.poll()
             self._checksums.finish()
         report = self._session.report
@@ -424,10 +425,3 @@ def _add_failed_write(error: BaseException) -> None:
     """Say of a checkpoint that failed what could not be written; upstream says that something failed."""
     if failed := torch_checkpoints.failed_write():
         error.add_note(f"het: the checkpoint is not complete: {failed}. Free space there, or give another --save")
-
-
-def _say_on_first_rank(session: HetSession) -> None:
-    from megatron.training.utils import print_rank_0
-
-    assert session.report is not None
-    print_rank_0(session.report.opening())

@@ -264,6 +264,28 @@ def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes
     return found
 
 
+def share_loss_scale(parts: Sequence[Any]) -> None:
+    """In fp16 let all optimizers of a rank skip together, and be scaled alike: losses are by the first one's scale.
+
+    Megatron gives each a scaler that knows its own overflows; after one of experts alone their gradients would be
+    divided by another scale.
+    """
+    shared = getattr(parts[0], "grad_scaler", None) if len(parts) > 1 else None
+    if shared is None or parts[1].grad_scaler is shared:
+        return
+    update, found = shared.update, list[bool]()
+
+    def update_once(overflow: bool) -> None:
+        found.append(overflow)
+        if len(found) == len(parts):
+            update(any(found))
+            found.clear()
+
+    shared.update = update_once
+    for part in parts:
+        part.grad_scaler = shared
+
+
 class Experts(RuntimeFeature):
     """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
 
@@ -302,6 +324,10 @@ class Experts(RuntimeFeature):
                     parameter.allreduce = self._cut.divides_alike  # type: ignore[attr-defined]
         if self._whole:
             self._routers += balance_whole_microbatches(models, self._passes)
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """In fp16 an overflow of experts is one of all weights."""
+        share_loss_scale(getattr(call.optimizer, "chained_optimizers", ()))
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Routers know the pass that runs."""

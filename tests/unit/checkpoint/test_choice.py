@@ -277,6 +277,13 @@ def test_checksums_are_noted_once_a_save_is_complete(tmp_path: Path) -> None:
     writer.poll()
     writer.finish()
     assert set(read_checksums(folder / "iter_0000004")) == {"__0_0.distcp", ".metadata", "metadata.json"}
+    for iteration in (6, 8):  # the second one begins while the first one is still written
+        writer.begin([folder, folder / "non_persistent"], iteration)
+    for iteration in (6, 8):
+        (folder / TRACKER).write_text(checkpoint(folder, iteration).name.removeprefix("iter_"))
+        writer.poll()
+        writer.finish()
+        assert read_checksums(folder / f"iter_{iteration:07}")
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is_complete(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from megatron_het import device as platform
 
 platform.activate()  # before Megatron is imported, which binds what the platform replaces
 
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler  # noqa: E402
+
 from megatron_het.checkpoint import loading  # noqa: E402
 from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY  # noqa: E402
 from megatron_het.plan import topology_hash  # noqa: E402
@@ -18,7 +20,7 @@ from tests.unit.plan.test_plan import document, read  # noqa: E402
 
 def save(folder: Path, iteration: int) -> Path:
     """What says which checkpoint of a folder is the latest."""
-    folder.mkdir(exist_ok=True)
+    (folder / f"iter_{iteration:07}").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
 
@@ -31,6 +33,7 @@ def arguments(load: Path, **changed: Any) -> SimpleNamespace:
         "non_persistent_global_ckpt_dir": None,
         "tensor_model_parallel_size": 1,
         "no_load_rng": False,
+        "no_load_optim": False,
         "finetune": False,
     }
     return SimpleNamespace(**{**given, **changed})
@@ -77,7 +80,9 @@ def test_states_of_the_loaded_checkpoint(
         lambda path: seen.append(path) or {f"{RANDOM_STATE_KEY}/shard_0_5": None},
     )
     monkeypatch.setattr(loading, "restore_random_state", seen.append)
-    monkeypatch.setattr(loading, "whole_checkpoint", lambda args: (None, None, {}))  # nothing but trackers is here
+    chosen = loading.choose(arguments(tmp_path, **changed), lambda candidate: []).candidate
+    assert chosen is not None
+    monkeypatch.setattr(loading, "whole_checkpoint", lambda args: (chosen.folder, None, {}))  # no files are here
     assert loading.LoadHook(plan, lambda *_: None, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
     assert seen == [str(tmp_path / expected)] * 3
 
@@ -85,8 +90,8 @@ def test_states_of_the_loaded_checkpoint(
 def test_a_folder_of_its_own(tmp_path: Path) -> None:
     save(tmp_path, 4)
     own = save(tmp_path / "fast", 5)
-    args = arguments(tmp_path, non_persistent_global_ckpt_dir=str(own))
-    assert loading.loaded_path(args, 5) == str(own / "iter_0000005")
+    found = loading.choose(arguments(tmp_path, non_persistent_global_ckpt_dir=str(own)), lambda candidate: [])
+    assert found.candidate is not None and found.candidate.folder == own / "iter_0000005"
 
 
 @pytest.mark.parametrize(("flag", "rate"), [("override", 2e-3), ("use_checkpoint", 1e-3)])
@@ -115,6 +120,16 @@ def test_groups_are_found_under_another_learning_rate(flag: str, rate: float) ->
     assert "load_state_dict" not in vars(made)
     with loading._with_matched_groups(made, SimpleNamespace()):
         assert "load_state_dict" not in vars(made)
+
+
+def test_the_loss_scale_of_stock_megatron_is_for_sums() -> None:
+    """A plan divides sums over tokens by their number, so that the same scale would make gradients vanish in fp16."""
+    stock = {"fp16": True, "calculate_per_token_loss": True, "loss_scale": None}
+    others = {"fp16": False}, {"calculate_per_token_loss": False}, {"loss_scale": 4.0}, {"het_topology": "another"}
+    for saved, scale in ((stock, 1024.0), *((stock | other, 4.0) for other in others)):
+        part = SimpleNamespace(grad_scaler=DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 3, 1))
+        loading.take_loss_scale(part, SimpleNamespace(**saved), 256)
+        assert part.grad_scaler.scale.item() == scale, saved
 
 
 def test_what_no_plan_loads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

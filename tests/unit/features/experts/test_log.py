@@ -1,4 +1,4 @@
-"""The log of balancing losses has one length on all ranks, whose sum would never end otherwise."""
+"""Ranks log balancing losses alike, where the sum would never end otherwise, and optimizers scale losses alike."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ from megatron_het import device as platform
 
 platform.activate()
 
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler  # noqa: E402
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 
 from megatron_het.features.experts import runtime  # noqa: E402
@@ -50,3 +51,15 @@ def test_a_pass_of_several_of_megatrons_microbatches_counts_as_many_times() -> N
         assert tracker.metrics["z_loss"].values.tolist() == [0.0, 3 * 0.5 + 2.0]
     finally:
         feature.close()
+
+
+def test_an_overflow_of_experts_alone_is_one_of_all_weights() -> None:
+    """Losses are scaled by the first optimizer's scale, and gradients divided by that of their own."""
+    parts = [SimpleNamespace(grad_scaler=DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 2, 1)) for _ in range(2)]
+    scales = []
+    for overflows in ((False, True), (True, False), (False, False), (False, False)):
+        runtime.share_loss_scale(parts)
+        for part, overflow in zip(parts, overflows, strict=True):
+            scales.append(part.grad_scaler.scale.item())
+            part.grad_scaler.update(overflow)
+    assert scales == [16.0, 16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0] and parts[1].grad_scaler.scale.item() == 8.0
