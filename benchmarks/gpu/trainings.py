@@ -102,7 +102,12 @@ _WHOLE, _CUT, _YARDSTICK = "fp8", "fp8 of cut tensors", "fp8 against bf16"
 _FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
     ("1f1b", (("schedule", "1f1b"),), _TENSORWISE, _WHOLE),
     ("slimpipe", (("schedule", "slimpipe"),), _TENSORWISE, _CUT),
-    ("interleaved, ends in bf16", (("schedule", "interleaved"),), (*_TENSORWISE, *_ENDS_IN_BF16), _WHOLE),
+    (
+        "interleaved, ends in bf16, weights kept",
+        (("schedule", "interleaved"), ("distributed_optimizer", True)),
+        (*_TENSORWISE, *_ENDS_IN_BF16),
+        _CUT,
+    ),
     ("zb-v", (("schedule", "zb-v"),), _TENSORWISE, _WHOLE),
     ("window, offload and recompute", (("window", "exact"), ("recompute", "full")), _TENSORWISE, _WHOLE),
     ("ZeRO-3", (("window", "ZeRO-3"),), _TENSORWISE, _WHOLE),
@@ -120,6 +125,8 @@ def fp8_cases() -> list[Case]:
         if "offload" in name:
             parameters = {**case.plan.schedule.parameters, "offload": True}
             case = replace(case, plan=replace(case.plan, schedule=replace(case.plan.schedule, parameters=parameters)))
+        if "kept" in name:  # from a checkpoint: main parameters begin with what is left of it in fp8
+            case = replace(case, own=(*case.own, "--fp8-param-gather"))
         found.append(replace(_widened(case, precision), extra=flags))
     # How far fp8 is from bf16 in this model: fp8 that nobody computes would be at no distance.
     own = replace(found[0], name="fp8 against bf16", extra=(), own=_TENSORWISE)

@@ -21,11 +21,6 @@ from megatron_het.schedule.ir import SLICED_SCHEDULES
 
 _REFUSED = (
     Refusal("fp4", "gradients are rounded at random, pass by pass: another order of passes is another training"),
-    Refusal(
-        "fp8_param_gather",
-        "the optimizer begins with weights that a rank draws for itself before they are quantised, and those of a plan "
-        "come after; --fp8-format without it keeps weights in 16 bits",
-    ),
     Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
     Refusal("hybrid_override_pattern", "it is an old name of --hybrid-layer-pattern; give that one"),
     Refusal("mtp_hybrid_override_pattern", "write these layers into --hybrid-layer-pattern, after /"),
@@ -264,6 +259,9 @@ def _check_fp8(plan: Plan, args: Any) -> None:
     if recipe == "custom":
         problem = "over which ranks, and when, quantizers of your own reduce is not known"
         raise PlanError("--fp8-recipe", recipe, problem, f"Use one of {', '.join(_FP8_RECIPES)}")
+    if recipe == "mxfp8":
+        no_weights = "with mxfp8 gathered weights take the memory of gradients, which other passes add to by then"
+        Refusal("fp8_param_gather", no_weights).check(args, f"--fp8-recipe {recipe}")
     if recipe == "delayed":
         _check_delayed_scaling(plan, args)
     _check_fp8_rows(plan, args, _MXFP8_ROWS if recipe == "mxfp8" else _FP8_ROWS)

@@ -312,6 +312,7 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
     known = set(map(id, copies))
 
@@ -320,7 +321,9 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
             return value
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, Tensor):
             entry = copy.copy(value)
-            entry.data = value.data.detach().to("cpu", copy=True)
+            tensor = value.data.detach()
+            tensor = dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor
+            entry.data = tensor.to("cpu", copy=True)
             return entry
         return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 

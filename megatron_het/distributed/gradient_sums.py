@@ -95,10 +95,16 @@ class GradientFinalizer:
         if not self._draws_alike:
             for name, weight in (named for chunk in model for named in chunk.named_parameters()):
                 group = self._class_group if expert_name(name) is None else self._experts_class
-                dist.broadcast(weight.data, dist.get_global_rank(group, 0), group=group)
+                values = initial_values(weight)
+                dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+                set_initial_values(weight, values)
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
-            exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
+            weights = list(named)
+            begin = {weight: initial_values(weight) for _, weight in weights}
+            exchange.copy_weights(exchange.described(iter(weights), begin.__getitem__, config))
+            for weight in begin:
+                set_initial_values(weight, begin[weight])
         for copy in copies:
             if self._first_copy is not None:
                 copy.data.copy_(self._first_copy)
@@ -323,3 +329,35 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
         for name, parameter in marked:
             if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
                 parameter.shared = True
+
+
+# Weights that are kept in fp8 (``--fp8-param-gather``) begin twice.
+#
+# Transformer Engine quantises such a weight as it makes it.  It keeps what was there before in host memory, until
+# Megatron's optimizer has copied it.  Whoever sets a weight before that sets both.
+
+_CLOSE = 0.25
+"""How far the largest difference may be from the largest value: 0.06 with a scale of the values' own, 0.12 without."""
+
+
+def initial_values(weight: torch.Tensor) -> torch.Tensor:
+    """The values that a weight begins with, on its device: its own memory, or a copy of those before they were fp8."""
+    kept = getattr(weight, "get_high_precision_init_val", None)
+    return weight.data if kept is None else kept().to(weight.device)
+
+
+def set_initial_values(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a weight begin with ``values`` that :func:`initial_values` has returned, and that were changed since.
+
+    Raises:
+        RuntimeError: The quantised weight does not hold them.
+    """
+    kept = getattr(weight, "get_high_precision_init_val", None)
+    if kept is None:
+        return
+    with torch.no_grad():
+        kept().copy_(values)
+        weight.copy_(values)  # quantises
+        found = weight.detach().dequantize().to(values.dtype)
+        if not (found - values).abs().max() <= _CLOSE * values.abs().max():
+            raise RuntimeError("a weight in fp8 does not hold what was written into it; leave out --fp8-param-gather")

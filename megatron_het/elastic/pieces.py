@@ -253,6 +253,8 @@ def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, t
             continue
         if getattr(part.config, "use_precision_aware_optimizer", False):
             raise StateError("--use-precision-aware-optimizer keeps its main parameters where elastic training cannot")
+        if getattr(getattr(part, "ddp_config", None), "fp8_param_gather", False):
+            raise StateError("--fp8-param-gather keeps weights in a form that elastic training cannot move")
         if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
             groups = (
                 *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),

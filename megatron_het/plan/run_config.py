@@ -119,9 +119,10 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
             f"are plans for {', '.join(map(str, known))}",
             "Give a plan for each size: --het-plan PLAN PLAN ...",
         )
-    if len(plans) > 1 and getattr(args, "use_precision_aware_optimizer", False):
-        problem = "its main parameters are where a change of plan cannot move them"
-        raise PlanError("--use-precision-aware-optimizer", True, problem, "Leave it out, or keep one batch size")
+    for name, what in (("use_precision_aware_optimizer", "main parameters"), ("fp8_param_gather", "weights")):
+        if len(plans) > 1 and getattr(args, name, False):
+            problem = f"its {what} are where a change of plan cannot move them"
+            raise PlanError(f"--{name.replace('_', '-')}", True, problem, "Leave it out, or keep one batch size")
     if not args.train_samples:
         problem = f"with {flag} Megatron counts learning rates by samples"
         hint = "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations"

@@ -9,11 +9,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from testing import probe
+from testing.fp8_weights import Fp8Weight, _bytes, quantised
 
 
 class Copy:
@@ -113,3 +115,50 @@ def observe(*, rank: int, out: str, gradients: bool = False) -> None:
 
     HetSession._prepare_model, Executor.run = prepared, runs
     probe.observe(rank=rank, out=out, gradients=gradients)
+
+
+def keep(*, rank: int, out: str) -> None:
+    """Keep weights of decoders in fp8, as ``--fp8-param-gather`` does.
+
+    ``weights-RANK.json`` in the folder counts them, and those of its own part of which an update of the optimizer has
+    written something else than main parameters.
+    """
+    from megatron.core import fp8_utils
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.transformer import transformer_block
+
+    from megatron_het.arguments import megatron_args
+    from megatron_het.runtime.session import HetSession
+
+    path = Path(out) / f"weights-{rank}.json"
+    megatron_args._check_fp8 = lambda *_: None
+    transformer_block.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
+    own = {"FP8_TENSOR_CLASS": Fp8Weight, "HAVE_TE_FP8_TENSOR_CLASS": True, "is_te_min_version": lambda _: True}
+    for name, value in own.items():
+        setattr(fp8_utils, name, value)
+
+    def modify(parameter: Any, memory: torch.Tensor) -> None:
+        memory.copy_(parameter._data)
+        parameter._data = memory
+
+    def update(parameters: list[Any], mains: list[Any], starts: list[Any], group: object, *_: object) -> None:
+        for parameter, main, start in zip(parameters, mains, starts, strict=True):
+            if main is not None:
+                parameter._data.view(-1)[start : start + main.numel()] = _bytes(main.to(parameter.dtype))
+        path.write_text(json.dumps(len(parameters)))
+
+    fp8_utils._modify_underlying_storage_impl, fp8_utils._quantize_param_shard_impl = modify, update
+    param_and_grad_buffer.post_all_gather_processing = lambda _: None
+    # gloo takes tensors that are gathered together for ones of the first one's type.
+    param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext()
+    prepare = HetSession._prepare_model
+
+    def prepared(session: Any, models: list[Any]) -> Any:
+        for _, name, layer in _linear_layers(models):
+            config = layer.config
+            draw = config.output_layer_init_method if name.endswith(("proj", "fc2")) else config.init_method
+            layer.param_init_meta = {"weight": SimpleNamespace(init_fn=draw)}
+            layer.weight = quantised(layer.weight)
+        return prepare(session, models)
+
+    HetSession._prepare_model = prepared

@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron_het.plan import Plan
 from testing.cases import Case
 from testing.combination_cases import case_of, pair_row
 from testing.compare import compare
 from testing.lab import Lab
 from testing.runner import words
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 FLAGS = words(
@@ -55,3 +57,28 @@ def test_layers_run_in_their_recipe(name: str, lab: Lab) -> None:
     assert seen == set(range(layers))
     figures = compare(job.log_dir, case.plan, lab.reference(case))
     assert max(figures.loss, figures.validation) <= BAR, figures
+
+
+MIXED = new_case("mixed", [[1], [2, 1]], [2, 3], distributed_optimizer=True, even_routing=False).plan
+ALONE = new_case("alone", [[1, 1]], [5], distributed_optimizer=True).plan
+KEPT = words("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather")
+
+
+def test_weights_kept_in_fp8(lab: Lab, tmp_path: Path) -> None:
+    """Their main parameters begin, and go on, as without; a checkpoint goes on under another plan."""
+
+    def losses(name: str, plan: Plan, *more: str, keeps: bool = True) -> dict[int, float]:
+        folder = tmp_path / name
+        setup = ("tests.functional.fp8_layers:keep", {"out": str(folder)}) if keeps else None
+        plan = replace(plan, training=replace(plan.training, precision="bf16"))
+        job = lab.training(plan, folder, *more, steps=4, every=2, precision="bf16", setup=setup)
+        lab.runner.run(job)
+        if keeps:
+            assert all(int((folder / f"weights-{rank}.json").read_text()) for rank in range(plan.world_size))
+        return dict(json.loads((folder / f"rank-{plan.world_size - 1}.json").read_text())["losses"])
+
+    kept, plain = losses("kept", MIXED, *KEPT), losses("plain", MIXED, keeps=False)
+    resumed = losses("resumed", ALONE, *KEPT, "--load", str(tmp_path / "kept" / "checkpoints"), "--ckpt-step", "2")
+    assert list(kept) == list(plain) == [1, 2, 3, 4] and list(resumed) == [3, 4]
+    assert kept == pytest.approx(plain, rel=5e-3) and kept != plain
+    assert resumed == pytest.approx({i: kept[i] for i in resumed}, rel=1e-3)

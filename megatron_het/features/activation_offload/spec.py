@@ -173,7 +173,10 @@ class ActivationOffload(Feature):
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
     no_graphs = "what a graph keeps for its backward stays in the graph's memory, which cannot be moved"
-    refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
+    refused = (
+        Refusal("cpu_offloading_num_layers", "it moves the same activations"),
+        Refusal("fp8_param_gather", "it would move weights like activations"),
+    )
 
     def check_arguments(self, plan: Plan, options: OffloadOptions, args: Any) -> None:
         """The table, and early reductions, which ask weights whether their layers have added to the gradients."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_het.distributed.gradient_sums import initial_values, set_initial_values
 from megatron_het.lowering.ranks import Segment, expert_name, held_experts, segments, stride_of
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
@@ -146,10 +147,11 @@ class _Noting:
     """
 
     def __init__(self, draw: Draw, noted: dict[int, tuple[torch.Tensor, Draw]]) -> None:
-        self._draw, self._noted = draw, noted
+        self.draw, self._noted = draw, noted
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._noted[id(tensor)] = tensor, self._draw
+        self._noted[id(tensor)] = tensor, self.draw
+        tensor.detach().zero_()  # a layer in fp8 quantises it at once, and delayed scaling remembers what was there
         return tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Noting":
@@ -187,6 +189,9 @@ class InitialWeightsByName(RuntimeFeature):
                 noted = self._noted.get(id(parameter))
                 # Layers of Transformer Engine make parameters anew once these are filled: other objects, same memory.
                 draw = by_memory.get(_memory(parameter)) if noted is None else noted[1]
+                if draw is None:  # in fp8 in other memory; the layer knows
+                    described = getattr(owner, "param_init_meta", {}).get(name.rpartition(".")[2])
+                    draw = getattr(getattr(described, "init_fn", None), "draw", None)
                 if draw is not None:
                     self._fill(name, parameter, owner, draw)
         self._noted.clear()
@@ -209,7 +214,9 @@ class InitialWeightsByName(RuntimeFeature):
         else:
             size = parameter.shape[0]
             parts = [Segment(0, 0, size)]
-        fill(parameter.data, draw, name, self._seed, full_size=size, dim=dim, segments=parts, in_blocks=self._in_blocks)
+        values, in_blocks = initial_values(parameter), self._in_blocks
+        fill(values, draw, name, self._seed, full_size=size, dim=dim, segments=parts, in_blocks=in_blocks)
+        set_initial_values(parameter, values)
 
     def close(self) -> None:
         for config, name, draw in self._replaced:

@@ -142,6 +142,7 @@ class Window(Feature):
         Refusal("qk_clip", "it changes parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
         Refusal("use_precision_aware_optimizer", "its main parameters are not the window's"),
+        Refusal("fp8_param_gather", "it gathers weights itself, as they are"),
         Refusal("optimizer_cpu_offload", "use the window's own offload"),
         Refusal("save_wgrads_interval", "gradients are freed as soon as they are reduced"),
         Refusal("save_params_interval", "parameters are not materialised between iterations"),

@@ -18,6 +18,7 @@ from megatron_het.distributed.resharding import ShardedParameter, ShardExchange 
 from megatron_het.plan import Placement, Plan, Replica, Stage  # noqa: E402
 from megatron_het.plan.run_config import HetConfig  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402
+from testing.fp8_weights import quantised  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
 
 
@@ -87,15 +88,23 @@ def test_replicas_of_one_tp_on_different_devices_get_the_weights_of_the_first(
     """What a GPU draws for a large tensor depends on the number of its multiprocessors."""
     sent: list[int] = []
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: 7)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: sent.append(source))
+
+    def broadcast(tensor: torch.Tensor, source: int, group: Group) -> None:
+        assert type(tensor) is torch.Tensor, "values before quantisation"
+        sent.append(source)
+        tensor.fill_(0.5)
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
     replicas = (Replica((0,), (0, 1), device="A100"), Replica((1,), (2, 3), device=device))
     alone = replace(plan(False), stages=(Stage((4,), replicas),))
     roles = {role: Group() for role in ("tp", "class", "stage")}
     groups = PlanGroups(Placement(alone), 0, "gloo", Group(), PairGroups(0, 1.0), roles)  # type: ignore[arg-type]
     model = torch.nn.Linear(2, 2)
+    model.weight = weight = quantised(model.weight)
     monkeypatch.setattr(GradientFinalizer, "_exchanges", lambda *_: iter(()))
     GradientFinalizer(groups, False).copy_initial_weights([model])
     assert sent == [7, 7] * is_copied
+    assert [bool((tensor == 0.5).all()) for tensor in (weight.get_high_precision_init_val(), weight)] == [is_copied] * 2
 
 
 @pytest.mark.parametrize(("rank", "counts"), [(0, True), (1, False), (2, True), (3, False)])

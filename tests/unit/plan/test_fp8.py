@@ -68,6 +68,7 @@ def test_backwards_are_in_the_order_of_forwards_or_not(schedule: str) -> None:
     [
         ({"transformer_impl": "local"}, "compute nothing in fp8"),
         ({"recipe": "custom"}, "is not known"),
+        ({"recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather = True.*--fp8-recipe mxfp8"),
         ({"recipe": "delayed", "first_last_layers_bf16": True}, "all layers at once"),
         ({"cuda_graph_impl": "local"}, "when it was captured"),
     ],

@@ -197,6 +197,7 @@ def with_batch(size: int) -> Plan:
         ((4, 8), {"step_batch_size_schedule": "0:4 9:x", "train_samples": 9}, "batch size of x"),
         ((4, 8), {"step_batch_size_schedule": "0:4 9:8"}, "--train-samples.*learning rates by samples"),
         ((4, 8), {"step_batch_size_schedule": "0:4 9:8", "use_precision_aware_optimizer": True}, "cannot move them"),
+        ((4, 8), {"step_batch_size_schedule": "0:4 9:8", "fp8_param_gather": True}, "-param-gather.*cannot move them"),
         ((4, 8), {}, "2 plans.*take turns.*Give --step-batch-size-schedule"),
     ],
 )

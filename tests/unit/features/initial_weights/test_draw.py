@@ -12,6 +12,7 @@ from megatron_het.features.initial_weights import runtime
 from megatron_het.features.initial_weights.runtime import BLOCK_ROWS, InitialWeightsByName, fill
 from megatron_het.lowering.ranks import Segment, segments
 from megatron_het.plan import Cut
+from testing.fp8_weights import quantised
 
 ROWS, COLUMNS = 2 * BLOCK_ROWS + 40, 24
 
@@ -90,30 +91,34 @@ def test_what_depends_on_the_whole_is_drawn_whole():
 class Linear(torch.nn.Module):
     """A layer that is filled as Megatron's are, or makes its parameter anew afterwards as Transformer Engine's do."""
 
-    def __init__(self, config: Any, rewraps: bool) -> None:
+    def __init__(self, config: Any, rewraps: bool, fp8: bool = False) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8, 4))
+        self.weight = torch.nn.Parameter(torch.full((8, 4), torch.nan))
+        self.param_init_meta = {"weight": SimpleNamespace(init_fn=config.init_method)}
         config.init_method(self.weight)
         if rewraps:
             self.weight = torch.nn.Parameter(self.weight)
+        if fp8:
+            assert not self.weight.any(), "nothing is quantised that was not written"
+            self.weight = quantised(self.weight)
 
 
 class Model(torch.nn.Module):
     """A chunk with an output layer alone, and a parameter that nobody fills."""
 
-    def __init__(self, config: Any, rewraps: bool) -> None:
+    def __init__(self, config: Any, *forms: bool) -> None:
         super().__init__()
-        self.output_layer = Linear(config, rewraps)
+        self.output_layer = Linear(config, *forms)
         self.scale = torch.nn.Parameter(torch.zeros(8, 4))
 
 
-def built(rewraps: bool, seed: int = 1234) -> Model:
+def built(*forms: bool, seed: int = 1234) -> Model:
     config = SimpleNamespace(**dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method")))
     for name in vars(config):
         setattr(config, name, torch.nn.init.normal_)
     feature = InitialWeightsByName(seed, Cut(1), 0, 0, 0, in_blocks=True)
     feature.prepare_config(SimpleNamespace(transformer=config))
-    model = Model(config, rewraps)
+    model = Model(config, *forms)
     feature.attach([model])
     feature.close()
     return model
@@ -124,6 +129,18 @@ def test_a_parameter_that_its_layer_makes_anew_is_filled_too() -> None:
     assert plain.output_layer.weight.detach().std() > 0.5
     assert torch.equal(plain.output_layer.weight, rewrapped.output_layer.weight)
     assert not rewrapped.scale.any()
+
+
+def test_weights_in_fp8_are_quantised_from_the_values_of_their_names() -> None:
+    weight, values = built(False, True).output_layer.weight, built(False).output_layer.weight
+    assert torch.equal(weight.get_high_precision_init_val(), values), "what the optimizer begins with"
+    assert 0.0 < float((weight - values).detach().norm() / values.detach().norm()) < 0.05
+
+
+def test_weights_that_do_not_hold_what_is_written_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("testing.fp8_weights._bytes", lambda values: torch.zeros(values.shape, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="does not hold what was written.*--fp8-param-gather"):
+        built(False, True)
 
 
 def test_tensors_without_memory_are_told_apart() -> None:
