@@ -32,6 +32,7 @@ _REFUSED = (
         Refusal(name, "Megatron numbers microbatches by data-parallel rank, and a plan gives replicas other ones")
         for name in ("logits_save_dir", "logits_load_dir")
     ),
+    Refusal("dist_ckpt_strictness", "Megatron takes no list of keys from loading", lambda v: "return_" in f"{v}"),
     Refusal("ddp_average_in_collective", "gradients are divided once, by the tokens of all replicas"),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
     Refusal("phase_transition_iterations", "samples are routed by one global order"),

@@ -80,6 +80,7 @@ SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"logits_save_dir": "x"}, "--logits-save-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"logits_load_dir": "x"}, "--logits-load-dir = 'x'.*numbers microbatches by data-parallel rank"),
+        ({"dist_ckpt_strictness": "return_all"}, "--dist-ckpt-strictness = 'return_all'.*no list of keys"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute.*output layer would get no"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
