@@ -335,19 +335,17 @@ def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list
     return sorted(found, key=lambda c: c.iteration, reverse=True)
 
 
-def non_persistent_folder(args: Any) -> Path | None:
-    """Where non-persistent checkpoints are, None if there are none to load."""
+def non_persistent_folder(args: Any, beside: str) -> Path | None:
+    """Where non-persistent checkpoints are that belong to a folder of others, None without such."""
     if args.non_persistent_ckpt_type != "global":
         return None
-    return Path(args.non_persistent_global_ckpt_dir or os.path.join(args.load, _NON_PERSISTENT))
+    return Path(args.non_persistent_global_ckpt_dir or os.path.join(beside, _NON_PERSISTENT))
 
 
 def save_folders(args: Any) -> list[Path]:
     """Where checkpoints of a run are saved: ordinary ones and, if there are such, non-persistent ones."""
-    found = [Path(args.save)] if args.save else []
-    if args.save and args.non_persistent_ckpt_type == "global":
-        found.append(Path(args.non_persistent_global_ckpt_dir or os.path.join(args.save, _NON_PERSISTENT)))
-    return found
+    temporary = non_persistent_folder(args, args.save) if args.save else None
+    return [Path(folder) for folder in (args.save, temporary) if folder]
 
 
 def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
@@ -370,7 +368,7 @@ def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
         listed.insert(0, Candidate(limit, folder / f"iter_{limit:07d}"))
     if asked:
         listed = listed[:1]
-    temporary = non_persistent_folder(args)
+    temporary = non_persistent_folder(args, args.load)
     if temporary is not None:
         newest = tracked(temporary)
         listed += candidates(temporary, newest if isinstance(newest, int) else -1, persistent=False)[:1]

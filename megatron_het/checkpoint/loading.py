@@ -258,7 +258,6 @@ class LoadHook:
                     args.load, restored = None, restored or (0, 0)
                 if restored is not None:
                     return restored
-            wants_random_state = not (args.no_load_rng or args.finetune)
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
             folder: Path | None = None
             translation: Translation | None = None
@@ -276,11 +275,11 @@ class LoadHook:
                 translated(args, translation),
             ):
                 iteration, flops = original(*positional, **keywords)
-            if iteration and folder is not None:
+            if iteration and folder is not None and not args.finetune:
                 saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-                if not (args.no_load_optim or args.finetune):
+                if not args.no_load_optim:
                     take_loss_scale(optimizer, saved, self._divisor)
-                if wants_random_state:
+                if not args.no_load_rng:
                     self._load_random_state(str(folder), getattr(saved, "het_topology", None))
             return iteration, flops
 

@@ -443,13 +443,17 @@ class TurnBoundary(ElasticBoundary):
         super().__init__(generation, rank, store, _TIMEOUT_S, copies, self._is_over, padded_vocab_size, datasets)
         self.store = TorchStore(store, _TIMEOUT_S, name=f"turn-{turn}")
         self.plans = plans
+        self.listened: Any = None  # what noted signals before this turn did (``--exit-signal-handler``)
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
         """Take over the state of the turn before, and the batch size with it."""
         found = super().load(session, args, models, optimizer, scheduler)
         if found is not None:
             from megatron.core.num_microbatches_calculator import update_num_microbatches
+            from megatron.training.global_vars import get_signal_handler
 
+            if getattr(self.listened, "_signal_received", False):  # since the last iteration
+                get_signal_handler()._signal_received = True
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
             self.copies = Copies(0)  # the state in host memory has done its duty
         return found
@@ -485,7 +489,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     store = job_store(rank, _TIMEOUT_S)
     by_size = {plan.training.global_batch_size: i for i, plan in enumerate(plans)}
     datasets: Kept = {}
-    copies, vocabulary, which, turn = Copies(0), None, 0, 0
+    copies, vocabulary, which, turn, listened = Copies(0), None, 0, 0, None
     while True:
         boundary = TurnBoundary(
             turn=turn,
@@ -497,7 +501,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
             padded_vocab_size=vocabulary,
             datasets=datasets,
         )
-        copies = Copies(0)
+        boundary.listened, copies = listened, Copies(0)
         try:
             enter([argv[0], *with_own_folders(words, f"plan-{which}"), _FLAG, files[which]], boundary)
         except Leave as leave:
@@ -507,4 +511,5 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
             raise SystemExit(0)
         which, turn, vocabulary = by_size[batch_size()], turn + 1, boundary.padded_vocab_size
         boundary.closed()
+        listened = sys.modules["megatron.training.global_vars"]._GLOBAL_SIGNAL_HANDLER
         end_session()

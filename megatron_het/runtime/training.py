@@ -348,14 +348,11 @@ class PretrainHook:
         def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
             from megatron_het.checkpoint.loading import LoadHook
 
-            hook = LoadHook(self._session.plan, self._restore, self._session.before_loading)
+            restore = functools.partial(self._boundary.load, self._session, _get_args())
+            hook = LoadHook(self._session.plan, restore, self._session.before_loading)
             return hook.wrap(original)(*positional, **keywords)
 
         return load_checkpoint
-
-    def _restore(self, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
-        """Whether the boundary put a state into a new model; where it goes on then."""
-        return self._boundary.load(self._session, _get_args(), models, optimizer, scheduler)
 
     def _note_save(self, args: Any, iteration: int | None) -> None:
         """A checkpoint of an iteration is about to be written."""

@@ -265,10 +265,9 @@ def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes
 
 
 def share_loss_scale(parts: Sequence[Any]) -> None:
-    """In fp16 let all optimizers of a rank skip together, and be scaled alike: losses are by the first one's scale.
+    """In fp16 let all optimizers of a rank skip together, and divide gradients by the scale that losses have.
 
-    Megatron gives each a scaler that knows its own overflows; after one of experts alone their gradients would be
-    divided by another scale.
+    Megatron takes that of the first one, and gives each a scaler that knows its own overflows.
     """
     shared = getattr(parts[0], "grad_scaler", None) if len(parts) > 1 else None
     if shared is None or parts[1].grad_scaler is shared:
