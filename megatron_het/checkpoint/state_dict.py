@@ -152,6 +152,7 @@ class StateDictHook:
         """
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+        from megatron.core.fp8_utils import is_float8tensor
 
         def tensor_of(value: Any) -> Tensor | None:
             is_sharded = isinstance(value, ShardedTensor | ShardedTensorFactory)
@@ -159,7 +160,7 @@ class StateDictHook:
 
         model = {key: part for key, part in state.items() if key.startswith("model")}
         found = [tensor for value in nested_values(model) if (tensor := tensor_of(value)) is not None]
-        without = [tensor for tensor in found if tensor.numel() and not tensor.untyped_storage().size()]
+        without = [t for t in found if t.numel() and not (is_float8tensor(t) or t.untyped_storage().size())]
         copies = self._copies(without if freed else found)
         assert all(tensor in copies for tensor in without), "a checkpoint has entries whose memory is freed"
 
