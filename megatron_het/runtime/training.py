@@ -420,5 +420,6 @@ def _get_args() -> Any:
 
 def _add_failed_write(error: BaseException) -> None:
     """Say of a checkpoint that failed what could not be written; upstream says that something failed."""
-    if failed := torch_checkpoints.failed_write():
+    elsewhere = "what wrote it, on this rank or another, says why" if isinstance(error, CheckpointException) else ""
+    if failed := torch_checkpoints.failed_write() or elsewhere:
         error.add_note(f"het: the checkpoint is not complete: {failed}. Free space there, or give another --save")

@@ -4,6 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_het.runtime import training
 
 # As Megatron's writer does: the error is put aside in the frame that its traceback holds.
 SCRIPT = """
@@ -54,3 +57,11 @@ def test_the_systems_error_comes_and_the_process_lives(kind: str, size: int):
         [sys.executable, "-c", SCRIPT, kind, str(size)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0 and "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
+
+
+def test_a_write_that_failed_in_another_process_is_told_too():
+    """In that of ``--async-save``, or on another rank."""
+    failed, other = CheckpointException("write", {}), RuntimeError()
+    for error in (failed, other):
+        training._add_failed_write(error)
+    assert "the checkpoint is not complete" in failed.__notes__[0] and not hasattr(other, "__notes__")
