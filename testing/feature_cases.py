@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_het.features.experts.spec import _unequal, _unequal_parts
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import program_of
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
@@ -349,6 +350,8 @@ def _with_experts_over_replicas(cases: Sequence[Case], seed: int) -> list[Case]:
     for case in with_experts(cases, seed):
         sizes = [[rng.choice((1, 2, 2, 4))] * len(stage.replicas) for stage in case.plan.stages]
         plan = with_expert_parallel(case.plan, sizes)
+        if "allgather" in case.own and (_unequal(plan) or _unequal_parts(plan)):
+            continue  # refused: it gathers equally many tokens from each rank
         if any(not replica.cut.divides_alike for stage in plan.stages for replica in stage.replicas):
             found.append(replace(case, plan=plan, chosen={**case.chosen, "ep": sizes}))
     return found
