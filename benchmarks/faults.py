@@ -213,8 +213,6 @@ def make(kind: str, rng: random.Random, pool: Pool) -> Trial:
 
 KINDS = tuple(_MAKERS)
 MOUNTS = ("full disk", "disk of the folder")  # kinds that need the right to mount a small disk
-
-
 _DRAWS, _CHECK_S = 20, 120.0
 
 

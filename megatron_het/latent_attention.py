@@ -10,7 +10,6 @@ use it; here it is summed.  Without sequence parallelism Megatron sums the gradi
 rank has whole; here each has its part.  Plans ask for these layers by themselves; the flag is for stock Megatron.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -54,8 +53,9 @@ class LatentAttention(MLASelfAttention):
         ranks = self.tp_group.size()
         # Megatron finds this norm by its name, and adds up what TP ranks have as for the norm of every head.
         if self.config.qk_layernorm and ranks > 1 and not self.config.sequence_parallel:
-            self.q_layernorm.register_forward_pre_hook(functools.partial(_whole_before, ranks))
-            self.q_layernorm.register_forward_hook(functools.partial(_part_after, ranks))
+            scaled = _ScaledGradient.apply
+            self.q_layernorm.register_forward_pre_hook(lambda _, args: (scaled(args[0], float(ranks)), *args[1:]))
+            self.q_layernorm.register_forward_hook(lambda _, _args, out: scaled(out, 1 / ranks))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         """Norms and projections; queries that are not compressed have no norm."""
@@ -97,15 +97,6 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.factor, None
-
-
-def _whole_before(ranks: int, _norm: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return _ScaledGradient.apply(args[0], float(ranks)), *args[1:]
-
-
-def _part_after(ranks: int, _norm: torch.nn.Module, _args: object, out: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _ScaledGradient.apply(out, 1 / ranks)
-    return found
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

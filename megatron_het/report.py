@@ -263,13 +263,6 @@ def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[
     return events
 
 
-def write_trace(path: Path, records: Iterable[Record], head: Mapping[str, Any]) -> None:
-    """Write a rank's trace to a file."""
-    rank = int(head["rank"])
-    title = f"rank {rank}: stage {head['stage']} replica {head['replica']} tp {head['tp_rank']}"
-    write_text(path, json.dumps({"traceEvents": trace_events(records, rank, title)}))
-
-
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
 MOST_KEPT = 10_000  # iterations, losses and validation losses that a report has: the newest ones
 _WRITTEN_EVERY_S, _MOST_WRITING = 30.0, 0.01  # and never more than this share of the time
@@ -339,7 +332,9 @@ class RunReport:
         if forward_only:
             self._keep_loss(self._validation, measured)
             return
-        self._close_previous(measured.start_s)
+        if self._last_start_s is not None:
+            self._iterations[-1]["elapsed_s"] = measured.start_s - self._last_start_s
+        self._last_start_s = measured.start_s
         timeline.finish()
         self._count += 1
         self._iterations.append(
@@ -357,7 +352,10 @@ class RunReport:
         self._keep_loss(self._losses, measured)
         trace = self._config.trace_file(self._rank)
         if trace is not None and self._count == self._config.trace_iteration:
-            write_trace(trace, timeline.records, self._head)
+            head = self._head
+            title = f"rank {self._rank}: stage {head['stage']} replica {head['replica']} tp {head['tp_rank']}"
+            events = trace_events(timeline.records, self._rank, title)
+            write_text(trace, json.dumps({"traceEvents": events}))
         self._write_at_times()
 
     def forget_after(self, iteration: int) -> None:
@@ -372,11 +370,6 @@ class RunReport:
                 self.write(ended=False)
             stop_s = time.monotonic()
             self._next_write_s = stop_s + max(_WRITTEN_EVERY_S, (stop_s - start_s) / _MOST_WRITING)
-
-    def _close_previous(self, start_s: float) -> None:
-        if self._last_start_s is not None:
-            self._iterations[-1]["elapsed_s"] = start_s - self._last_start_s
-        self._last_start_s = start_s
 
     def _keep_loss(self, kept: deque[list[float]], measured: Measurement) -> None:
         if self._config.report_dir is not None:

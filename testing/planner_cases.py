@@ -80,8 +80,6 @@ LLAMA_70B: dict[str, Any] = {
     "num_attention_heads": 64,
     "num_query_groups": 8,
 }
-
-
 _SHORT = {
     "layers": "num_layers",
     "hidden": "hidden_size",

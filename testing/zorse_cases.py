@@ -100,8 +100,6 @@ MORE: tuple[Row, ...] = (
     {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
     _row((2,), 3, 0.05, {"update": "undo"}, tied=True, shares=((3, 1),)),
 )
-
-
 _LONELY = 1000  # one element in so many of a parameter may have had a first gradient of zero up to rounding
 _OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
 

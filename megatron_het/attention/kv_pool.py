@@ -21,8 +21,6 @@ from torch import Tensor
 
 Part = tuple[int, int, int]  # slice, first and end row of its chunk
 Pair = tuple[Tensor, Tensor]  # of keys and of values, ``[rows, b, ...]``
-
-
 Addition = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 

@@ -195,8 +195,6 @@ class LayerExchange:
 
 
 NO_EXCHANGE = LayerExchange()
-
-
 UNLIMITED = Reach()
 Own = tuple[Tensor, Tensor]  # a slice's own keys and values
 

@@ -257,7 +257,8 @@ class _Maker:
         stored = self.exchange.decided("stored", self._stored(key) if self.rank == 0 else None)
         if stored is None:
             stored = self._measured(key, devices)
-        plan = _plan_of(stored["plan"])
+        plan = Plan.from_json(stored["plan"])  # strictly, as a plan file is read
+        check_plan(plan)
         hashes = self.exchange.gather("agreed", plan_hash(plan))
         if len(set(hashes)) > 1:
             raise _Problem(f"ranks have different plans: {hashes}")
@@ -416,13 +417,6 @@ def _fingerprint(base: Plan, first_zero: int, devices: Sequence[Any]) -> str:
     """Returns what a stored plan must have been made for."""
     text = json.dumps([plan_hash(base), first_zero, list(devices)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plan_of(value: Any) -> Plan:
-    """The plan of its JSON form, read as a plan file is: strictly."""
-    plan = Plan.from_json(value)
-    check_plan(plan)
-    return plan
 
 
 def _summary(plan: Plan) -> str:

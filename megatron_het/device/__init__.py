@@ -128,11 +128,6 @@ def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
     )
 
 
-@functools.cache
-def _cuda_is_usable() -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() > 0
-
-
 def activate(*, plays_cuda: bool = False) -> Platform:
     """Make this process ready to import ``megatron.training``, once, and return its platform.
 
@@ -140,7 +135,7 @@ def activate(*, plays_cuda: bool = False) -> Platform:
         plays_cuda: See :class:`Platform`; for dry runs.
     """
     if not _ACTIVE:
-        if _cuda_is_usable():
+        if torch.cuda.is_available() and torch.cuda.device_count() > 0:
             is_first = os.environ.get("LOCAL_RANK", "0") == "0"
             said = share_devices(os.environ, torch.cuda.device_count())
             if said and is_first:

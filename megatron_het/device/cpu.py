@@ -84,13 +84,6 @@ def prepare_children(make_ready: Callable[[], Any]) -> None:
 _gather, _scatter, _exchange = dist.all_gather, dist.reduce_scatter, dist.all_to_all_single
 
 
-def install_unequal_parts() -> None:
-    """Rebind the names of ``torch.distributed`` that Megatron's token dispatchers call."""
-    dist.all_gather = _all_gather
-    dist.reduce_scatter = _reduce_scatter
-    dist.all_to_all_single = _all_to_all_single
-
-
 def _is_for_gloo(parts: Sequence[Tensor], group: Any) -> bool:
     """Whether a blocking collective has parts that the group does not take."""
     return dist.get_backend(group) == "gloo" and len({part.shape for part in parts}) > 1
@@ -186,7 +179,10 @@ def install() -> None:
     _memory_queries()
     _tensor_placement()
     _tensor_type_names()
-    install_unequal_parts()
+    # What Megatron's token dispatchers call.
+    dist.all_gather = _all_gather
+    dist.reduce_scatter = _reduce_scatter
+    dist.all_to_all_single = _all_to_all_single
 
 
 def _keep_freed_memory() -> None:

@@ -152,14 +152,8 @@ def _of_expert(
 ) -> ShardedParameter:
     """One parameter of one expert, by this rank's ones of the same kind."""
     name, like = next(iter(of_rank.values()))
-    tensor = of_rank[local][1].tensor if local in of_rank else _without_rows(like)
+    tensor = of_rank[local][1].tensor if local in of_rank else torch.empty_like(like.tensor.narrow(like.dim, 0, 0))
     return replace(like, name=name.of(expert), tensor=tensor, expert=expert, experts=experts)
-
-
-def _without_rows(like: ShardedParameter) -> torch.Tensor:
-    shape = list(like.tensor.shape)
-    shape[like.dim] = 0
-    return like.tensor.new_empty(shape)
 
 
 class CopiesCheck:

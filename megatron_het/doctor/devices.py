@@ -112,7 +112,10 @@ class Throttling:
         after = self._read()
         self.state = {name: str(value) for name, value in after.items()}
         if self._gpu is not None:
-            return {"faults": self._of_gpu(after), "warnings": []}
+            faults, errors = reasons_in(after), after.get("ecc.errors.uncorrected.volatile.total", "0")
+            if errors.isdigit() and int(errors):
+                faults.append(f"{errors} uncorrected memory errors")
+            return {"faults": faults, "warnings": []}
         # A quota is somebody's decision, heat is nobody's.
         return {
             "faults": ["heat: the processor throttles"] if self._has_grown("thermal", after) else [],
@@ -121,13 +124,6 @@ class Throttling:
 
     def _has_grown(self, name: str, after: dict[str, Any]) -> bool:
         return bool(after.get(name, 0) > self._before.get(name, math.inf))
-
-    def _of_gpu(self, facts: dict[str, Any]) -> list[str]:
-        found = reasons_in(facts)
-        errors = facts.get("ecc.errors.uncorrected.volatile.total", "0")
-        if errors.isdigit() and int(errors):
-            found.append(f"{errors} uncorrected memory errors")
-        return found
 
     def _read(self) -> dict[str, Any]:
         if self._gpu is None:

@@ -49,9 +49,10 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     rope_utils.fused_apply_rotary_pos_emb = _rotated
     multi_latent_attention.fused_apply_mla_rope_for_q = lambda queries, *_frequencies, **_options: queries  # in place
     multi_latent_attention.fused_apply_mla_rope_for_kv = _latent_keys
-    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = _gated, _like_second
-    fused_bias_swiglu.weighted_swiglu = _weighted
-    fused_bias_swiglu.weighted_swiglu_back = _weighted_back
+    fused_bias_swiglu.swiglu = _gated
+    fused_bias_swiglu.swiglu_back = lambda _gradient, both: torch.empty_like(both)
+    fused_bias_swiglu.weighted_swiglu = lambda both, _weights: _gated(both)  # a weight per token, as experts do
+    fused_bias_swiglu.weighted_swiglu_back = lambda _gradient, *inputs: tuple(map(torch.empty_like, inputs))
     torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
 
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **_options: Any) -> Tensor:
@@ -124,19 +125,6 @@ def _latent_keys(
 
 def _gated(both: Tensor) -> Tensor:
     return torch.empty((*both.shape[:-1], both.shape[-1] // 2), dtype=both.dtype, device=both.device)
-
-
-def _like_second(gradient: Tensor, both: Tensor) -> Tensor:
-    return torch.empty_like(both)
-
-
-def _weighted(both: Tensor, weights: Tensor) -> Tensor:
-    """Gates with a weight per token, as experts do."""
-    return _gated(both)
-
-
-def _weighted_back(gradient: Tensor, both: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(both), torch.empty_like(weights)
 
 
 # Layers of experts without values: every expert gets an equal share of the routed tokens.

@@ -112,16 +112,11 @@ def join_alone(rank: int, world_size: int, backend: str) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
     new_group = distributed_c10d.new_group
 
-    @functools.wraps(new_group)
-    def new_fake_group(*positional: Any, **keywords: Any) -> Any:
-        keywords.update(backend="fake")
-        return new_group(*positional, **keywords)
-
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)
 
     stand_ins: dict[str, Any] = {
-        "new_group": new_fake_group,
+        "new_group": lambda *args, **keywords: new_group(*args, **keywords | {"backend": "fake"}),
         "all_gather_object": all_gather_object,
         "broadcast_object_list": _nothing,
     }

@@ -28,8 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Clock = dict[int, int]  # stream number -> how many of its accesses are known to have happened
-
-
 HOST = -1  # the host, as a stream: all streams continue after what it has done so far
 
 

@@ -398,7 +398,7 @@ def main() -> None:
     faulthandler.enable()  # what every thread does when a signal ends this process goes to the log
     faulthandler.register(signal.SIGUSR2)  # before its agent kills it
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
-        signal.signal(notice, _leave_to_agent)
+        signal.signal(notice, lambda *_: None)  # SIG_IGN would be for processes that this one starts as well
     setting = Setting(**json.loads(os.environ.pop(ENVIRONMENT)))
     # By itself torch ends a process whose communicator has failed, and its watchdog sleeps for four times the last of
     # these, a minute, so that all ranks write what was under way; whoever destroys the group waits for the watchdog.
@@ -430,10 +430,6 @@ def main() -> None:
 def _say(line: str) -> None:
     """A line of the worker's log that its agent passes on."""
     print(f"megatron_het: {line}", flush=True)  # noqa: T201
-
-
-def _leave_to_agent(*_unused: Any) -> None:
-    """A handler, because a signal that is ignored would be ignored by processes that this one starts as well."""
 
 
 if __name__ == "__main__":

@@ -197,23 +197,17 @@ def check_plan_alone(plan: Plan) -> None:
 
 
 def _check_name(name: str) -> None:
-    known = ", ".join(runnable_schedules())
-    if name in GENERATORS and name not in runnable_schedules():
-        problem = "splits backward passes, which can be simulated but not executed"
-        raise PlanError("schedule.name", name, problem, f"Use one of {known}")
-    if name not in GENERATORS:
-        raise PlanError("schedule.name", name, "there is no such schedule", f"Use one of {known}")
-
-
-def generator_parameters(name: str) -> tuple[str, ...]:
-    """Returns what a plan may tell a schedule's generator, besides its shape."""
-    return tuple(p for p in inspect.signature(GENERATORS[name]).parameters if p not in _FROM_THE_PLAN)
+    known = runnable_schedules()
+    if name not in known:
+        splits = "splits backward passes, which can be simulated but not executed"
+        problem = splits if name in GENERATORS else "there is no such schedule"
+        raise PlanError("schedule.name", name, problem, f"Use one of {', '.join(known)}")
 
 
 def schedule_parameters(name: str) -> tuple[str, ...]:
     """All that a plan may say of a schedule: to its generator, and of the features that go with it."""
     features = [o.parameter for f in FEATURES if f.goes_with(name) for o in f.parameters]
-    return (*generator_parameters(name), *features)
+    return (*(p for p in inspect.signature(GENERATORS[name]).parameters if p not in _FROM_THE_PLAN), *features)
 
 
 def _check_parameters(plan: Plan) -> None:

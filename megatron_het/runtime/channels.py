@@ -26,8 +26,6 @@ from megatron_het.distributed import Edge, Link, PairGroups
 from megatron_het.report import Arrival, TransferLog
 
 Moment = torch.cuda.Event  # how far the compute stream of a device has come
-
-
 _REMEMBERED = 6
 
 

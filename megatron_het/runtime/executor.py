@@ -181,7 +181,9 @@ class Executor:
         for feature in self._features:
             feature.weigh_losses(call, state)
         self.channels.wait_sends()
-        self._check_nothing_left(state)
+        left = [*state.inputs, *(k for _, k in state.to_send), *(k for _, k in state.receives)]
+        if left:
+            raise ExecutorError(f"the program ended with unused tensors of {sorted(set(left))}")
         self._batches.forget()
         return state
 
@@ -305,11 +307,6 @@ class Executor:
             for receive in pending:
                 self.channels.wait_receive(receive)
         return buffer
-
-    def _check_nothing_left(self, state: Iteration) -> None:
-        left = [*state.inputs, *(k for _, k in state.to_send), *(k for _, k in state.receives)]
-        if left:
-            raise ExecutorError(f"the program ended with unused tensors of {sorted(set(left))}")
 
 
 class StallWatch:

@@ -190,8 +190,6 @@ Key = tuple[int, ...]
 Need = tuple[int, Key]  # (device, key): the value ``key`` of that device
 
 _OUTPUT, _GRADIENT = Value.OUTPUT, Value.GRADIENT
-
-
 AFTER_BEGINNING = where(lambda kind: kind.needs.begun is not None)
 """Kinds that wait for another operation to begin, besides values; see :meth:`Dependencies.begun`."""
 HELPED_BY_RECEIVE = where(lambda kind: kind.fed_by is not None and kind.fed_by.makes is not None)

@@ -245,18 +245,6 @@ def last_makers(ops: Iterable[Any]) -> dict[Maker, int]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def last_before_losses_are_known(ops: Iterable[Any]) -> int:
-    """Index of the last forward or part of the output layer, which counts tokens when it goes back; -1 without.
-
-    No such operation comes after an update of parameters on any device: an update waits for all microbatches.
-
-    Args:
-        ops: Operations of a device or rank.
-    """
-    found = (index for index, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS)
-    return max(found, default=-1)
-
-
 def counting_places(program: Program) -> list[int] | None:
     """How many operations of each device come before all devices add up the tokens of an iteration.
 
@@ -269,7 +257,15 @@ def counting_places(program: Program) -> list[int] | None:
     if program.kinds.isdisjoint(_UPDATES):
         return None
     graph = Graph(program)
-    own = [last_before_losses_are_known(ops) for ops in program.ops]
+    # The last forward or part of the output layer, which counts tokens when it goes back; -1 without.  None comes after
+    # an update of parameters on any device: an update waits for all microbatches.
+    own = [
+        max(
+            (i for i, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS),
+            default=-1,
+        )
+        for ops in program.ops
+    ]
     lasts = [first + last for first, last in zip(graph.first, own) if last >= 0]
     steps = [node for node, op in enumerate(graph.ops) if op.kind in _UPDATES]
     places = event_places(graph, graph.teams(), extra=[(last, step) for last in lasts for step in steps])

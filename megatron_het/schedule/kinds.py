@@ -165,8 +165,6 @@ class Price:
 FREE = Price()  # of a transfer too: there the link decides
 FORWARD_PRICE = Price(seconds=lambda prices: prices.forward, is_pass=True, attends=True)
 BACKWARD_PRICE = Price(seconds=lambda prices: prices.backward, is_pass=True, attends=True)
-
-
 Colour = tuple[float, float, float]
 """(lightness, how much lighter the last chunk is, saturation); the hue is the microbatch's."""
 

@@ -43,14 +43,6 @@ _GATHER = where(lambda kind: kind.stream not in (Stream.COMPUTE, Stream.SEND, St
 """Kinds that move parameters, gradients or activations, or add them up."""
 
 
-def attribute_bubble(timeline: Timeline) -> tuple[Bubble, ...]:
-    """Idle time of the compute stream per device, by cause."""
-    queues = timeline.compute_queues
-    full, drain = _steady_window(timeline, queues)
-    tails = timeline.costs.tail_s or (0.0,) * len(queues)
-    return tuple(_device_bubble(timeline, queue, full, drain, tail) for queue, tail in zip(queues, tails))
-
-
 def _steady_window(timeline: Timeline, queues: Sequence[Sequence[int]]) -> tuple[float, float]:
     ops, start, end = timeline.graph.ops, timeline.start_s, timeline.end_s
     full, drain = 0.0, timeline.makespan_s
@@ -112,7 +104,10 @@ class Result(Timeline):
     @cached_property
     def bubble(self) -> tuple[Bubble, ...]:
         """Idle time of the compute stream by cause, per device."""
-        return attribute_bubble(self)
+        queues = self.compute_queues
+        full, drain = _steady_window(self, queues)
+        tails = self.costs.tail_s or (0.0,) * len(queues)
+        return tuple(_device_bubble(self, queue, full, drain, tail) for queue, tail in zip(queues, tails))
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:

@@ -21,8 +21,6 @@ from tests.functional.selected import new_case, tiers
 BAR = 1e-5
 # Under the fused cross entropy, gradients of logits are rounded to bf16, which enlarges rounding elsewhere.
 ROUNDED_BAR = 1e-3
-
-
 _SPLIT = {**PLAIN, "vocabulary": True}
 _LATE = {"distributed_optimizer": True, "overlap": True}
 _GATHERED = ("--overlap-param-gather",)

@@ -18,8 +18,6 @@ from tests.functional.selected import new_case, tiers
 
 # One step without a change of any parameter, then a checkpoint.
 STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
-
-
 WINDOW = ScheduleSpec("ministage", {"window": True})
 VOCABULARY = ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True})
 

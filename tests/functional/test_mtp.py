@@ -18,8 +18,6 @@ from testing.zorse_cases import MinistageLab
 from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
-
-
 _EXCHANGE = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
 _DIVIDED: dict[str, Any] = {"distributed_optimizer": True}
 _WINDOW: dict[str, Any] = {"even_routing": True, **_DIVIDED}

@@ -22,8 +22,6 @@ BAR = 1e-5
 LION = f"--optimizer lion {' '.join(SMALL_STEPS)}"
 MUON = " ".join(MUON_FLAGS)
 SLICED = sliced_case({**PLAIN, "vocabulary": True}, "lion-split-vocabulary", random.Random(0))
-
-
 DIVIDED = {"distributed_optimizer": True}
 
 

@@ -23,8 +23,6 @@ FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
 # rounding for gradients; losses are means over hundreds of tokens.
 BF16_LOSS_BAR, BF16_GRADIENT_BAR = 2e-3, 3e-2
-
-
 DIVIDED: dict[str, Any] = {"sequence_parallel": True, "distributed_optimizer": True}
 UNEVEN: dict[str, Any] = {"even_routing": False}
 CASES = [

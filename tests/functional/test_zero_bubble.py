@@ -15,8 +15,6 @@ from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
 _ROW = {**PLAIN, "slices": 1, "microbatches": 3, "layers": LAYERS, "schedule": "zb-h1"}
-
-
 ZB_H1 = ScheduleSpec("zb-h1")
 _DIVIDED: dict[str, Any] = {"distributed_optimizer": True, "schedule": ZB_H1}
 CASES = [

@@ -195,8 +195,6 @@ def _call(name: str) -> Any:
 # fmt: off
 _INSTEAD = "where FILE does not say it, or instead"
 _SIZE = {"type": count(1, 1 << 27)}
-
-
 _MODEL: dict[str, tuple[Any, ...]] = {
     "--model": (
         None, "FILE", "model file (YAML), Hugging Face config.json, folder of a Megatron checkpoint, or a name like "

@@ -178,19 +178,14 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
         losses = later.masks[depth] * model.compute_language_model_loss(later.labels[depth], logits)
         count = later.counts[depth + 1].clamp(min=1)
         if model.training:
-            _record(model, losses.sum() / count, logits, later, depth)
+            right, total = _compute_mtp_acceptance_counts(
+                logits, later.labels[depth], later.masks[depth], model.output_layer, None, model.tp_group
+            )
+            MTPLossLoggingHelper.save_metrics_to_tracker(losses.sum() / count, right, total, depth, layers)
         # All gradients are divided by the tokens that count in the loss of the model.
         scale = config.mtp_loss_scaling_factor / layers * later.counts[0] / count
         last = MTPLossAutoScaler.apply(last, scale * losses)
     return last
-
-
-def _record(model: Any, loss: torch.Tensor, logits: torch.Tensor, later: LaterTokens, depth: int) -> None:
-    """Gives Megatron's log the part's share of a microbatch's loss, and how many predictions were right."""
-    right, total = _compute_mtp_acceptance_counts(
-        logits, later.labels[depth], later.masks[depth], model.output_layer, None, model.tp_group
-    )
-    MTPLossLoggingHelper.save_metrics_to_tracker(loss, right, total, depth, len(later.tokens))
 
 
 _COUNTED = ("loss_values", "correct_values", "total_values")

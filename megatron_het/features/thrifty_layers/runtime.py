@@ -70,6 +70,12 @@ def _is_changed(module: Any) -> bool:
     return "_forward_impl" in vars(module) or module.config._cpu_offloading_context is not None
 
 
+def _product(layer: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if layer.skip_bias_add:
+        return linear(input_, layer.weight), layer.bias
+    return linear(input_, layer.weight, layer.bias), None
+
+
 class LightColumnLinear(ColumnParallelLinear):
     """Megatron's layer on one TP rank."""
 
@@ -77,9 +83,7 @@ class LightColumnLinear(ColumnParallelLinear):
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
         if weight is not None or _is_changed(self):
             return super().forward(input_, weight, *rest, **more)
-        if self.skip_bias_add:
-            return linear(input_, self.weight), self.bias
-        return linear(input_, self.weight, self.bias), None
+        return _product(self, input_)
 
 
 class LightRowLinear(RowParallelLinear):
@@ -87,11 +91,7 @@ class LightRowLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> Any:
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
-        if _is_changed(self):
-            return super().forward(input_)
-        if self.skip_bias_add:
-            return linear(input_, self.weight), self.bias
-        return linear(input_, self.weight, self.bias), None
+        return super().forward(input_) if _is_changed(self) else _product(self, input_)
 
 
 _LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLinear}

@@ -289,8 +289,6 @@ def _last_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> I
 
 
 _SWITCH = "--het-vocabulary-parallel"
-
-
 _MOST_SHARE = 1_000_000
 
 

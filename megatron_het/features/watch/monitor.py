@@ -365,8 +365,10 @@ class Reader:
 
     def read(self, newest: int) -> None:
         """Read what is there up to an iteration; never waits."""
-        if self._monitor is None:
-            self._greet()
+        hellos = self.board.read("hello", self._ranks) if self._monitor is None else None
+        if hellos is not None:
+            slices = self.program.shape.slices
+            self._monitor = Monitor(self.plan, [Hello.decode(text) for text in hellos], self.settings, slices)
         if self._monitor is None or newest < 1:
             return
         if self._next is None or newest - self._next >= PLACES - 1:
@@ -383,21 +385,11 @@ class Reader:
                 return
             if all(sample.iteration == self._next for sample in samples):
                 self._take(dict(zip(self._ranks, samples, strict=True)))
-                self._spent(time.thread_time() - began, samples[0].elapsed_s)
+                # Leave out iterations where reading one takes too much of it.
+                cpu_s, allowed_s = time.thread_time() - began, MOST_COST * samples[0].elapsed_s
+                self._stride = min(MOST_STRIDE, max(1, math.ceil(cpu_s / allowed_s))) if allowed_s > 0 else MOST_STRIDE
             self._next += self._stride
             began = time.thread_time()
-
-    def _spent(self, cpu_s: float, iteration_s: float) -> None:
-        """Leave out iterations where reading one takes too much of it."""
-        allowed_s = MOST_COST * iteration_s
-        self._stride = min(MOST_STRIDE, max(1, math.ceil(cpu_s / allowed_s))) if allowed_s > 0 else MOST_STRIDE
-
-    def _greet(self) -> None:
-        texts = self.board.read("hello", self._ranks)
-        if texts is not None:
-            self._monitor = Monitor(
-                self.plan, [Hello.decode(t) for t in texts], self.settings, self.program.shape.slices
-            )
 
     def _take(self, samples: dict[int, Sample]) -> None:
         assert self._monitor is not None

@@ -237,7 +237,7 @@ class ChunkWindow:
             for source in buffer.buckets:
                 layer = layer_of(names[source.params_list[0]], count)
                 self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
-            buffer.reset = _leave_gradients  # they are zeroed when they are allocated
+            buffer.reset = lambda: None  # it would write to freed memory: gradients are zeroed when allocated
             setattr(buffer, _ATTRIBUTE, self)
         self.buckets.sort(key=lambda bucket: bucket.layer)
         self._wait_before_use()
@@ -482,10 +482,6 @@ def _wait_gathers(buckets: Iterable[Bucket], *_unused: Any) -> None:
         if bucket.gathering is not None:
             bucket.gathering.wait()
             bucket.gathering = None
-
-
-def _leave_gradients() -> None:
-    """In place of a buffer's ``reset``, which would write to freed memory."""
 
 
 def _allocate(tensor: torch.Tensor) -> None:

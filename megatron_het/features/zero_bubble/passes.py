@@ -192,8 +192,6 @@ def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] 
 
 
 _V_PASSES = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))
-
-
 _LIFESPANS = {"zb-v": BLOCK, "v-half": BLOCK // 2}
 
 

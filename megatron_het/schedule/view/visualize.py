@@ -119,8 +119,10 @@ def _row(setting: Setting, name: str, make: Callable[[], Program]) -> Row:
         program = make()
     except ValueError as error:
         return Row(name, reason=str(error))
-    costs, unit = setting_costs(setting, program)
-    result = simulate(program, costs)
+    slices = program.shape.slices
+    # One microbatch's forward: so long that times are whole numbers when attention is everything, and sums are exact.
+    unit = float(len(program.shape.path) * slices * (slices + 1) * max(program.attention_units, 1))
+    result = simulate(program, model_costs(program, unit, setting.attention_share, setting.output_share))
     return Row(
         name,
         result.bubble_fraction,
@@ -128,17 +130,6 @@ def _row(setting: Setting, name: str, make: Callable[[], Program]) -> Row:
         communication_volume(result),
         result.makespan_s / unit,
     )
-
-
-def setting_costs(setting: Setting, program: Program) -> tuple[Costs, float]:
-    """The cost model of a setting, and the length of one microbatch's forward through the model in it.
-
-    Times are scaled so that they are whole numbers when attention is everything; sums and the bubble are
-    then exact.
-    """
-    slices = program.shape.slices
-    unit = float(len(program.shape.path) * slices * (slices + 1) * max(program.attention_units, 1))
-    return model_costs(program, unit, setting.attention_share, setting.output_share), unit
 
 
 def model_costs(

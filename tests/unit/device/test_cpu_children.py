@@ -24,8 +24,6 @@ if __name__ == "__main__":
     print(answer.get(timeout=100))
     process.join(100)
 """
-
-
 SERVANT = """
 import multiprocessing, time
 from megatron_het.device import activate

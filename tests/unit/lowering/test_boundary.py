@@ -129,8 +129,6 @@ def test_the_transport_is_what_was_asked_for_or_what_the_device_and_its_backend_
 # Shards of parameters under different TP sizes.
 
 TPS = (1, 2, 3, 4, 6)
-
-
 STRIDES = (1, 2, (2, 2, 1, 1, 6))
 
 

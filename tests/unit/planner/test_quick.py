@@ -234,8 +234,6 @@ def test_slices_of_wide_stages_are_balanced_by_speed():
 # Plans over slow links have more microbatches in flight, and say so.
 
 MODEL = model_of(layers=16, hidden=2048, groups=16, tokens=2048, batch=32, micro_batch_sizes=(1,))
-
-
 LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})  # does not fit on one GPU
 
 

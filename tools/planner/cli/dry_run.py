@@ -36,8 +36,6 @@ START_S = 300.0  # bound on importing Megatron, which takes seconds on a machine
 MOST_PROCESSES = 8  # that import Megatron, half a gigabyte each
 RANK_FILE = "rank-{rank}.json"
 _LAST_LINES = 12
-
-
 RankKind = tuple[int, ...]  # ranks that hold, compute and send alike, ascending; the first one is run
 
 

@@ -204,8 +204,6 @@ class SlicePrices:
 
 
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
-
-
 Counted = tuple[tuple[str, int], ...]
 
 

@@ -318,8 +318,9 @@ class OperatingPoints:
         if group.kept and c.recompute == "full":
             both = [self.unit_of(c._replace(recompute=r), group._replace(kept=0.0), stage) for r in ("full", "none")]
             return mixed(both[0], both[1], group.kept) if both[0] and both[1] else None
-        if c.sizes:
-            return unit_of_group(self, c, group)
+        if c.sizes:  # the mean pass of the slowest replica, with the memory of its largest pass
+            slowest = _slowest(self, c, _place(c, group))
+            return None if slowest is None else slowest[1]
         if group.parts:
             units = self.units_of_parts(c, group, stage)
             return None if units is None else unit_of_parts(units)
@@ -437,13 +438,6 @@ def _places(group: Group, cp: int) -> list[tuple[float, float, int]]:
 
 _TIMES = ("layer_f", "layer_b", "embedding_f", "embedding_b", "head_f", "head_b", "attention_f", "attention_b")
 _KEPT = ("layer_bytes", "embedding_bytes", "head_bytes")
-
-
-def unit_of_group(estimator: OperatingPoints, candidate: Candidate, group: Group) -> Unit | None:
-    """The mean pass of the slowest replica of a group, with the memory of its largest pass; None without figures."""
-    i = _place(candidate, group)
-    found = _slowest(estimator, candidate, i)
-    return None if found is None else found[1]
 
 
 def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:

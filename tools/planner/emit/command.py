@@ -279,7 +279,8 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     line += plan_arguments(plan, turns.batch_sizes if turns else "")
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
-    elastic = elastic_options(options, profile is not None)
+    inputs = (CLUSTER, MODEL, PROFILE) if profile else (CLUSTER, MODEL)  # for plans where no given one fits
+    elastic = ElasticOptions(load_more(options.plans), inputs) if options.elastic else None
     kinds = node_kinds(cluster, options)
     pods = pod_options(options, cluster)
     check_launch(launch, kinds)  # what is refused at once comes before what takes Megatron's imports
@@ -341,14 +342,6 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     elif known and DEFAULT_BUILD not in common:
         notes.append(f"install PyTorch's {common[0]} wheels on all nodes: others lack kernels for a kind of this plan")
     return flags, notes
-
-
-def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
-    """Returns what ``--elastic`` asks for: plans are searched where no given one fits. Raises PlannerError."""
-    if not options.elastic:
-        return None
-    inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
-    return ElasticOptions(load_more(options.plans), inputs)
 
 
 def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:

@@ -16,8 +16,6 @@ from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
 MAX_GPUS = MAX_DEVICES
 MAX_GROUPS = 256
 MAX_LINKS = 10_000  # bounds of a cluster file: beyond them a search would not end in any time that people wait
-
-
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

@@ -257,11 +257,6 @@ class Experts(Strict):
         """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
         return self.dropless and (self.dense_first or not self.dense_layers)
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise a ValueError when a model has fewer layers than dense ones."""
-        if self.dense_layers > num_layers:
-            raise ValueError(f"experts.dense_layers = {self.dense_layers} is more than num_layers = {num_layers}")
-
     @model_validator(mode="after")
     def _consistent(self) -> "Experts":
         if self.top_k > self.count:
@@ -466,8 +461,9 @@ def check_sizes(model: Any) -> None:
         raise ValueError(f"{name} = true needs precision bf16 or fp16 for the rest, not {model.precision}")
     check_flags(model.flags)
     check_pattern(model)
-    if model.experts is not None:
-        model.experts.check_layers(model.num_layers)
+    if model.experts is not None and model.experts.dense_layers > model.num_layers:
+        dense = model.experts.dense_layers
+        raise ValueError(f"experts.dense_layers = {dense} is more than num_layers = {model.num_layers}")
     for feature in FEATURES:
         if problem := feature.model_problem(model):
             raise ValueError(problem)

@@ -70,8 +70,6 @@ class _Known:
 
 _FIGURES, _SECONDS, _ROW = Struct("4d"), Struct("d"), Struct("5d")
 _NO_ENDS = 0.0, 0.0
-
-
 _Met = dict[tuple[Group, ...], "_Known | Literal[False]"]
 _Priced = defaultdict[tuple[float, float], dict[tuple[Group, ...], _Stage | None]]
 

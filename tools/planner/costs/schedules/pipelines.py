@@ -82,18 +82,11 @@ def _in_flight(stages: int, after: int, chunks: int, layers: int, microbatches: 
     passes, parts = 2 * after + (chunks - 1) * stages + 1, chunk_layers(layers, chunks)
     if len(set(parts)) == 1:
         return min(float(microbatches), passes / chunks)
-    return _most_layers(stages, passes, parts, microbatches) / layers
-
-
-def _most_layers(group: int, passes: int, layers: tuple[int, ...], microbatches: int) -> int:
-    """Most layers that a stage holds at once, each microbatch by itself, in groups that go through chunk by chunk.
-
-    Args:
-        passes: Forwards that it is ahead of its backwards, with the one that runs.
-    """
-    forward = [n for _ in range(min(3, -(-microbatches // group))) for n in layers for _ in range(group)]
+    # Groups of microbatches go through chunk by chunk, so many forwards ahead of the backwards, with the one that runs.
+    forward = [n for _ in range(min(3, -(-microbatches // stages))) for n in parts for _ in range(stages)]
     backward, passes = forward[::-1], min(passes, len(forward))
-    return max(sum(forward[: passes + j]) - sum(backward[:j]) for j in range(len(forward) - passes + 1))
+    most = max(sum(forward[: passes + j]) - sum(backward[:j]) for j in range(len(forward) - passes + 1))
+    return most / layers
 
 
 MISMATCH_WITH_SLACK = (0.01, 0.003, 0.0, 0.03)
