@@ -400,15 +400,9 @@ def ranks(folder: Path, plan: Plan, words: list[str]) -> Iterator[Callable[[], L
             where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             command = [sys.executable, "-m", "megatron_het.pretrain_gpt", *words]
             with log.open("wb") as out:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, "--het-plan", str(folder / "plan.json")],
-                        cwd=REPOSITORY,
-                        env=environment() | where,
-                        stdout=out,
-                        stderr=out,
-                    )
-                )
+                command += ["--het-plan", str(folder / "plan.json")]
+                settings = environment() | where
+                processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=settings, stdout=out, stderr=out))
         yield lambda: lines_of(logs)
     finally:
         for process in processes:

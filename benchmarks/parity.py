@@ -343,16 +343,8 @@ def main() -> int:
 
     with scratch("parity-", options.keep) as folder:
         own = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
-        measure(
-            left,
-            own,
-            options.at_once,
-            options.device,
-            has_te=has_te,
-            on_entry=add,
-            shared=folder / "shared",
-            begin_s=options.begin_s,
-        )
+        more: Any = {"has_te": has_te, "on_entry": add, "shared": folder / "shared", "begin_s": options.begin_s}
+        measure(left, own, options.at_once, options.device, **more)
     report = report_of([entries[name] for name in sorted(entries)], impossible, options)
     write_report(options.json, report, start_s, unprinted=("cases", "impossible_pairs"))
     return 0 if report["passed"] else 1

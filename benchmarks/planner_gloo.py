@@ -194,13 +194,8 @@ def measure_round(case: Case, folder: Path) -> dict[str, Any]:
     if len(cores) < PROCESSES:
         raise SystemExit(f"this machine offers {len(cores)} core(s); the runs need {PROCESSES}")
     devices = [CpuDevice(f"core-{i}", "core", core) for i, core in enumerate(cores)]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")],
-        env=default_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")]
+    done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=True)
     data = DataFiles(**json.loads(done.stdout))
     profile = measured_profile(case, folder, devices)
     estimator = estimator_of(case, profile)

@@ -24,14 +24,8 @@ ROUNDS = 3
 SEARCH_S = 30.0  # CPU seconds of a search
 _COMMON: dict[str, Any] = {"batch": 64, "distributed_optimizer": True}
 LLAMA_70 = model_of(name="Llama 70B", **LLAMA_70B, layers=80, words=128256, tokens=8192, **_COMMON)
-MIXTRAL = model_of(
-    name="Mixtral 8x7B",
-    **LLAMA_8B,
-    layers=32,
-    tokens=4096,
-    experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
-    **_COMMON,
-)
+_EXPERTS = Experts(count=8, top_k=2, ffn_hidden_size=14336)
+MIXTRAL = model_of(name="Mixtral 8x7B", **LLAMA_8B, layers=32, tokens=4096, experts=_EXPERTS, **_COMMON)
 LLAMA_13B = model_of(name="Llama 13B", layers=40, hidden=5120, ffn=13824, heads=40, **_COMMON)
 
 

@@ -64,14 +64,8 @@ def _train(folder: Path, world_size: int, words: Sequence[str], environment: Map
     ]
     log = folder / "train.log"
     with log.open("wb") as file:
-        done = subprocess.run(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**default_environment(), **environment},
-            timeout=_RUN_S,
-            check=False,
-        )
+        settings = {**default_environment(), **environment}
+        done = subprocess.run(command, stdout=file, stderr=file, env=settings, timeout=_RUN_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{folder.name}: exit code {done.returncode}\n{log.read_text(errors='replace')[-3000:]}")
     return [json.loads((folder / "report" / f"rank-{rank}.json").read_text()) for rank in range(world_size)]

@@ -422,14 +422,8 @@ def loaded_modules(root: Path) -> Finding:
     counts = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, program in (("het-plan plan", _PLAN), ("1F1B", _START)):
-            ended = subprocess.run(
-                [sys.executable, "-c", program + _COUNT, folder],
-                cwd=root,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
+            command = [sys.executable, "-c", program + _COUNT, folder]
+            ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
             if ended.returncode:
                 raise ValueError(f"{name} does not start: {ended.stderr.strip().splitlines()[-1:]}")
             counts[name] = int(ended.stdout.split()[-1])

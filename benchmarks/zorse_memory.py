@@ -80,14 +80,9 @@ class Layers:
             shape.seq_length,
             "fp32",
         )
+        file = str(folder / "profile.json")
         settings = ProfileSettings(
-            profiled,
-            str(folder / "profile.json"),
-            (_KIND,),
-            recompute=_RECOMPUTE,
-            window_s=0.02,
-            windows=1,
-            links=False,
+            profiled, file, (_KIND,), recompute=_RECOMPUTE, window_s=0.02, windows=1, links=False
         )
         model = Model(
             num_layers=shape.num_layers,

@@ -229,22 +229,12 @@ def _dataset_config(args: Any) -> Any:
             sequences = json.load(file)
     # Fields whose flag has the same name
     same = (
-        "split",
-        "multiple_validation_sets",
-        "full_validation",
-        "num_dataset_builder_threads",
-        "mmap_bin_files",
-        "reset_position_ids",
-        "reset_attention_mask",
-        "eod_mask_loss",
-        "object_storage_cache_path",
-        "mid_level_dataset_surplus",
-        "allow_ambiguous_pad_tokens",
-        "context_parallel_size",
-        "data_parallel_size",
-        "hybrid_context_parallel",
+        "split multiple_validation_sets full_validation num_dataset_builder_threads mmap_bin_files "
+        "reset_position_ids reset_attention_mask eod_mask_loss object_storage_cache_path "
+        "mid_level_dataset_surplus allow_ambiguous_pad_tokens context_parallel_size data_parallel_size "
+        "hybrid_context_parallel"
     )
-    options = {name: getattr(args, name) for name in same}
+    options = {name: getattr(args, name) for name in same.split()}
     options.update(
         random_seed=args.seed,
         sequence_length=args.seq_length,

@@ -16,6 +16,7 @@ from megatron_het.plan import PlanError, Stage
 from megatron_het.plan.validate import check_plan
 from testing.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
 from testing.feature_cases import with_sizes
+from testing.runner import words
 from testing.slimpipe_cases import with_context_parallel_sizes
 
 _LAYERS, _MAX_RANKS, _SLICES = 4, 8, 4
@@ -26,19 +27,7 @@ _CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
 _SLICED = ("slimpipe", "seq1f1b", "terapipe")
 _OF_SEVERAL_CHUNKS = ("interleaved", "ministage", "slimpipe", "terapipe")
 PARAMETERS: dict[str, Sequence[Any]] = {
-    "schedule": (
-        "1f1b",
-        "gpipe",
-        "interleaved",
-        "ministage",
-        "slimpipe",
-        "seq1f1b",
-        "terapipe",
-        "zb-h1",
-        "zb-v",
-        "v-half",
-        ALONE,
-    ),
+    "schedule": words("1f1b gpipe interleaved ministage slimpipe seq1f1b terapipe zb-h1 zb-v v-half", [ALONE]),
     "chunks": ("equal", "different"),
     "copies": ("on two stages", "on one stage"),
     "window": (False, "exact", "undo", "at-once", "per-ministage", "ZeRO-2", "ZeRO-3"),

@@ -259,13 +259,8 @@ def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[i
     layers = sum(map(sum, counts))
     pattern = hybrid_pattern(family, layers)
     groups = plan.model.num_attention_heads if has_latent_attention(family) else plan.model.num_query_groups
-    model = replace(
-        plan.model,
-        num_layers=layers,
-        pattern=pattern,
-        mtp_num_layers=len(later_layers(pattern)),
-        num_query_groups=groups,
-    )
+    later = len(later_layers(pattern))
+    model = replace(plan.model, num_layers=layers, pattern=pattern, mtp_num_layers=later, num_query_groups=groups)
     training = plan.training
     if ("experts" in family or "G" in pattern) and max(r.tp for s in plan.stages for r in s.replicas) > 1:
         training = replace(training, sequence_parallel=True)

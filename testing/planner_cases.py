@@ -89,6 +89,8 @@ _SHORT = {
     "words": "vocab_size",
     "tokens": "seq_length",
     "batch": "global_batch_size",
+    "sizes": "micro_batch_sizes",
+    "distributed": "distributed_optimizer",
 }
 
 
@@ -96,8 +98,8 @@ def model_of(**fields: Any) -> Model:
     """Returns a model from its fields, some under short names.
 
     Args:
-        fields: As in a model file, or ``layers, hidden, ffn, heads, groups, words, tokens, batch``.  Without them there
-            are 16 heads, 32,000 words, 1,024 tokens, and inner layers four times as wide.
+        fields: As in a model file, or ``layers, hidden, ffn, heads, groups, words, tokens, batch, sizes, distributed``.
+            Without them there are 16 heads, 32,000 words, 1,024 tokens, and inner layers four times as wide.
     """
     given: dict[str, Any] = {"num_attention_heads": 16, "vocab_size": 32000, "seq_length": 1024}
     given |= {_SHORT.get(name, name): value for name, value in fields.items()}

@@ -190,14 +190,8 @@ class Runner:
             limit = max(s + j.timeout_s + j.grace_s + 30 for j, s in running.values())
             answer = self._answer_for(running, limit)
             job, _ = running.pop(answer["id"])
-            yield Finished(
-                job,
-                tuple(answer["returncodes"]),
-                tuple(answer["finish_order"]),
-                answer["timed_out"],
-                answer["elapsed_s"],
-                answer["cpu_s"],
-            )
+            codes, order = tuple(answer["returncodes"]), tuple(answer["finish_order"])
+            yield Finished(job, codes, order, answer["timed_out"], answer["elapsed_s"], answer["cpu_s"])
 
     def _answer_for(self, wanted: Collection[int], limit_s: float) -> dict[str, Any]:
         """The next answer to one of the wanted jobs; answers to others wait for those who run them."""

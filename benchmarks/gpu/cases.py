@@ -152,15 +152,8 @@ def command(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            list(words),
-            cwd=REPOSITORY,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(words, cwd=REPOSITORY, env=environment, **streams, start_new_session=True)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -54,14 +54,8 @@ def death(setting: Setting) -> dict[str, Any]:
 def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, Any]], float]:
     """A job to its end; the controller's history, and when a worker was killed."""
     folder, killed_s = setting.folder / name, 0.0
-    job = ElasticJob(
-        folder,
-        _ITERATIONS,
-        "1" if kills else "0",
-        nodes={"a": _WORKERS},
-        device=setting.device,
-        variables=setting.environment(),
-    )
+    environment, restarts = setting.environment(), "1" if kills else "0"
+    job = ElasticJob(folder, _ITERATIONS, restarts, nodes={"a": _WORKERS}, device=setting.device, variables=environment)
     with job:
         while job.exit_code() is None:
             if kills and not killed_s and job.has_reached(_BEFORE):

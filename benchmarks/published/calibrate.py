@@ -159,13 +159,8 @@ def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
     )
     per_node = min(8, gpus)
     node = NodeGroup(gpu=gpu, count=gpus // per_node, gpus_per_node=per_node, network_bytes_per_s=network)
-    candidate = Candidate(
-        (Stage(model.num_layers, (Group(0, 1, gpus),)),),
-        int(row["micro_batch_size"]),
-        row["recompute"],
-        zero_stage=3,
-        even=True,
-    )
+    stage, batch = Stage(model.num_layers, (Group(0, 1, gpus),)), int(row["micro_batch_size"])
+    candidate = Candidate((stage,), batch, row["recompute"], zero_stage=3, even=True)
     return _estimate(Cluster(nodes=(node,)), model, candidate, runtime)
 
 

@@ -155,13 +155,8 @@ def _times(axes: Any, report: dict[str, Any]) -> None:
 def _memory_bars(axes: Any, report: dict[str, Any]) -> None:
     rows = report["per_rank"]
     for offset, key, color in ((-0.2, "predicted_memory_bytes", _PREDICTED), (0.2, "measured_memory_bytes", _MEASURED)):
-        bars = axes.bar(
-            [r["rank"] + offset for r in rows],
-            [r[key] / 2**20 for r in rows],
-            width=0.4,
-            color=color,
-            label=key.split("_")[0],
-        )
+        places, heights = [r["rank"] + offset for r in rows], [r[key] / 2**20 for r in rows]
+        bars = axes.bar(places, heights, width=0.4, color=color, label=key.split("_")[0])
         axes.bar_label(bars, fmt="%.0f" if rows[0][key] > 10 << 20 else "%.1f", padding=2, fontsize=8)
     axes.set_xticks([r["rank"] for r in rows], [f"rank {r['rank']}\n{r['device']}" for r in rows])
     axes.set(ylabel="MiB", title="Memory of parameters, gradients,\noptimizer and activations")

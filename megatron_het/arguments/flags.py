@@ -131,21 +131,13 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
     return config, rest
 
 
-_OF_THE_RUN = (
-    "het_auto_batch",
-    "het_transport",
-    "het_report",
-    "het_trace",
-    "het_trace_iteration",
-    "het_trust_checkpoint",
-    "het_zero",
-)
+_OF_THE_RUN = "het_auto_batch het_transport het_report het_trace het_trace_iteration het_trust_checkpoint het_zero"
 
 
 def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> HetConfig:
     """The configuration of a run whose plan is made at its start."""
     for name, value in vars(namespace).items():
-        if name not in _OF_THE_RUN and value != parser.get_default(name):
+        if name not in _OF_THE_RUN.split() and value != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} does not go with --het-auto-batch, which makes the plan")
     if namespace.het_zero not in (None, *range(4)):
         parser.error(f"--het-zero {namespace.het_zero}: with --het-auto-batch the first ZeRO stage to try, 0 to 3")

@@ -147,14 +147,8 @@ _UNEVEN_FLAGS = (
 def _parser() -> argparse.ArgumentParser:
     """The flags of Megatron that decide a layout, with Megatron's defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    other = (
-        "micro_batch_size",
-        "global_batch_size",
-        "ffn_hidden_size",
-        "num_query_groups",
-        "expert_tensor_parallel_size",
-    )
-    for name in (*MODEL_SIZES, *other):
+    other = "micro_batch_size global_batch_size ffn_hidden_size num_query_groups expert_tensor_parallel_size"
+    for name in (*MODEL_SIZES, *other.split()):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)

@@ -259,13 +259,10 @@ def counting_places(program: Program) -> list[int] | None:
     graph = Graph(program)
     # The last forward or part of the output layer, which counts tokens when it goes back; -1 without.  None comes after
     # an update of parameters on any device: an update waits for all microbatches.
-    own = [
-        max(
-            (i for i, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS),
-            default=-1,
-        )
-        for ops in program.ops
-    ]
+    own = []
+    for ops in program.ops:
+        counting = (i for i, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS)
+        own.append(max(counting, default=-1))
     lasts = [first + last for first, last in zip(graph.first, own) if last >= 0]
     steps = [node for node, op in enumerate(graph.ops) if op.kind in _UPDATES]
     places = event_places(graph, graph.teams(), extra=[(last, step) for last in lasts for step in steps])

@@ -251,27 +251,15 @@ class SlurmCluster:
             words = ["unshare", "-u", "sh", "-c", rename, "sh", *words]
         name = f"{command[0]}-{len(self._processes)}"
         with (self.base / "log" / f"{name}.out").open("wb") as output:
-            process = subprocess.Popen(
-                words,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=self.environment,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(words, **streams, env=self.environment, start_new_session=True)
         self._processes.append((name, process))
 
     def _run(
         self, *command: str, check: bool = True, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command,
-            env={**self.environment, **(variables or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        environment = self.environment | dict(variables or {})
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}{done.stdout}")
         return done

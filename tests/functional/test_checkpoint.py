@@ -58,6 +58,7 @@ TIED: dict[str, Any] = {"tied": True, **DIVIDED}
 TP: dict[str, Any] = {"sequence_parallel": True, **DIVIDED}
 SLICED = ScheduleSpec("slimpipe", {"slices": 4, "vocabulary": True})
 SHARED = windowed(offload=True, update="undo", vocabulary=True, vocabulary_shares=[1, 3])
+OTHER_SHARES = ScheduleSpec("1f1b", {"vocabulary": True, "vocabulary_shares": [5, 2]})
 OFFLOADED = windowed(offload=True, offload_optimizer=True, update="undo")
 KINDS = {
     # Ranks of TP 1 write their rows as two parts, each as large as one of TP 2.
@@ -67,13 +68,7 @@ KINDS = {
     # Stages with other numbers of rows, and under a window.
     "vocabulary-shares": Kind(
         plan("first", [[1], [2, 1]], [(1, 1), (2, 1)], schedule=SHARED, **DIVIDED),
-        plan(
-            "second",
-            [[1], [1, 1]],
-            [3, 2],
-            schedule=ScheduleSpec("1f1b", {"vocabulary": True, "vocabulary_shares": [5, 2]}),
-            **DIVIDED,
-        ),
+        plan("second", [[1], [1, 1]], [3, 2], schedule=OTHER_SHARES, **DIVIDED),
     ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
     # The offsets, one number per head, are padded, and tied embeddings are in a bucket after an odd number of them.
@@ -253,14 +248,8 @@ def test_resumes_bit_for_bit_under_unequal_shares(lab: Lab, train: Train, tmp_pa
     """The state is gathered for a checkpoint either over the group that trains, or on the first rank."""
     kind = KINDS["ministages"]
     whole = train(kind.first, kind.weights)
-    resumed = train(
-        kind.first,
-        kind.weights,
-        "--ckpt-step",
-        str(SAVED_AT),
-        "--distrib-optim-fully-reshardable-mem-efficient",
-        load=whole.checkpoints,
-    )
+    more = ("--ckpt-step", str(SAVED_AT), "--distrib-optim-fully-reshardable-mem-efficient")
+    resumed = train(kind.first, kind.weights, *more, load=whole.checkpoints)
     assert_goes_on(resumed, whole, bar=0.0)
     assert_same(lab, whole.checkpoint(STEPS), resumed.checkpoint(STEPS), tmp_path)
 

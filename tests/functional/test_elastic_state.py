@@ -40,17 +40,9 @@ def run(
     (folder / "script.json").write_text(json.dumps(script))
     size = max(max(ranks) for _, ranks, _ in changes) + 1
     flags = (*common_flags(weights, steps=steps), *lab.start_flags(weights), "--het-report", str(folder), *more)
-    lab.runner.run(
-        Job(
-            "elastic",
-            size,
-            flags,
-            folder,
-            "benchmarks.elastic_script:run",
-            environment={"HET_SCRIPT": str(folder / "script.json")},
-            timeout_s=200.0,
-        )
-    )
+    script = {"HET_SCRIPT": str(folder / "script.json")}
+    target = "benchmarks.elastic_script:run"
+    lab.runner.run(Job("elastic", size, flags, folder, target, environment=script, timeout_s=200.0))
     return [losses_of(folder / f"generation-{i}", under) for i, (under, _, _) in enumerate(changes)]
 
 

@@ -45,12 +45,8 @@ def write(out: Path, target: Any, elastic: bool) -> Path:
     training = f"--train-iters {ITERATIONS} --lr 1e-3 --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234"
     training += " --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --lr-decay-iters 4"
     groups = {"MODEL": model_arguments(plan, model_of(plan)), "TRAINING": training.split(), "PLATFORM": CPU_ARGUMENTS}
-    launch = LaunchOptions(
-        run_dir=str(out),
-        python=sys.executable,
-        save_interval=ITERATIONS,
-        environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
-    )
+    found = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
+    launch = LaunchOptions(run_dir=str(out), python=sys.executable, save_interval=ITERATIONS, environment=found)
     pods = PodOptions(target, image="image", volumes={str(out.parent): "shared"})
     kinds = {gpu: in_pods(nodes_of(gpu, 1), gpu, resource="", accelerators=gpu) for gpu in GPUS}
     options = ElasticOptions() if elastic else None

@@ -128,17 +128,10 @@ def test_equals_one_process(name: str, found: Differences, lab: Lab, finished: d
 
 _PACKED = ("--dataloader-inter-document-masking", "--reset-position-ids")
 # Plans of packed documents.  Stock Megatron in one process has none without its kernels; one process under a plan has.
+_WHOLE_BY_WORK = {"slice_lengths": "work", "cp_documents": "whole"}
 RECURRENT_PACKED = [
     hybrid("mamba-packed", MAMBA, [[2], [1]], [[1], [3]], schedule=IN_SLICES),
-    cut(
-        "delta-packed-work",
-        DELTA,
-        [[1], [3]],
-        cp=2,
-        slices=3,
-        microbatches=6,
-        parameters={"slice_lengths": "work", "cp_documents": "whole"},
-    ),
+    cut("delta-packed-work", DELTA, [[1], [3]], cp=2, slices=3, microbatches=6, parameters=_WHOLE_BY_WORK),
     hybrid("delta-packed-zb", DELTA, [[1], [1]], [[3], [1]], schedule=ZB_H1),
     cut("mamba-packed-full", MAMBA, [[1, 1], [1, 1]], recompute="full", chunks=2),
 ]

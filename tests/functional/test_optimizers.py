@@ -23,6 +23,7 @@ LION = f"--optimizer lion {' '.join(SMALL_STEPS)}"
 MUON = " ".join(MUON_FLAGS)
 SLICED = sliced_case({**PLAIN, "vocabulary": True}, "lion-split-vocabulary", random.Random(0))
 DIVIDED = {"distributed_optimizer": True}
+EXPERTS, UNEVEN = [[1], [2, 2]], {"even_routing": False, "sequence_parallel": True}
 
 
 def in_a_window(case: Case) -> Case:
@@ -43,16 +44,7 @@ CASES = [
         "muon-distributed", [[2], [1]], [2, 3], extra=f"{MUON} --muon-tp-mode distributed", sequence_parallel=True
     ),
     new_case("muon-beside-lion", [[1], [1, 1]], [2, 3], extra=f"{MUON} --muon-scalar-optimizer lion", family="gpt"),
-    new_case(
-        "muon-experts",
-        [[1], [2, 2]],
-        [2, 3],
-        family="deepseek",
-        extra=MUON,
-        ep=[[1], [2, 2]],
-        even_routing=False,
-        sequence_parallel=True,
-    ),
+    new_case("muon-experts", EXPERTS, [2, 3], family="deepseek", extra=MUON, ep=EXPERTS, **UNEVEN),
 ]
 BY_NAME = {case.name: case for case in CASES}
 FULL = {"lion-split-vocabulary", "lion-shards", "muon", "muon-beside-lion", "muon-experts"}

@@ -25,6 +25,7 @@ FP32_BAR = 1e-5
 BF16_LOSS_BAR, BF16_GRADIENT_BAR = 2e-3, 3e-2
 DIVIDED: dict[str, Any] = {"sequence_parallel": True, "distributed_optimizer": True}
 UNEVEN: dict[str, Any] = {"even_routing": False}
+SCATTERED = UNEVEN | {"shuffle_ranks": True, "sequence_parallel": True}
 CASES = [
     new_case("replicas", [[1], [1, 1]], [2, 3], clip=0.05, **UNEVEN),
     new_case(
@@ -42,15 +43,7 @@ CASES = [
         "overlap", [[1, 1], [2, 1, 1]], [3, 2], overlap=True, own=("--overlap-param-gather",), tied=True, **DIVIDED
     ),
     # Two of three members of the second stage are a class.
-    new_case(
-        "scattered-ranks",
-        [[1], [2, 1, 1], [1]],
-        [1, 2, 2],
-        tied=True,
-        shuffle_ranks=True,
-        sequence_parallel=True,
-        **UNEVEN,
-    ),
+    new_case("scattered-ranks", [[1], [2, 1, 1], [1]], [1, 2, 2], tied=True, **SCATTERED),
     new_case("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
     new_case("gpipe-replicas", [[1], [1, 1]], [2, 3], seed="replicas", schedule=ScheduleSpec("gpipe"), **UNEVEN),
     new_case("bf16-mixed-tp", [[1], [2, 1]], [2, 3], precision="bf16", **UNEVEN, **DIVIDED),

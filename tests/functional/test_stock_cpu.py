@@ -51,11 +51,8 @@ class Losses:
 
 def read_log(text: str) -> Losses:
     steps = [(int(i), float(loss), float(norm)) for i, loss, norm in _STEP.findall(text)]
-    return Losses(
-        {i: loss for i, loss, _ in steps},
-        {i: norm for i, _, norm in steps},
-        tuple(map(float, _EVALUATION.findall(text))),
-    )
+    losses, norms = {i: loss for i, loss, _ in steps}, {i: norm for i, _, norm in steps}
+    return Losses(losses, norms, tuple(map(float, _EVALUATION.findall(text))))
 
 
 Run = Callable[..., Losses]

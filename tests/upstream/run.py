@@ -143,14 +143,9 @@ def _become(rank: int, world: int, files: Sequence[str], port: int, folder: Path
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         import pytest
         from tests.unit_tests.test_utilities import Utils  # reads the environment when it is imported
 

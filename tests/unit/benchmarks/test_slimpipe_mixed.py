@@ -21,14 +21,8 @@ def costs_of(slower: float, layer_s: float = 0.08, attention_s: float = 0.08) ->
     rest, attention = (tuple((value,) for value in row) for row in rows)
     twice = [tuple((2 * value,) for (value,) in row) for row in (rest, attention)]
     shape = build(plan_of(MODEL, TOKENS))[False].shape
-    return replace(
-        Costs.uniform(shape),
-        forward_s=rest,
-        backward_s=twice[0],
-        attention_forward_s=attention,
-        attention_backward_s=twice[1],
-        diagonal=0.5,
-    )
+    costs = replace(Costs.uniform(shape), forward_s=rest, backward_s=twice[0], diagonal=0.5)
+    return replace(costs, attention_forward_s=attention, attention_backward_s=twice[1])
 
 
 def test_what_passes_take_becomes_the_parameters() -> None:

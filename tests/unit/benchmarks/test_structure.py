@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.structure import PRESENT, TARGETS, grown, loaded_modules, main, measure, named_modules, room_of
 from benchmarks.structure_features import FEATURES, Feature, files_for_a_feature, imports_of, read_tree
+from testing.runner import words
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -243,44 +244,12 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {SPECS, "distributed", "megatron_patches", "plan", "safe_io"},
     "report": {"device", "lowering", "plan", "safe_io", "schedule"},
     "schedule/view": {SPECS, "lowering", "plan", "safe_io", "schedule"},
-    "runtime": {
-        SPECS,
-        "checkpoint",
-        "device",
-        "distributed",
-        "families",
-        "lowering",
-        "megatron_patches",
-        "plan",
-        "report",
-        "schedule",
-    },
+    "runtime": {SPECS, *words("checkpoint device distributed families lowering megatron_patches plan report schedule")},
     FEATURES_ON_RANKS: {
         SPECS,
-        "attention",
-        "device",
-        "distributed",
-        "families",
-        "lowering",
-        "plan",
-        "report",
-        "runtime",
-        "safe_io",
-        "schedule",
-        "store",
+        *words("attention device distributed families lowering plan report runtime safe_io schedule store"),
     },
-    "arguments": {
-        SPECS,
-        "checkpoint",
-        "device",
-        "families",
-        "lowering",
-        "megatron_patches",
-        "plan",
-        "runtime",
-        "safe_io",
-        "schedule",
-    },
+    "arguments": {SPECS, *words("checkpoint device families lowering megatron_patches plan runtime safe_io schedule")},
 }
 """Which packages of ``megatron_het`` import which, from the bottom up.
 

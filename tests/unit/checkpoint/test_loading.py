@@ -74,11 +74,9 @@ def test_states_of_the_loaded_checkpoint(
     seen: list[str] = []
     monkeypatch.setattr(training, "get_args", lambda: arguments(tmp_path, **changed))
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda path: seen.append(path) or common)
-    monkeypatch.setattr(
-        dist_checkpointing.serialization,
-        "load_sharded_metadata",
-        lambda path: seen.append(path) or {f"{RANDOM_STATE_KEY}/shard_0_5": None},
-    )
+    stored = {f"{RANDOM_STATE_KEY}/shard_0_5": None}
+    serialization = dist_checkpointing.serialization
+    monkeypatch.setattr(serialization, "load_sharded_metadata", lambda path: seen.append(path) or stored)
     monkeypatch.setattr(loading, "restore_random_state", seen.append)
     chosen = loading.choose(arguments(tmp_path, **changed), lambda candidate: []).candidate
     assert chosen is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.doctor import participant as coordinating
+from megatron_het.doctor import participant
 from megatron_het.doctor.__main__ import _Rank
 from megatron_het.doctor.check import Check, Names, Status
 from megatron_het.doctor.numerics import (
@@ -23,17 +23,6 @@ from megatron_het.doctor.numerics import (
     flags_of,
     one_process,
     tiny_plan,
-)
-from megatron_het.doctor.participant import (
-    Coordinator,
-    Heart,
-    Keys,
-    MeetingError,
-    Participant,
-    exit_code,
-    hear,
-    table,
-    verdict,
 )
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.features.registry import check_plan_alone
@@ -81,19 +70,18 @@ class Run:
         for rank in range(WORLD):
             if rank in absent:
                 continue
-            own = store
-            own.put(Keys.here(rank), {"host": NAMES.hosts[rank]})
-            hearts.append(Heart(own, rank))
+            store.put(participant.Keys.here(rank), {"host": NAMES.hosts[rank]})
+            hearts.append(participant.Heart(store, rank))
             if dies == rank:
                 hearts.pop().stop()
                 continue
-            thread = threading.Thread(target=self.take_part, args=(own, checks, rank, limit_s), daemon=True)
+            thread = threading.Thread(target=self.take_part, args=(store, checks, rank, limit_s), daemon=True)
             thread.start()
             threads.append(thread)
-        leader = Coordinator(store, checks, WORLD, limit_s)
+        leader = participant.Coordinator(store, checks, WORLD, limit_s)
         self.here = leader.meet(1.0)
         self.findings = leader.run(NAMES)
-        leader.close(exit_code(self.findings))
+        leader.close(participant.exit_code(self.findings))
         self.lost = leader.lost
         for thread in threads:
             thread.join(timeout=20.0)
@@ -101,7 +89,7 @@ class Run:
             heart.stop()
 
     def take_part(self, store, checks, rank, limit_s):
-        one = Participant(store, lambda index: rank, checks, rank, leave=self.left.append)
+        one = participant.Participant(store, lambda index: rank, checks, rank, leave=self.left.append)
         self.codes[rank] = one.run(limit_s)
 
     def rows(self, name):
@@ -112,7 +100,7 @@ def test_all_well(store):
     run = Run(store, [Scripted("one"), Scripted("two", needs_all=True)])
     assert run.rows("one") == run.rows("two") == [(Status.OK, "all ranks", "3 answers")]
     assert run.codes == {0: 0, 1: 0, 2: 0} and not run.lost
-    assert verdict(run.findings) == "fit"
+    assert participant.verdict(run.findings) == "fit"
 
 
 def test_a_failing_check_hides_no_other(store):
@@ -135,28 +123,23 @@ def test_a_judgement_that_fails_hides_no_other(store):
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(store):
-    own = store
-
     def hang():
-        while not own.has(Keys.answer(0, 2)):  # until the watchdog has spoken
+        while not store.has(participant.Keys.answer(0, 2)):  # until the watchdog has spoken
             time.sleep(0.01)
         return {"rank": 2}
 
     checks = [Scripted("one", script={2: hang}, limit_s=1.0), Scripted("two", needs_all=True), Scripted("three")]
     run = Run(store, checks)
     status, where, what = run.rows("one")[0]
-    assert (
-        (status, where) == (Status.FAULT, "rank 2 (b)")
-        and what.startswith("slow or stuck")
-        and "test_meeting.py" in what
-    )
+    assert (status, where) == (Status.FAULT, "rank 2 (b)")
+    assert what.startswith("slow or stuck") and "test_meeting.py" in what
     assert run.rows("two") == [(Status.NOT_RUN, "all ranks", "it needs all ranks, and rank 2 (b) gave no answer")]
     assert run.rows("three") == [(Status.OK, "ranks 0-1 (a)", "2 answers")]
     assert run.codes[0] == run.codes[1] == 1
 
 
 def test_a_rank_that_dies_is_named(store, monkeypatch):
-    monkeypatch.setattr(coordinating, "_SILENT_S", 1.5)
+    monkeypatch.setattr(participant, "_SILENT_S", 1.5)
     run = Run(store, [Scripted("one", limit_s=30.0), Scripted("two")], dies=1)
     assert run.rows("one")[0][:2] == (Status.FAULT, "rank 1 (a)") and "has died" in run.rows("one")[0][2]
     assert run.rows("two") == [(Status.OK, "rank 0 (a), rank 2 (b)", "2 answers")]
@@ -173,23 +156,23 @@ def test_a_rank_that_never_comes_is_named(store):
 def test_without_time_checks_are_not_run_and_say_so(store):
     run = Run(store, [Scripted("one")], limit_s=1.0)
     assert run.rows("one") == [(Status.NOT_RUN, "all ranks", "no time is left (--limit-s)")]
-    assert exit_code(run.findings) == 1
+    assert participant.exit_code(run.findings) == 1
 
 
 def test_the_launcher_ends_the_job(store):
-    leader = Coordinator(store, [Scripted("one")], 1, 60.0, is_ending=lambda: True)
+    leader = participant.Coordinator(store, [Scripted("one")], 1, 60.0, is_ending=lambda: True)
     assert leader.run(NAMES)[0].what == "the launcher has ended the job"
 
 
 def test_silence_of_rank_0_is_bounded(store):
-    with pytest.raises(MeetingError, match="rank 0"):
-        hear(store, "nothing", 0.2)
+    with pytest.raises(participant.MeetingError, match="rank 0"):
+        participant.hear(store, "nothing", 0.2)
 
 
 def test_table_shows_faults_first_and_bounds_rows():
     check = Scripted("links")
     rows = [check.ok("all ranks", "fine"), *[check.fault(f"rank {i}", "bad", "Mend it") for i in range(20)]]
-    text = table(rows, 7.0)
+    text = participant.table(rows, 7.0)
     lines = text.splitlines()
     assert "FAULT" in lines[2] and "9 more rows" in text
     assert lines[-1] == "verdict: NOT FIT: 20 fault(s) (7 s)"

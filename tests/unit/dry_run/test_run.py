@@ -118,13 +118,8 @@ print(json.dumps(held))
 
 @pytest.mark.parametrize(("backend", "held"), [("nccl", [1, 1, 1]), ("gloo", [1, 2, 3])])
 def test_what_was_sent_is_free_at_the_next_send_over_nccl_only(backend: str, held: list[int]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT, backend],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == held
 

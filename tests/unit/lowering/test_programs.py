@@ -474,14 +474,8 @@ def test_a_plan_that_was_written_and_read_is_simulated_as_before() -> None:
 
 
 def test_devices_and_links_that_are_alike_share_a_row() -> None:
-    alike = dataclasses.replace(
-        _costs(),
-        forward_s=((0.2, 0.1),) * 3,
-        backward_s=((0.4, 0.2),) * 3,
-        step_s=(),
-        tail_s=(),
-        link=lambda a, b: Link(0.1, 1e5),
-    )
+    alike = dataclasses.replace(_costs(), step_s=(), tail_s=(), link=lambda a, b: Link(0.1, 1e5))
+    alike = dataclasses.replace(alike, forward_s=((0.2, 0.1),) * 3, backward_s=((0.4, 0.2),) * 3)
     found = planned_costs(alike, program_of(_plan()))
     assert [row.devices for row in found.devices] == [(0, 1, 2)]
     assert len(found.links) == 1

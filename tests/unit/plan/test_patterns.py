@@ -177,11 +177,8 @@ def test_recurrent_layers(symbol: str) -> None:
     check_arguments(shared, given(pattern, **RECURRENT, context_parallel_size=2), 4)
     heads = {"mamba_num_heads": 2, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
     with pytest.raises(PlanError, match=r"heads = 2.*one of 4 ranks"):
-        check_arguments(
-            plan(pattern, more="--context-parallel-size 4", ranks=8),
-            given(pattern, **RECURRENT | heads, context_parallel_size=4),
-            8,
-        )
+        wide = plan(pattern, more="--context-parallel-size 4", ranks=8)
+        check_arguments(wide, given(pattern, **RECURRENT | heads, context_parallel_size=4), 8)
     with pytest.raises(PlanError, match=f"layers {symbol} .*of Transformer Engine only"):
         check_arguments(plan(pattern), given(pattern), 2)
     check_arguments(plan(pattern), given(pattern, **RECURRENT, dataloader_inter_document_masking=True), 2)
@@ -201,11 +198,8 @@ def test_tp_divides_the_heads_of_recurrent_layers() -> None:
                 plan(pattern, more=more, ranks=4), given(pattern, **named | changed, tensor_model_parallel_size=2), 4
             )
     with pytest.raises(PlanError, match="layers G .*only under sequence parallelism"):
-        check_arguments(
-            plan("G-*-", more="--tensor-model-parallel-size 2", ranks=4),
-            given("G-*-", **RECURRENT, tensor_model_parallel_size=2),
-            4,
-        )
+        cut = plan("G-*-", more="--tensor-model-parallel-size 2", ranks=4)
+        check_arguments(cut, given("G-*-", **RECURRENT, tensor_model_parallel_size=2), 4)
 
 
 def test_the_exchange_needs_attention_in_every_chunk() -> None:

@@ -25,11 +25,8 @@ def scheduled(name: str, stages: int = 2, chunks: int = 1, **parameters: Any) ->
         [*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters)
     )[0]
     layers = (4 // stages // chunks,) * chunks
-    plan = replace(
-        plan,
-        stages=tuple(replace(stage, layers=layers) for stage in plan.stages),
-        model=replace(plan.model, tied_embeddings=False),
-    )
+    cut = tuple(replace(stage, layers=layers) for stage in plan.stages)
+    plan = replace(plan, stages=cut, model=replace(plan.model, tied_embeddings=False))
     check_plan(plan)
     return plan
 

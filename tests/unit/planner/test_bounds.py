@@ -239,14 +239,9 @@ def test_the_passes_that_suit_a_gpu_best_count() -> None:
 
 def test_context_parallelism_of_long_sequences() -> None:
     """CP 4 divides the activations, so that no layer needs as many TP ranks."""
+    both = ("none", "full")
     model = model_of(
-        **LLAMA_8B,
-        layers=8,
-        tokens=131072,
-        batch=4,
-        distributed_optimizer=True,
-        sequence_parallel=True,
-        recompute=("none", "full"),
+        **LLAMA_8B, layers=8, tokens=131072, batch=4, distributed=True, sequence_parallel=True, recompute=both
     )
     estimator = with_catalog(cluster_of(("A100-40", 4, 8, 200e9)), model)
     stages = {
@@ -282,13 +277,8 @@ def test_kernels_of_slices_that_are_faster() -> None:
 def test_expert_parallelism(dropless: bool) -> None:
     """EP 8 saves the collectives of experts that are cut, and so is faster than TP alone."""
     node = NodeGroup(gpu="H100-SXM", count=1, gpus_per_node=8)
-    model = model_of(
-        layers=8,
-        hidden=2048,
-        tokens=4096,
-        batch=1,
-        experts=Experts(count=64, top_k=6, ffn_hidden_size=1408, dropless=dropless),
-    )
+    experts = Experts(count=64, top_k=6, ffn_hidden_size=1408, dropless=dropless)
+    model = model_of(layers=8, hidden=2048, tokens=4096, batch=1, experts=experts)
     estimator = with_catalog(Cluster(nodes=(node,)), model)
     candidate = Candidate((Stage(8, (Group(0, 8, 1),)),), 1, ep=8)
     seconds = simulated_s(estimator, candidate)

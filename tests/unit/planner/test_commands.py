@@ -243,12 +243,8 @@ def test_check_says_what_only_the_schedule_knows(files, capsys):
     code, out = call(capsys, "check", hand_made(files, chunks=3), *common(files))
     (problem,) = json.loads(out.out)["problems"]
     assert code == 1 and problem["key"] == "schedule.name" and "chunk" in problem["problem"]
-    code, out = call(
-        capsys,
-        "check",
-        hand_made(files, chunks=3, schedule="ministage", parameters={"window": True}, distributed=True),
-        *common(files),
-    )
+    plan = hand_made(files, chunks=3, schedule="ministage", parameters={"window": True}, distributed=True)
+    code, out = call(capsys, "check", plan, *common(files))
     assert code == 0, out
 
 

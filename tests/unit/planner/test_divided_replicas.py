@@ -238,14 +238,9 @@ def test_a_run_of_replicas_of_two_kinds_is_planned_again(slow: float) -> None:
         for q, replica in enumerate(plan.stages[0].replicas)
     )
     finding = WatchFound(what="device", name=names[1], factor=2.0, since=1, found=2)
-    watched = Watched(
-        plan_hash="",
-        iteration=9,
-        predicted_iteration_s=seconds,
-        iteration_s=slow * seconds,
-        findings=(finding,) if slow > 1 else (),
-        devices=devices,
-    )
+    times = {"predicted_iteration_s": seconds, "iteration_s": slow * seconds}
+    findings = (finding,) if slow > 1 else ()
+    watched = Watched(plan_hash="", iteration=9, **times, findings=findings, devices=devices)
     found = correct(plan, prices.cluster, None, watched)
     kinds = [replica.devices for replica in found.plan.stages[0].replicas]
     ending = " slow 1" if slow > 1 else ""

@@ -105,22 +105,11 @@ def test_stock_megatron_divides_experts_over_the_same_ranks() -> None:
 
 
 def test_flags_of_plan_and_model() -> None:
-    plan = make_plan(
-        ((8,), [((0, 1), (0, 1, 2, 3), "big")]),
-        precision="bf16",
-        recompute="full",
-        sequence_parallel=True,
-        distributed_optimizer=True,
-    )
+    given = {"precision": "bf16", "recompute": "full", "sequence_parallel": True, "distributed_optimizer": True}
+    plan = make_plan(((8,), [((0, 1), (0, 1, 2, 3), "big")]), **given)
     words = plan_arguments(plan)
-    for flag in (
-        "--bf16",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
-        "--calculate-per-token-loss",
-        "--dist-ckpt-optim-fully-reshardable",
-    ):
-        assert flag in words
+    flags = "--bf16 --sequence-parallel --use-distributed-optimizer --calculate-per-token-loss"
+    assert {*flags.split(), "--dist-ckpt-optim-fully-reshardable"} <= set(words)
     assert words[words.index("--recompute-granularity") + 1] == "full"
     words = model_arguments(plan, model_of(plan))
     assert words[words.index("--num-query-groups") + 1] == "2"
@@ -159,14 +148,8 @@ def test_plain_job_and_why_there_is_none() -> None:
 
 
 def run_script(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(script)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command, environment = ["bash", str(script)], os.environ | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
 def emitted(tmp_path: Path, **launch: object) -> Path:
@@ -174,14 +157,8 @@ def emitted(tmp_path: Path, **launch: object) -> Path:
     out.mkdir()
     options = LaunchOptions(run_dir=str(out), **launch)  # type: ignore[arg-type]
     result = emit(uneven_plan(), out, PLAIN_KINDS, {"TRAINING": ["--train-iters", "5"]}, options)
-    assert set(result.files) == {
-        "plan.json",
-        "args.sh",
-        "train.sbatch",
-        "train-plain.sbatch",
-        "torchrun-node-0.sh",
-        "torchrun-node-1.sh",
-    }
+    names = "plan.json args.sh train.sbatch train-plain.sbatch torchrun-node-0.sh torchrun-node-1.sh"
+    assert set(result.files) == set(names.split())
     assert load_plan(out / "plan.json") == uneven_plan()
     return out
 

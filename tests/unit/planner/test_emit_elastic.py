@@ -435,14 +435,8 @@ def test_two_kinds_in_one_node_start_and_train(trains: bool, tmp_path: Path) -> 
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_PORT": str(free_port()),
     }
-    done = subprocess.run(
-        ["bash", str(tmp_path / "torchrun-node-0.sh")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = ["bash", str(tmp_path / "torchrun-node-0.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(tmp_path / f"seen-{rank}").read_text() for rank in range(2)] == ["1 0,2\n", "0 0,2\n"]
     assert all((tmp_path / "report" / f"rank-{rank}.json").exists() == trains for rank in range(2))

@@ -170,15 +170,8 @@ def test_closed_form_agrees_with_the_simulator(stages, changes):
 def _on_slow_links(layers, batch, rate, **changes):
     """Closed form and simulator for stages of one GPU each, alone in their nodes."""
     cluster = cluster_of(("A100-40", len(layers), 1, rate))
-    model = model_of(
-        layers=sum(layers),
-        hidden=2048,
-        words=128256,
-        tokens=2048,
-        batch=batch,
-        precision="bf16",
-        recompute=("none", "full"),
-    )
+    shape = {"layers": sum(layers), "hidden": 2048, "words": 128256, "tokens": 2048}
+    model = model_of(**shape, batch=batch, precision="bf16", recompute=("none", "full"))
     estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1, **changes)
     estimate = estimator.estimate(candidate)

@@ -47,12 +47,8 @@ NEMOTRON_H_8B: dict[str, Any] = {
 
 
 def hybrid_of(pattern: str, **more: Any) -> Model:
-    return Model(
-        pattern=pattern,
-        num_layers=len(layers_of(pattern)),
-        mtp_num_layers=len(later_layers(pattern)),
-        **{**SIZES, **more},
-    )
+    layers, later = len(layers_of(pattern)), len(later_layers(pattern))
+    return Model(pattern=pattern, num_layers=layers, mtp_num_layers=later, **SIZES | more)
 
 
 def priced(model: Model, *nodes: tuple[str, int]) -> Estimator:

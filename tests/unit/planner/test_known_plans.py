@@ -29,14 +29,8 @@ from tools.planner.search.seeds import _Cut, even_seeds, tp_choices, with_split_
 
 def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
     """A model of the shape of Mixtral on nodes of these kinds: their number, GPUs each, bytes per second."""
-    model = model_of(
-        **LLAMA_8B,
-        layers=32,
-        tokens=4096,
-        batch=256,
-        distributed_optimizer=True,
-        experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
-    )
+    experts = Experts(count=8, top_k=2, ffn_hidden_size=14336)
+    model = model_of(**LLAMA_8B, layers=32, tokens=4096, batch=256, distributed=True, experts=experts)
     return estimator_of(cluster_of(*kinds), model)
 
 
@@ -309,13 +303,7 @@ POINT = Candidate((), 1, "none", zero_stage=1)
 def fast_and_small(hidden: int = 2048) -> Estimator:
     """Twelve H200 in two nodes, and 16 V100 with a ninth of their memory."""
     model = model_of(
-        layers=12,
-        hidden=hidden,
-        ffn=3 * hidden,
-        batch=64,
-        precision="fp16",
-        distributed_optimizer=True,
-        micro_batch_sizes=(1, 2),
+        layers=12, hidden=hidden, ffn=3 * hidden, batch=64, precision="fp16", distributed=True, sizes=(1, 2)
     )
     return estimator_of(cluster_of(("H200", 2, 6, 25e9), ("V100-16", 4, 4, 12.5e9)), model)
 

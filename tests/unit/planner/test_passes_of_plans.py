@@ -36,16 +36,8 @@ BATCH = 64
 
 
 def estimator(micro_batch_sizes: tuple[int, ...] = (1, 2)) -> Estimator:
-    model = model_of(
-        layers=12,
-        hidden=2048,
-        ffn=6144,
-        tokens=512,
-        batch=BATCH,
-        precision="fp16",
-        micro_batch_sizes=micro_batch_sizes,
-        recompute=("none",),
-    )
+    shape = {"layers": 12, "hidden": 2048, "ffn": 6144, "tokens": 512}
+    model = model_of(**shape, batch=BATCH, precision="fp16", sizes=micro_batch_sizes, recompute=("none",))
     return with_catalog(cluster_of(("A100-40", 6, 1, 2.5e8)), model)
 
 

@@ -56,16 +56,8 @@ from tools.planner.search.seeds import seeds
 
 
 def estimator() -> Estimator:
-    model = model_of(
-        layers=12,
-        hidden=2048,
-        ffn=6144,
-        tokens=2048,
-        batch=48,
-        precision="fp16",
-        micro_batch_sizes=(1, 2),
-        recompute=("none", "full"),
-    )
+    shape = {"layers": 12, "hidden": 2048, "ffn": 6144, "tokens": 2048}
+    model = model_of(**shape, batch=48, precision="fp16", sizes=(1, 2), recompute=("none", "full"))
     return estimator_of(cluster_of(("A100-80", 2, 4, 1.25e9), ("A10G", 3, 4, 1.25e9)), model)
 
 

@@ -42,15 +42,8 @@ _GOAL = Goal(schedules=("1f1b",))
 def test_a_slow_device_gets_less_work_and_the_gain_is_what_the_plans_take(tmp_path: Path) -> None:
     plan = runs.pipeline(4, 4)
     slow = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
-    found = replan(
-        plan,
-        processors(2),
-        runs.MODEL,
-        runs.watched(plan, slow, tmp_path),
-        profile=runs.profile(),
-        goal=_GOAL,
-        restart_s=30.0,
-    )
+    watched, more = runs.watched(plan, slow, tmp_path), {"goal": _GOAL, "restart_s": 30.0}
+    found = replan(plan, processors(2), runs.MODEL, watched, profile=runs.profile(), **more)
     work = {r.device: sum(s.layers) * len(r.microbatches) for s in found.plan.stages for r in s.replicas}
     assert work["core slow 1"] < 0.7 * work["core"]
     assert found.before_s > 1.8 * plan.predicted.iteration_s  # type: ignore[union-attr]

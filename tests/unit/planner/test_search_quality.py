@@ -88,16 +88,8 @@ def zoned() -> tuple[Cluster, Model]:
         for gpu in ("A100-40", "V100-16")
     )
     links = (ZoneLink(between=("us", "eu"), bytes_per_s=1e8, latency_s=0.1, usd_per_gb=0.05),)
-    model = model_of(
-        layers=8,
-        hidden=1024,
-        words=8192,
-        tokens=512,
-        batch=64,
-        precision="fp16",
-        micro_batch_sizes=(1, 2, 4),
-        recompute=("none",),
-    )
+    shape = {"layers": 8, "hidden": 1024, "words": 8192, "tokens": 512}
+    model = model_of(**shape, batch=64, precision="fp16", sizes=(1, 2, 4), recompute=("none",))
     return Cluster(nodes=nodes, links=links), model
 
 

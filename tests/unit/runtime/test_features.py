@@ -47,15 +47,8 @@ class Recorder(RuntimeFeature):
 def executor(kinds: tuple[Kind, ...], features: list[RuntimeFeature]) -> Executor:
     program = RankProgram(tuple(RankOp(kind, 0, 0, 0, kind.name) for kind in kinds), 1, (0,), frozenset())
     channels: Any = SimpleNamespace(wait_sends=lambda: None)
-    return Executor(
-        {False: program},
-        channels,
-        loss_chunk=0,
-        num_chunks=1,
-        tells_chunk=False,
-        timeline=Timeline(),
-        features=features,
-    )
+    chunks: Any = {"loss_chunk": 0, "num_chunks": 1, "tells_chunk": False}
+    return Executor({False: program}, channels, **chunks, timeline=Timeline(), features=features)
 
 
 def test_operations_go_to_the_feature_that_executes_them() -> None:

@@ -111,12 +111,8 @@ def test_slack_shortens_pipelines_of_unequal_width() -> None:
         limits = in_flight_limits(shape, slack)
         assert limits == [1 + round(4 * (1 + slack)), 1, 1, 1, 1]
         assert [most_held(program.compute(d)) for d in range(5)] == limits
-        costs = Costs(
-            forward_s=((1.0,), *[(4.0,)] * 4),
-            backward_s=((2.0,), *[(8.0,)] * 4),
-            message_bytes=1.0,
-            link=lambda a, b: Link(0.0, 2.0),
-        )
+        forward_s, backward_s = ((1.0,), *[(4.0,)] * 4), ((2.0,), *[(8.0,)] * 4)
+        costs = Costs(forward_s, backward_s, message_bytes=1.0, link=lambda a, b: Link(0.0, 2.0))
         seconds.append(simulate(add_transfers(program), costs).makespan_s)
     assert seconds[2] <= seconds[1] < seconds[0]
     assert seconds[0] > 1.1 * seconds[2]

@@ -262,12 +262,8 @@ def renumbered(program: Program, device: int, microbatches: list[int]) -> list[t
 def test_equal_pipelines_get_the_order_of_one(name: str, chunks: int, slices: int) -> None:
     """Six stages of four replicas with speeds that differ by stage: each row is Megatron's plain pipeline."""
     stages, width, each = 6, 4, 12
-    shape = Shape(
-        layers=((1,) * chunks,) * stages,
-        route=(tuple(m % width for m in range(width * each)),) * stages,
-        replicas=(width,) * stages,
-        slices=slices,
-    )
+    layers, route = ((1,) * chunks,) * stages, (tuple(m % width for m in range(width * each)),) * stages
+    shape = Shape(layers, route, (width,) * stages, slices=slices)
     speeds = [1.0 - 0.1 * s for s in range(stages) for _ in range(width)]
     program = generate(name, shape, speeds=speeds)
     alone = generate(name, Shape.uniform(stages, each, chunks=chunks, slices=slices))

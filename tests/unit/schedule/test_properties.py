@@ -208,16 +208,7 @@ def test_v_half_memory(half: int, rounds: int) -> None:
     assert max(peaks(run(full("zb-v", shape)))) <= 1.0 + 1e-9
 
 
-@given(
-    st.integers(2, 5),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
+@given(st.integers(2, 5), *[st.integers(1, 3)] * 3, *[st.booleans()] * 4)
 def test_exchange(
     stages: int, groups: int, microbatches: int, units: int, helping: bool, keep: bool, split: bool, chunked: bool
 ) -> None:

@@ -327,12 +327,8 @@ def test_window_memory() -> None:
     """Two of four chunks at most; gradients only of the chunk in backward, shards until the step."""
     shape = Shape.uniform(2, 4, chunks=4)
     table = lambda size: ((size,) * 4,) * 2  # noqa: E731
-    memory = Memory(
-        parameter_bytes=table(10.0),
-        gradient_bytes=table(10.0),
-        parameter_shard_bytes=table(1.0),
-        gradient_shard_bytes=table(2.0),
-    )
+    shards = {"parameter_shard_bytes": table(1.0), "gradient_shard_bytes": table(2.0)}
+    memory = Memory(parameter_bytes=table(10.0), gradient_bytes=table(10.0), **shards)
     program = add_parameters(full("ministage", shape), offload=True, step="ministage")
     for use in run(program, memory=memory, reduce_s=table(0.5)).memory:
         assert use.peak_of("parameters") == 2 * 10.0 + 3 * 1.0  # the third shard waits for its step
@@ -358,14 +354,8 @@ def test_offload_lowers_the_peak() -> None:
 def test_vocabulary_memory_and_time() -> None:
     """Logits live from the vocabulary forward to the vocabulary backward, on every device."""
     program = add_transfers(add_vocabulary(generate("slimpipe", Shape.uniform(4, 2, slices=8))))
-    result = run(
-        program,
-        8.0,
-        16.0,
-        vocab_forward_s=(4.0,) * 4,
-        vocab_backward_s=(8.0,) * 4,
-        memory=Memory(logits_bytes=(8.0,) * 4),
-    )
+    memory = Memory(logits_bytes=(8.0,) * 4)
+    result = run(program, 8.0, 16.0, vocab_forward_s=(4.0,) * 4, vocab_backward_s=(8.0,) * 4, memory=memory)
     assert all(0 < use.peak_of("logits") <= 16.0 and use.curve("logits")[-1][1] == 0 for use in result.memory)
 
 
@@ -396,14 +386,8 @@ def test_a_smaller_microbatch_takes_its_share_of_time_bytes_and_memory() -> None
     shape = Shape(((1,), (1,)), ((0, 0), (0, 0)), (1, 1), sizes=(4, 1))
     program = full("gpipe", shape)
     memory = Memory(activation_bytes=((8.0,), (8.0,)))
-    costs = Costs(
-        ((4.0,), (4.0,)),
-        ((8.0,), (8.0,)),
-        operation_s=0.5,
-        message_bytes=16.0,
-        link=lambda a, b: Link(0.0, 16.0),
-        memory=memory,
-    )
+    times, link = (((4.0,), (4.0,)), ((8.0,), (8.0,))), Link(0.0, 16.0)
+    costs = Costs(*times, operation_s=0.5, message_bytes=16.0, link=lambda a, b: link, memory=memory)
     found = simulate(program, costs)
     seconds = {str(op): found.end_s[i] - found.start_s[i] for i, op in enumerate(found.graph.ops) if i < 6}
     assert seconds["F0.0.0"] == 4.5 and seconds["F1.0.0"] == 1.5

@@ -132,14 +132,8 @@ def unequal_parts(rank: int) -> tuple[list[torch.Tensor], list[tuple[int, int]]]
     """Of each slice, the tokens that a rank of two with shares 3 and 1 has, and what its routers are told of them."""
     blocks = token_blocks((3, 1), TOKENS // 2)[rank]
     tokens = torch.cat([torch.arange(*block) for block in blocks])
-    sequences = SlicedSequences(
-        SimpleNamespace(seq_length=TOKENS),  # type: ignore[arg-type]
-        Cutting(TOKENS, 2),
-        {},
-        torch.device("cpu"),
-        part=rank,
-        shares=(3, 1),
-    )
+    plan: Any = SimpleNamespace(seq_length=TOKENS)
+    sequences = SlicedSequences(plan, Cutting(TOKENS, 2), {}, torch.device("cpu"), part=rank, shares=(3, 1))
     parts = [sequences.part(RankOp(Kind.FORWARD, 0, j, 0, "")) for j in range(2)]
     return [tokens, tokens + TOKENS // 2], parts
 

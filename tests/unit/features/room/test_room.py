@@ -88,15 +88,8 @@ def test_a_rank_executes_it() -> None:
         (feature,) = open_alone(context)
         only = replace(lowered, ops=tuple(op for op in lowered.ops if op.kind is Kind.NOTE), losses_known=None)
         channels: Any = SimpleNamespace(wait_sends=lambda: None)
-        executor = Executor(
-            {False: only},
-            channels,
-            loss_chunk=-1,
-            num_chunks=1,
-            tells_chunk=False,
-            timeline=Timeline(),
-            features=[feature],
-        )
+        chunks: Any = {"loss_chunk": -1, "num_chunks": 1, "tells_chunk": False}
+        executor = Executor({False: only}, channels, **chunks, timeline=Timeline(), features=[feature])
         config: Any = SimpleNamespace(no_sync_func=None, param_sync_func=None)
         executor.run(
             Call(

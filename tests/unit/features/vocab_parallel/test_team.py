@@ -77,14 +77,8 @@ def made(rank: int, rows: torch.Tensor, tied: bool) -> team.SplitVocabulary:
 
 def fp32_residuals() -> Call:
     """A call under ``--bf16 --fp32-residual-connection``: stages exchange hidden states in fp32."""
-    config: Any = SimpleNamespace(
-        cross_entropy_loss_fusion=False,
-        timers=None,
-        grad_scale_func=None,
-        calculate_per_token_loss=True,
-        num_moe_experts=None,
-        mtp_num_layers=None,
-    )
+    absent = dict.fromkeys(("timers", "grad_scale_func", "num_moe_experts", "mtp_num_layers"))
+    config: Any = SimpleNamespace(cross_entropy_loss_fusion=False, calculate_per_token_loss=True, **absent)
     device, sizes = torch.device("cpu"), (TOKENS, HIDDEN, lambda microbatch: BATCH, SimpleNamespace())
     models = [torch.nn.Identity()]
     return Call(None, [None], models, config, 1, *sizes, torch.float32, device, False, False)  # type: ignore[arg-type]
