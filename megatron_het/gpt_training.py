@@ -173,21 +173,11 @@ def _watch_loss(args: Any, loss: torch.Tensor) -> None:
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for name, test in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            machine.validate_result(
-                result=loss,
-                rejection_func=test,
-                message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
+            message = f"found {name} in local forward loss calculation"
+            machine.validate_result(result=loss, rejection_func=test, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=loss,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss"),
-            message="Spiky loss",
-            tolerance=0.0,
-            fatal=False,
-        )
+        is_large = partial(machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss")
+        machine.validate_result(result=loss, rejection_func=is_large, message="Spiky loss", tolerance=0.0, fatal=False)
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:

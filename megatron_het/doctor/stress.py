@@ -93,13 +93,8 @@ class Stress(Check):
 def _world(seat: Seat, platform: Platform) -> Iterator[None]:
     """``torch.distributed`` over all ranks, for the duration of a block."""
     store = TorchStore(seat.store, _TIMEOUT_S, name="world")
-    dist.init_process_group(
-        platform.default_backend,
-        store=store,
-        rank=seat.rank,
-        world_size=len(seat.hosts),
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
+    backend, size, bound = platform.default_backend, len(seat.hosts), timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=size, timeout=bound)
     try:
         yield
     finally:

@@ -176,14 +176,9 @@ def _sources_of(checkout: Path | None) -> dict[str, str | None]:
     own = str(Path(megatron_het.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [str(checkout or ""), own, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.megatron_patches", "--sources"]
+    folder, environment = checkout or own, {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        command,
-        cwd=checkout or own,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=_IMPORT_S,
-        check=False,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_IMPORT_S, check=False
     )
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-3:])

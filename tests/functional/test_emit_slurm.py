@@ -28,6 +28,8 @@ from tools.planner.emit.scripts import Container, LaunchOptions
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_cluster
 
+Slurm = slurm_cluster.SlurmCluster
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {name: nodes_of(name, size, constraint=name) for name, size in (("big", 2), ("small", 1))}
 TIMEOUT_S = 480.0
@@ -48,8 +50,8 @@ def uneven_plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.SlurmCluster]:
-    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"), ["big", "small", "small"]) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm"), ["big", "small", "small"]) as running:
         yield running
 
 
@@ -110,9 +112,7 @@ def findings(out: Path, status: str) -> dict[str, list[dict[str, str]]]:
 
 
 @pytest.mark.full
-def test_heterogeneous_job_then_plain_job_resumes(
-    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
-) -> None:
+def test_heterogeneous_job_then_plain_job_resumes(cluster: Slurm, data_arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = write_run(out, data_arguments, iterations=3, doctor=True)
     assert [n.ranks for n in first.nodes] == [(0, 2), (1,), (3,)]
@@ -137,9 +137,7 @@ def test_heterogeneous_job_then_plain_job_resumes(
 
 
 @pytest.mark.full
-def test_a_failing_rank_fails_the_job(
-    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_failing_rank_fails_the_job(cluster: Slurm, data_arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     emitted = write_run(out, data_arguments, iterations=3)
     # An interpreter that fails on one rank and sleeps on the others: the job must still end.
@@ -158,7 +156,7 @@ exec {sys.executable} -m examples.llama.pinned "${{@:2}}"
 
 @pytest.mark.full
 def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag_on_the_nodes(
-    cluster: slurm_cluster.SlurmCluster, tmp_path: Path
+    cluster: Slurm, tmp_path: Path
 ) -> None:
     out, python = tmp_path / "run", program(tmp_path / "python", SLOWING)
     platform = [word for word in CPU_ARGUMENTS if word != MISSING_FLAG]
@@ -192,12 +190,7 @@ echo "$2" >> "$NOTES/$RANK"
     ],
 )
 def test_the_doctor_comes_first_and_a_fault_ends_the_job(
-    cluster: slurm_cluster.SlurmCluster,
-    script: str,
-    setting: dict[str, str],
-    state: str,
-    ran: list[str],
-    tmp_path: Path,
+    cluster: Slurm, script: str, setting: dict[str, str], state: str, ran: list[str], tmp_path: Path
 ) -> None:
     emitted = write_run(tmp_path / "run", [], iterations=3, doctor=True)
     python, notes = program(tmp_path / "python", NOTING), tmp_path / "notes"
@@ -207,7 +200,7 @@ def test_the_doctor_comes_first_and_a_fault_ends_the_job(
     assert {file.name: file.read_text().split() for file in notes.iterdir()} == dict.fromkeys("0123", ran)
 
 
-def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+def test_slurm_accepts_what_an_administrator_asks_for(cluster: Slurm, tmp_path: Path) -> None:
     reservation = f"ReservationName=lab StartTime=now Duration=60 Nodes=ALL Users={getpass.getuser()}"
     cluster.control("create", "reservation", *reservation.split())
     asked = {"qos": "normal", "reservation": "lab", "licenses": "tool:2", "mem": "500M"}
@@ -231,7 +224,7 @@ def test_slurm_accepts_what_an_administrator_asks_for(cluster: slurm_cluster.Slu
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["train.sbatch", "train-plain.sbatch"])
 def test_a_job_whose_time_is_over_saves_and_goes_on(
-    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], script: str, tmp_path: Path
+    cluster: Slurm, data_arguments: list[str], script: str, tmp_path: Path
 ) -> None:
     """Slurm tells a job up to a minute early, and its shortest time is a minute."""
     out = tmp_path / "run"
@@ -265,7 +258,7 @@ echo "starts" >>"$NOTES/$RANK"; sleep 600
 
 
 @pytest.mark.full
-def test_a_job_that_is_queued_again_resumes(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_that_is_queued_again_resumes(cluster: Slurm, tmp_path: Path) -> None:
     """As Slurm does after a node has failed."""
     script = write_run(tmp_path / "run", [], iterations=3).files["train-plain.sbatch"]
     python, notes = program(tmp_path / "python", RESUMING), tmp_path / "notes"

@@ -69,9 +69,8 @@ def test_one_stage_gets_no_layout() -> None:
 
 
 def test_parameters_that_stock_megatron_does_not_miss() -> None:
-    assert not extension_reasons(
-        replace(even_plan(), schedule=ScheduleSpec("1f1b", {"slack": 1.0, "vocabulary": False}))
-    )
+    schedule = ScheduleSpec("1f1b", {"slack": 1.0, "vocabulary": False})
+    assert not extension_reasons(replace(even_plan(), schedule=schedule))
 
 
 @pytest.mark.parametrize(

@@ -289,10 +289,8 @@ def test_more_chunks_take_longer() -> None:
     found = costs(model(), timing("layer", 10e-3, fixed_forward_s=4e-3))
     estimator = Estimator(Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),)), found.model, found)
     stages = (Stage(4, (Group(0, 1, 1),)), Stage(4, (Group(0, 1, 1),)))
-    busy = []
-    for chunks in (1, 2, 4):
-        estimate = estimator.estimate(Candidate(stages, 1, schedule="interleaved", chunks=chunks))
-        busy.append(estimate.busy_s)
+    several = (Candidate(stages, 1, schedule="interleaved", chunks=chunks) for chunks in (1, 2, 4))
+    busy = [estimator.estimate(one).busy_s for one in several]
     assert busy[1] - busy[0] == pytest.approx(16 * 4e-3)
     assert busy[2] - busy[1] == pytest.approx(2 * 16 * 4e-3)
 

@@ -133,10 +133,5 @@ def find_gpu(name: str, own: dict[str, Gpu], file: str, key: str) -> Gpu:
     begun = [kind for kind in (*own, *known) if kind.lower().startswith(name.lower()[:32])] if name else []
     near = begun[:3] or difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    raise PlannerError(
-        file,
-        key,
-        name,
-        "unknown GPU",
-        f"{hint}Known: {', '.join(sorted({*own, *known}))}; describe others under 'gpus:' in the cluster file",
-    )
+    hint += f"Known: {', '.join(sorted({*own, *known}))}; describe others under 'gpus:' in the cluster file"
+    raise PlannerError(file, key, name, "unknown GPU", hint)

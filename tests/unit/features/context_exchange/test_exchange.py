@@ -311,9 +311,12 @@ def run_all(made: list[Device]) -> list[float]:
 
 ALL = {"exchange_idle": True, "exchange_keep": True}
 SMALL, LARGE = (2, 4, 2, 2), (4, 8, 1, 3)
+DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]
+Sizes, Options = tuple[int, int, int, int], dict[str, Any]
+Seen = tuple[Sequence[Starts] | None, int | None]
 
 
-def shaped(*options: dict[str, Any], small: Sequence[tuple[int, int, int, int]] = (SMALL,)) -> Any:
+def shaped(*options: Options, small: Sequence[Sizes] = (SMALL,)) -> Any:
     """Small programs with each of the options, and a large one with all of them; with others in the full tier only."""
     rows = [pytest.param(shape, each) for shape in small for each in options]
     rows += [pytest.param(LARGE, each, marks=() if each == ALL else pytest.mark.full) for each in options]
@@ -324,29 +327,22 @@ def shaped(*options: dict[str, Any], small: Sequence[tuple[int, int, int, int]] 
     *({}, {"exchange_units": 1}, {"exchange_idle": True}, {"exchange_keep": True}, ALL),
     small=[(2, 4, 1, 2), (4, 4, 1, 1), (3, 6, 2, 2)],
 )
-def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+def test_exact(shape: Sizes, options: Options) -> None:
     made = devices(*shape, **options)
     assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
 
 
-@pytest.mark.parametrize("seen_by", [(None, None), ([(0, 3, 11, 12, 29), (0,), (0, 20)], 19)], ids=str)
+@pytest.mark.parametrize("seen_by", [(None, None), (DOCUMENTS, 19)], ids=str)
 @shaped({}, ALL)
-def test_the_host_may_wait_for_the_device_at_every_kernel(
-    shape: tuple[int, int, int, int], options: dict[str, Any], seen_by: tuple[Sequence[Starts] | None, int | None]
-) -> None:
+def test_the_host_may_wait_for_the_device_at_every_kernel(shape: Sizes, options: Options, seen_by: Seen) -> None:
     """As CUDA makes it wait at the first launch of each: nothing under way may need this device before it ends."""
     assert max(run_all(devices(*shape, seen_by=seen_by, on_device=True, **options))) < 1e-12
 
 
-DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]
-
-
 @pytest.mark.parametrize("seen_by", [(DOCUMENTS, None), (None, 11), (None, 3), (DOCUMENTS, 19)], ids=str)
 @shaped({"exchange_units": 4}, {"exchange_idle": True}, {"exchange_keep": True}, ALL)
-def test_documents_and_windows(
-    shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
-) -> None:
+def test_documents_and_windows(shape: Sizes, seen_by: Seen, options: Options) -> None:
     made = devices(*shape, seen_by=seen_by, **options)
     assert seen_by[1] == 3 or any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
@@ -354,9 +350,7 @@ def test_documents_and_windows(
 
 @pytest.mark.parametrize("seen_by", [(None, None), (DOCUMENTS, None), (DOCUMENTS, 19)], ids=str)
 @shaped({}, {"exchange_units": 4, "exchange_idle": True}, ALL)
-def test_slices_of_equal_work(
-    shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
-) -> None:
+def test_slices_of_equal_work(shape: Sizes, seen_by: Seen, options: Options) -> None:
     """Units of long slices have more tokens, and slices are cut anew where documents begin elsewhere."""
     made = devices(*shape, seen_by=seen_by, keys_per_token=30.0, **options)
     assert len({*lengths_of(made[0].bounds(1))}) > 1
@@ -365,7 +359,7 @@ def test_slices_of_equal_work(
 
 
 @pytest.mark.parametrize("options", [{}, ALL], ids=str)
-def test_chunks_of_unequal_layers(options: dict[str, Any]) -> None:
+def test_chunks_of_unequal_layers(options: Options) -> None:
     """The layers that the smallest chunk has are exchanged; those after them attend alone."""
     assert max(run_all(devices(3, 6, 2, 2, alone=1, **options))) < 1e-12
 
