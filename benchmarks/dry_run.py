@@ -34,6 +34,7 @@ from tools.planner.cli.dry_run import rank_flags, rank_kinds
 from tools.planner.costs import build
 from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import MEGATRON_HET, WITHOUT_TE
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster
@@ -42,8 +43,9 @@ from tools.planner.inputs.model import Model, load_model
 # Big plans, whose memory the planner predicts and dry runs count.
 
 
-# Layers, hidden size, width of the MLP, heads, key-value heads, rows of the vocabulary.
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "2B": (18, 2048, 16384, 8, 1, 256128),
     "7B": (32, 4096, 11008, 32, 32, 32000),
     "8B": (32, 4096, 14336, 32, 8, 128256),
     "13B": (40, 5120, 13824, 40, 40, 32000),
@@ -55,6 +57,9 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
 }
 # Experts, and how many of them a token goes to; each is as wide as the MLP above.
 _EXPERTS: dict[str, tuple[int, int]] = {"8x7B": (8, 2), "8x22B": (8, 2)}
+
+
+_GPU = "H100-SXM"  # others run without Transformer Engine here
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class BigPlan:
     offload: bool = False
     zero: int = 1
     micro_batch_size: int = 1
+    gpu: str = _GPU
+    tied: bool = False
 
     @property
     def name(self) -> str:
@@ -83,7 +90,8 @@ class BigPlan:
         if self.replicas > 1:
             parts.append(f"{self.replicas} replicas")
         parts += [self.recompute] if self.recompute != "none" else []
-        return ", ".join(parts + (["offload"] if self.offload else []))
+        parts += [self.gpu] if self.gpu != _GPU else []
+        return ", ".join(parts + ["offload"] * self.offload + ["tied"] * self.tied)
 
     @property
     def world_size(self) -> int:
@@ -92,20 +100,16 @@ class BigPlan:
 
     def model_file(self) -> dict[str, Any]:
         """The model as a model file has it."""
-        layers, hidden, ffn, heads, groups, rows = _SHAPES[self.model]
-        assert sum(self.layers) == layers, self.name
+        shape = dict(zip(_SIZES, _SHAPES[self.model], strict=True))
+        assert sum(self.layers) == shape["num_layers"], self.name
         experts = {}
         if self.model in _EXPERTS:
             count, top_k = _EXPERTS[self.model]
-            experts = {"experts": {"count": count, "top_k": top_k, "ffn_hidden_size": ffn}}
-        return experts | {
+            experts = {"experts": {"count": count, "top_k": top_k, "ffn_hidden_size": shape["ffn_hidden_size"]}}
+        return {**experts, **shape} | {
             "name": self.model,
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "ffn_hidden_size": ffn,
-            "num_attention_heads": heads,
-            "num_query_groups": groups,
-            "vocab_size": rows,
+            "precision": "fp16" if self.gpu.startswith("V100") else "bf16",
+            "tied_embeddings": self.tied,
             "seq_length": self.tokens,
             "global_batch_size": self.replicas * self.microbatches * self.micro_batch_size,
             "distributed_optimizer": self.zero >= 1,
@@ -122,16 +126,10 @@ class BigPlan:
     def planned(self) -> tuple[Plan, list[GroupMemory]]:
         """The plan, and the predicted memory of every stage."""
         nodes = -(-self.world_size // 8)
-        cluster = Cluster.model_validate(
-            {
-                "name": "big",
-                "nodes": [
-                    {"gpu": "H100-SXM", "count": nodes, "gpus_per_node": 8, "zone": "here", "network_bytes_per_s": 50e9}
-                ],
-            }
-        )
-        model = Model.model_validate(self.model_file())
-        estimator = Estimator(cluster, model, CatalogCosts(model, cluster.gpu))
+        node = {"gpu": self.gpu, "count": nodes, "gpus_per_node": 8, "zone": "here", "network_bytes_per_s": 50e9}
+        cluster = Cluster.model_validate({"name": "big", "nodes": [node]})
+        model, runtime = Model.model_validate(self.model_file()), MEGATRON_HET if self.gpu == _GPU else WITHOUT_TE
+        estimator = Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
         candidate = self.candidate()
         estimate = estimator.estimate(candidate)
         if estimate is None:
@@ -191,6 +189,15 @@ def big_plans() -> list[BigPlan]:
         BigPlan("8x7B", 8192, _even(32, 2), 4, replicas=2, schedule="ministage", chunks=4, recompute="full"),
         BigPlan("8x22B", 8192, _even(56, 8), 8, replicas=2, microbatches=8),
         BigPlan("8x22B", 131072, _even(56, 8), 8, schedule="slimpipe", slices=16, microbatches=1, recompute="full"),
+        BigPlan("2B", 2048, _even(18, 2), 1, replicas=2, recompute="full", tied=True),
+        BigPlan("7B", 2048, _even(32, 8), 2, gpu="V100-32", zero=0),
+        BigPlan("7B", 4096, _even(32, 8), 4, gpu="V100-32", recompute="selective", microbatches=8),
+        BigPlan("7B", 8192, _even(32, 4), 8, gpu="V100-32", recompute="full"),
+        BigPlan("8B", 4096, _even(32, 4), 8, gpu="V100-32", schedule="interleaved", chunks=2, microbatches=8),
+        BigPlan("8B", 2048, _even(32, 4), 4, gpu="V100-32", replicas=2, tied=True),
+        BigPlan("7B", 4096, _even(32, 4), 4, gpu="A100-80", microbatches=8),
+        BigPlan("13B", 4096, _even(40, 4), 4, gpu="A100-80", replicas=2, recompute="selective"),
+        BigPlan("8B", 4096, _even(32, 4), 2, gpu="A100-80", replicas=2, recompute="full", tied=True),
     ]
 
 
@@ -353,7 +360,8 @@ def big_plan(runner: Runner, big: BigPlan, folder: Path, which: str) -> Iterator
     for kind in dict.fromkeys(chosen.get(which, kinds)):
         rank = kind[0]
         out = folder / f"rank-{rank}.json"
-        words = ("--rank", str(rank), "--out", str(out), "--", *flags)
+        kernels = () if big.gpu == _GPU else ("--kernels", "local")
+        words = (*kernels, "--rank", str(rank), "--out", str(out), "--", *flags)
         entry: dict[str, Any] = {"name": big.name, "world_size": plan.world_size, "rank": rank}
         try:
             runner.run(Job(f"{big.name}, rank {rank}", 1, words, folder / f"log-{rank}", _ENTRY, timeout_s=_CASE_S))

@@ -62,7 +62,8 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     if attention:
         layers.ColumnParallelLinear.het_gathers_once = True  # from one half of a backward to the other
         DotProductAttention.forward = attend
-        torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, fused=True)  # type: ignore[assignment]
+    kind: dict[str, Any] = {"fused": True} if attention else {"foreach": True}  # torch's own, where there is no other
+    torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, **kind)  # type: ignore[assignment]
 
 
 class _Attention(torch.autograd.Function):

@@ -146,6 +146,7 @@ def test_cut_sequences_have_fused_attention_without_transformer_engine(gpu, cut)
     matrix = attention_matrix_bytes(model, 1, 1)
     assert attention(parts) * cut.get("cp", 1) < 0.6 * attention(whole)
     assert parts.workspace_bytes < matrix < whole.workspace_bytes
+    assert "slices" in cut or parts.activation_bytes < matrix / 4  # of slices ``sliced_share`` tells
     assert attention(parts) == attention(tuned.cost(gpu, "layer", 1, 1, "none", Spread(**cut)))
 
 

@@ -43,7 +43,7 @@ def fast_and_slow() -> tuple[Cluster, Model]:
 
 def test_local_search_goes_on_where_it_has_ended():
     """A better plan is behind worse ones; of what is met there nothing worse takes the place of a finalist."""
-    book = Book(with_catalog(*random_pool(64)), Goal(), Progress())
+    book = Book(with_catalog(*random_pool(148)), Goal(), Progress())
     effort = Effort(sketches=100, seeds=12, steps=80, beam=1, counts=1)
     thorough_search.explore(book, effort, book.limits)
     before, known = book.best, set(book.good)

@@ -244,13 +244,13 @@ def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
 BIG, SMALL = 0, 1
 
 
-def estimator(layers: int = 28, margin: float = 0.95) -> Estimator:
+def estimator(layers: int = 36, margin: float = 0.95) -> Estimator:
     model = model_of(layers=layers, hidden=2048, ffn=5632, batch=32, precision="fp16", distributed_optimizer=True)
     cluster = Cluster(nodes=(reference_nodes("A100-40", 4), reference_nodes("V100-16", 4)))
     return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
 
 
-def mixed(layers: int = 28, chunks: int = 1, **more: object) -> Candidate:
+def mixed(layers: int = 36, chunks: int = 1, **more: object) -> Candidate:
     """One stage of two large and two small GPUs."""
     stage = Stage(layers, (Group(BIG, 1, 2), Group(SMALL, 1, 2)))
     return Candidate((stage,), 1, "full", schedule="ministage", chunks=chunks, zero_stage=1).with_(**more)
@@ -330,7 +330,7 @@ def test_what_is_priced_as_offloaded_is_offloaded():
 
 def test_of_replicas_of_one_kind_the_one_that_keeps_most_counts():
     e = estimator()
-    candidate = Candidate((Stage(28, (Group(BIG, 1, 4),)),), 1, "full", schedule="ministage", zero_stage=1)
+    candidate = Candidate((Stage(36, (Group(BIG, 1, 4),)),), 1, "full", schedule="ministage", zero_stage=1)
     plan = build_plan(e, candidate, e.estimate(candidate))
     even = e.estimate(candidate_of(plan, e.cluster)[0]).memory[0]
     assert even.state_share is None
@@ -343,7 +343,7 @@ def test_of_replicas_of_one_kind_the_one_that_keeps_most_counts():
 
 def test_balancing_layers_counts_on_divided_state():
     """The mixed stage gets layers that its small GPUs could not take with an equal share."""
-    e = estimator(layers=60)
+    e = estimator(layers=76)
     groups = ((Group(BIG, 1, 2), Group(SMALL, 1, 2)), (Group(BIG, 1, 2),))
     candidate = balance(e, groups, mixed(chunks=2))
     estimate = e.estimate(candidate)

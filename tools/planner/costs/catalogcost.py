@@ -155,7 +155,7 @@ class CatalogCosts:
 
     def __init__(self, model: Model, gpu: Callable[[str], Gpu], runtime: Runtime = MEGATRON_HET) -> None:
         self.model, self.gpu, self.runtime = model, gpu, runtime
-        self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self.cost = cache(self.cost)  # type: ignore[method-assign]
         self._layer = cache(self._layer_times)
         self._of_kind: dict[str, CatalogCosts] = {}
 
@@ -208,51 +208,47 @@ class CatalogCosts:
         return memory_s(self.gpu(gpu), ADAM_BYTES * parameters)
 
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
-        """Figures of one layer (replaced by a cached bound method)."""
-        return self._cost(gpu, kind, batch, tp, recompute, spread)
-
-    def _cost(
-        self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
-    ) -> LayerCost:
+        """Figures of one layer, remembered."""
         if kind == "layer" and self.model.kinds:
             alone, counted = spread._replace(kinds=()), spread.kinds or self.model.kinds
             return mean_of_layers(
-                [(count, self.of_kind(one).cost(name, kind, batch, tp, recompute, alone)) for one, count in counted]
+                [(count, self.of_kind(one).cost(gpu, kind, batch, tp, recompute, alone)) for one, count in counted]
             )
-        model, gpu, fused = self.model, self.gpu(name), self.fused(name)
+        model, device, fused = self.model, self.gpu(gpu), self.fused(gpu)
         precision = model.linear_precision
-        if not gpu.peak(model.precision) or not gpu.peak(precision):
-            known = ", ".join(gpu.flops)
-            raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
+        if not device.peak(model.precision) or not device.peak(precision):
+            known = ", ".join(device.flops)
+            raise PlannerError("model", "precision", precision, f"{gpu} does not support it", f"It supports {known}")
         tokens, passes = batch * model.seq_length / spread.over, spread.slices
-        reduce = passes * self._reduces_s(gpu, tokens / passes, tp, spread)
+        reduce = passes * self._reduces_s(device, tokens / passes, tp, spread)
         if kind == "layer":
-            times = self._mean_layer(name, batch, tp, recompute, spread)
+            times = self._mean_layer(gpu, batch, tp, recompute, spread)
         elif kind == "embedding":
             moved = tokens * model.hidden_size * model.element_bytes
-            times = (memory_s(gpu, 3.0 * moved) + reduce, memory_s(gpu, 3.0 * moved), 0.0, 0.0)
+            times = (memory_s(device, 3.0 * moved) + reduce, memory_s(device, 3.0 * moved), 0.0, 0.0)
         else:
             product = Product(tokens / passes, model.vocab_size / tp, model.hidden_size)
-            figures = gpu, self.runtime.kernels, product, model.precision, model.element_bytes
-            loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
+            figures = device, self.runtime.kernels, product, model.precision, model.element_bytes
+            loss = memory_s(device, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
             forward, backward = passes * product_s(*figures), passes * backward_product_s(*figures)
             times = (forward + loss / 2 + reduce, backward + loss / 2 + reduce, 0.0, 0.0)
         parts = spread.expert_parts(tp)
+        matrix = attention_matrix_bytes(model, batch, tp, spread.over)
+        if fused or self._is_ours(device, spread):
+            matrix, fused = 0.0, fused or passes == 1  # of slices ``sliced_share`` tells
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.over, expert_tp=parts)
-        extra = 0.0
-        if kind == "layer" and not fused and not self._is_ours(gpu, spread):
-            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.over)
-        if kind == "layer" and recompute == "full":
-            extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
-        elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
-            gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
-            extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
+        rows, size = model.vocab_size / tp * model.element_bytes, model.hidden_size * model.element_bytes
         if kind == "layer":
-            extra += backward_bytes(model, batch, tp, spread.over, parts)
-        forward, backward, attention_f, attention_b = times
-        count = _parameters(model, kind, tp, spread)
-        attention = {"attention_forward_s": attention_f, "attention_backward_s": attention_b}
-        return LayerCost(forward, backward, count, kept, extra, **attention)
+            copies = self.runtime.attention_copies + (recompute == "selective")
+            extra = backward_bytes(model, batch, tp, spread.over, expert_tp=parts, matrix=matrix, matrices=copies)
+            if recompute == "full":
+                extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
+        elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
+            extra = tokens * rows + max(tokens * size if model.sequence_parallel and tp > 1 else 0.0, matrix)
+        else:  # the gradient of the table, before it is added to the others
+            extra = rows * model.hidden_size + tokens / passes * size + matrix
+        forward, backward, *attention = times
+        return LayerCost(forward, backward, _parameters(model, kind, tp, spread), kept, extra, *attention)
 
     def _mean_layer(self, name: str, batch: int, tp: int, recompute: str, spread: Spread) -> tuple[float, ...]:
         """(forward, backward, attention in both) of the mean of layers with and without experts."""

@@ -194,7 +194,7 @@ class Estimator(OperatingPoints):
             if unit is not None:
                 free += count * (self.memory_margin * unit.capacity_bytes - unit.reserved_bytes)
                 need = unit.layer_parameters * self.model.num_layers + unit.embedding_parameters + unit.head_parameters
-        return need * (self.model.element_bytes + 4.0 + self.optimizer_per_parameter) <= free
+        return need * self.state_per_parameter <= free
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether every rank stays below the margin of its memory, and every node within its main memory."""

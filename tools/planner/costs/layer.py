@@ -143,11 +143,7 @@ def exchange_s(gpu: Gpu, token_bytes: float, top_k: int, ranks: int, domain: int
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Physical terms of a training system, each with a meaning of its own.
-
-    Attributes:
-        gradient_bytes_per_parameter: In full precision training and in mixed precision.
-    """
+    """Physical terms of a training system, each with a meaning of its own."""
 
     name: str = "megatron_het"  # for reports
     # A stage sends the next activations only when the gradients before them have come, as DeepSpeed's schedule orders
@@ -171,9 +167,10 @@ class Runtime:
     # parameter-sized fp32 buffers beside parameters, gradients and Adam's two moments (flattened all-reduce buckets,
     # temporaries of the optimizer)
     extra_parameter_copies: float = 0.0
-    # attention matrices (all heads of one layer, one microbatch) alive at the peak besides those kept for the backward;
-    # nothing with a fused attention kernel
-    attention_copies: float = 2.0
+    update_copies: float = 0.0  # fp32 numbers per parameter of a rank's state, beside it while the optimizer runs
+    # attention matrices (all heads of one layer, one microbatch) alive at the peak besides those kept for the backward,
+    # nothing with a fused attention kernel: Megatron's buffer, and four of the mask's backward, when one kept is gone
+    attention_copies: float = 4.0
     # the process posts transfers only when the compute before them is done (CPU); else it is far ahead (CUDA streams)
     host_blocks: bool = False
     # gloo cannot tell that a send is done, so that what was sent stays until the end of the iteration (not in sliced
@@ -217,9 +214,10 @@ WITHOUT_TE = replace(
     MEGATRON_HET,
     name="megatron_het without Transformer Engine",
     fused=False,
+    update_copies=1.0,
     kernels=replace(MEGATRON_HET.kernels, gradient_bytes=12.0, elementwise=3.0),
 )
-"""Megatron's own layers: attention keeps its matrices, and positions are rotated by five kernels.  Not fitted."""
+"""Megatron's own layers: attention keeps its matrices, torch's Adam all roots, five kernels rotate.  Not fitted."""
 
 CPU_GLOO = Runtime(
     commuted=True,
@@ -435,10 +433,12 @@ def activation_bytes(
             mlp - width * saved,
             attention - model.attention_size * saved,
         )
-    matrix = 0.0
-    if not fused and recompute == "none":
-        matrix = model.num_attention_heads * s * e
-    return tokens * (whole / split + routed + (attention + mlp + matrix) / tp)
+    matrix = mask = 0.0
+    if not fused and recompute == "none" and model.num_attention_heads:
+        matrix, mask = model.num_attention_heads * s * e, s / batch
+        if model.latent is None and not model.learned_positions and model.kv_size < model.attention_size:
+            attention = 4.0 * model.attention_size * e  # keys and values are repeated for every head
+    return tokens * (whole / split + routed + mask + (attention + mlp + matrix) / tp)
 
 
 def pool_size(model: Model, tp: int) -> float:
@@ -446,13 +446,16 @@ def pool_size(model: Model, tp: int) -> float:
     return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 
 
-def backward_bytes(model: Model, batch: int, tp: int, cp: float = 1, expert_tp: int = 0) -> float:
+def backward_bytes(
+    model: Model, batch: int, tp: int, cp: float = 1, expert_tp: int = 0, matrix: float = 0.0, matrices: float = 0.0
+) -> float:
     """Returns what the backward of a layer holds at once beside what the forward has kept.
 
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
     gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
     projections into one buffer, which stays.  Experts' outputs (and their gradients) are there twice while they are
-    sorted, besides what each TP rank sends and gets.
+    sorted, besides what each TP rank sends and gets.  Or, without a fused kernel, in attention: so
+    many attention ``matrices``, of which one is in that buffer throughout, once what the MLP has kept is gone.
     """
     width, routed, h = float(model.ffn_hidden_size), 0.0, model.hidden_size
     if model.experts is not None:
@@ -462,12 +465,14 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: float = 1, expert_tp: 
         routed = share * x.top_k * h
     if model.recurrent is not None:
         width = float(model.recurrent.projected)
-    inner = width / tp
+    inner, gathered = width / tp, h if model.sequence_parallel and tp > 1 else 0
     most = (2 if model.gated else 1) * inner + h
-    if model.sequence_parallel and tp > 1:
-        most = max(most - h, inner + h) + h / tp + h
-    most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h)
-    return batch * model.seq_length / cp * model.element_bytes * most
+    if gathered:
+        most = max(most - h, inner + h) + h / tp
+    most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h - gathered)
+    tokens_bytes = batch * model.seq_length / cp * model.element_bytes
+    gone = (3 if model.gated else 2) * inner + (h / tp if gathered else h)
+    return max(tokens_bytes * most + max(tokens_bytes * gathered, matrix), matrices * matrix - tokens_bytes * gone)
 
 
 def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: float = 1) -> float:

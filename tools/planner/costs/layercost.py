@@ -237,7 +237,7 @@ class MeasuredCosts:
             points.sort(key=lambda t: t.micro_batch_size)
         self.slices = SlicePrices(self.points, slices, model.seq_length, runtime.profile_overhead_s)
         self._main: LayerKind = MEASURED_AS[model.kinds[0][0]] if model.kinds else "layer"
-        self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self.cost = cache(self.cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
 
     def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
@@ -284,12 +284,7 @@ class MeasuredCosts:
         return max(fused, min(measured)) if measured and self.runtime.profile_overhead_s == 0 else fused
 
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
-        """Figures of one layer (replaced by a cached bound method)."""
-        return self._cost(gpu, kind, batch, tp, recompute, spread)
-
-    def _cost(
-        self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
-    ) -> LayerCost:
+        """Figures of one layer, remembered."""
         # As profiled, else scaled from how it was.
         ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
         found = self._alone(gpu, kind, batch, tp, recompute, ep, of=spread.kinds)

@@ -224,8 +224,9 @@ class OperatingPoints:
         assumed = (inf if g.is_processor else 2.0 * n.gpus_per_node * g.memory_bytes for n, g in gpus)
         self.host_limits = [n.host_memory_bytes or most for n, most in zip(cluster.nodes, assumed)]
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
-        mixed = model.element_bytes == 2
-        self.optimizer_per_parameter = 12.0 if mixed else 8.0
+        self.optimizer_per_parameter = 12.0 if model.element_bytes == 2 else 8.0
+        self.gradient_per_parameter = 2.0 if model.precision == "fp16" else 4.0  # as Megatron adds them up
+        self.state_per_parameter = model.element_bytes + self.gradient_per_parameter + self.optimizer_per_parameter
 
     def _price(self, pool: int) -> float:
         node = self.cluster.nodes[pool]
@@ -298,6 +299,7 @@ class OperatingPoints:
             head_bytes=last.activation_bytes,
             workspace_bytes=layer.workspace_bytes,
             head_workspace_bytes=last.workspace_bytes,
+            embedding_workspace_bytes=first.workspace_bytes,
             capacity_bytes=gpu.memory_bytes,
             reserved_bytes=reserved,
             sliced_share=self.costs.sliced_share(node.gpu, batch, tp, recompute, kinds),

@@ -29,7 +29,7 @@ from .candidate import (
     rank_parameters,
 )
 from .catalogcost import deferred_bytes
-from .layer import pool_size
+from .layer import attention_matrix_bytes, pool_size
 from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
 from .unit import Unit
@@ -283,12 +283,16 @@ def _of_group(
     elif has_head:
         workspace = schedule.head_workspace(at_loss, u)
     workspace /= candidate.slices
+    if s == 0 and not candidate.rows:  # the table's gradient comes when the chunk's activations are gone
+        gone = (kept / candidate.chunks_of(s) + said) / candidate.slices
+        workspace = max(workspace, u.embedding_workspace_bytes - gone)
     if candidate.moments:
         others = activations - held * kept - (0.0 if candidate.rows else said)
         tokens = candidate.micro_batch_size * estimator.model.seq_length * portion
         loss = workspace if has_head or candidate.rows else 0.0
         most, said, workspace = _at_most(estimator, candidate, groups[i], u, s, tokens=tokens, at_loss=loss)
         activations = others + most
+    workspace = max(workspace, _while_updating(estimator, candidate, groups[i], optimizer) - activations)
     replicas = groups[i].count
     return GroupMemory(
         s,
@@ -304,6 +308,14 @@ def _of_group(
         cp=part.count // replicas,
         logits_bytes=said,
     )
+
+
+def _while_updating(estimator: OperatingPoints, candidate: Candidate, group: Group, optimizer: float) -> float:
+    """Bytes beside so many of state while the optimizer runs: gradients in fp32, its own, and attention's buffer."""
+    copies = estimator.runtime.update_copies + (estimator.gradient_per_parameter < 4)
+    is_whole = not estimator.runtime.fused and candidate.slices * candidate.cp_of(group) == 1
+    matrix = attention_matrix_bytes(estimator.model, candidate.micro_batch_size, group.tp) if is_whole else 0.0
+    return 4.0 * copies * optimizer / estimator.optimizer_per_parameter + matrix
 
 
 def _at_most(

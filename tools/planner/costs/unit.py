@@ -35,6 +35,7 @@ class Unit:
     pass_f: float = 0.0
     pass_b: float = 0.0
     kinds: "tuple[tuple[Unit, tuple[int, ...]], ...]" = ()
+    embedding_workspace_bytes: float = 0.0
     first_layers: tuple[int, float] = (0, 0.0)  # as ``Model.first_layers``
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:

@@ -77,7 +77,7 @@ class Rooms:
         speed = sum([g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units)])
         boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
         self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
-        self._divided = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
+        self._divided = estimator.state_per_parameter
         self._whole = schedule.whole_per_parameter(estimator, like) if self._may_divide else 0.0
         model, collected = estimator.model, 0.0
         if like.slices > 1:

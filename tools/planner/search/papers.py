@@ -285,8 +285,7 @@ def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Ca
                 count, kept = count + unit.embedding_parameters, kept + held * unit.embedding_bytes
             if s == stages - 1:
                 count, kept = count + unit.head_parameters, kept + unit.head_bytes
-            per = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
-            need = count * per + kept + unit.workspace_bytes + unit.reserved_bytes
+            need = count * estimator.state_per_parameter + kept + unit.workspace_bytes + unit.reserved_bytes
             if need <= estimator.memory_margin * unit.capacity_bytes:
                 out[pool] = tp
                 break

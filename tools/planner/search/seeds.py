@@ -222,7 +222,7 @@ def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> 
     """About the most layers of a rank in the middle of a pipeline, with a few microbatches in flight."""
     unit = estimator.unit_of(point, Group(pool, tp, 1, max(point.ep, tp) if point.across_replicas else 0))
     assert unit is not None  # the caller knows its rate
-    each = estimator.model.element_bytes + 4.0
+    each = estimator.model.element_bytes + estimator.gradient_per_parameter
     each += estimator.optimizer_per_parameter / (IN_FLIGHT if point.zero_stage else 1)
     free = unit.capacity_bytes * estimator.memory_margin - unit.reserved_bytes - unit.workspace_bytes
     return free / (unit.layer_parameters * each + IN_FLIGHT * unit.layer_bytes)

@@ -252,11 +252,11 @@ class Schedule:
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: float) -> State:
         """Parameters, gradients and optimizer state of a rank with so many parameters."""
         element, copies = estimator.model.element_bytes, estimator.runtime.extra_parameter_copies
-        parameters, gradients = count * element, count * 4.0
+        parameters, gradients = count * element, count * estimator.gradient_per_parameter
         optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
         gradients += count * 4.0 * copies
         if candidate.zero_stage >= 2:  # shards, and whole gradients of the layer that is being reduced
-            gradients = gradients / shards + 4.0 * unit.layer_parameters
+            gradients = gradients / shards + estimator.gradient_per_parameter * unit.layer_parameters
         if candidate.zero_stage >= 3:
             parameters = parameters / shards + 2 * unit.layer_parameters * element
         return parameters, gradients, optimizer, 0.0
@@ -264,11 +264,11 @@ class Schedule:
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """About the same per parameter, for a group of ``count`` replicas, before layers are known."""
         mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies
-        return mixed + 4.0 * (1 + copies) + estimator.optimizer_per_parameter / shards
+        return mixed + estimator.gradient_per_parameter + 4.0 * copies + estimator.optimizer_per_parameter / shards
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
         """Bytes per parameter that a rank keeps whatever its share of the stage's state."""
-        return float(estimator.model.element_bytes) + 4.0
+        return float(estimator.model.element_bytes) + estimator.gradient_per_parameter
 
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
         """Bytes on the device and in main memory of ``held`` microbatches that keep ``kept`` bytes each."""

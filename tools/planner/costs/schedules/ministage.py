@@ -136,11 +136,11 @@ class Ministage(Schedule):
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
         """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
-        return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
+        return (estimator.model.element_bytes * min(2, like.chunks) + estimator.gradient_per_parameter) / like.chunks
 
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:
         """Returns what is whole, and an equal part of the rest; of that, offload leaves gradients."""
-        found = self.whole_per_parameter(estimator, like) + 4.0 / max(1, count)
+        found = self.whole_per_parameter(estimator, like) + estimator.gradient_per_parameter / max(1, count)
         rest = estimator.model.element_bytes / max(1, count) + estimator.optimizer_per_parameter / max(1, shards)
         return found if like.offload else found + rest
 
@@ -281,12 +281,11 @@ def _over_time(
     full = layers[: max(1, v - (s == candidate.head_stage))]  # with the activations of all microbatches
     layered, found = (mine.activation_bytes - mine.logits_bytes) / sum(layers if offload else full), []
 
-    def add(whole: float, gradients: float, activations: float, updated: float = 0.0) -> None:
+    def add(whole: float, gradients: float, kept: float, updated: float = 0.0) -> None:
         p = estimator.model.element_bytes * (whole + share * (whole + updated if offload else count))
-        o, a = estimator.optimizer_per_parameter * share * (updated if offload else count), activations
-        found.append(
-            mine._replace(parameter_bytes=p, gradient_bytes=4 * gradients, optimizer_bytes=o, activation_bytes=a)
-        )
+        o = estimator.optimizer_per_parameter * share * (updated if offload else count)
+        g = estimator.gradient_per_parameter * gradients
+        found.append(mine._replace(parameter_bytes=p, gradient_bytes=g, optimizer_bytes=o, activation_bytes=kept))
 
     for c in sorted({0, 1, v - 2, v - 1} & {*range(v)}):  # between them memory changes evenly
         held = layered * (layers[c] if offload else sum(full[: c + 1]))
