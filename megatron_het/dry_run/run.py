@@ -397,7 +397,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     # Nothing can be captured without a device; what graphs keep is what layers keep without them, and their inputs.
     args.cuda_graph_impl = "none"
     if not setting.measured:
-        _check_documents(args)
+        _check_flags(args)
         tracker.top_k = check_experts(args)
         balance_experts()
     session = sessions[0]
@@ -428,19 +428,27 @@ def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
     return ("--lr", "1e-4", *lasts)
 
 
-def _check_documents(args: Any) -> None:
-    """Where documents begin depends on values, and a dry run has none.
+def _check_flags(args: Any) -> None:
+    """Refuse what a dry run cannot stand for.
 
     Raises:
-        SystemExit: The documents of a sequence do not see each other.
+        SystemExit: The documents of a sequence do not see each other, or Megatron keeps optimizer state in main memory.
     """
     if packing := packing_argument(args):
-        sys.stderr.write(
-            f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
+        problem = (
+            f"{flag_of(packing)}: where documents begin depends on values, which a dry run does "
             "not have. Without the flag every sequence is one document; under full recomputation a run with "
-            "documents also holds the keys and values of its microbatches in flight\n"
+            "documents also holds the keys and values of its microbatches in flight"
         )
-        raise SystemExit(2)
+    elif getattr(args, "optimizer_cpu_offload", False):
+        problem = (
+            "--optimizer-cpu-offload: a dry run has one device, and keeps no state in main memory. "
+            "Without the flag all of the optimizer's state is counted on the device"
+        )
+    else:
+        return
+    sys.stderr.write(f"megatron_het.dry_run: {problem}\n")
+    raise SystemExit(2)
 
 
 def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_het.arguments.hooks import exit_with
 from megatron_het.dry_run import __main__ as command
 from megatron_het.dry_run import run as dry
 from megatron_het.dry_run.kernels import check_experts, equal_shares
-from megatron_het.dry_run.run import _check_documents
+from megatron_het.dry_run.run import _check_flags
 from megatron_het.dry_run.tracker import Tracker
 from megatron_het.plan import PlanError
 
@@ -65,13 +65,13 @@ def test_a_row_per_token_and_chosen_expert() -> None:
     assert before >= 4 * 80 + 80 + 4 * 30  # scores, mask, and what was selected are counted
 
 
-def test_documents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where they begin is known from values."""
-    _check_documents(SimpleNamespace(reset_position_ids=True))
+@pytest.mark.parametrize("name", ["reset_attention_mask", "optimizer_cpu_offload"])
+def test_what_cannot_be_told_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _check_flags(SimpleNamespace(reset_position_ids=True))
     with pytest.raises(SystemExit) as stop:
-        _check_documents(SimpleNamespace(reset_attention_mask=True))
+        _check_flags(SimpleNamespace(**{name: True}))
     assert stop.value.code == 2
-    assert "--reset-attention-mask: where documents begin" in capsys.readouterr().err
+    assert f"--{name.replace('_', '-')}: " in capsys.readouterr().err
 
 
 # Why a dry run is refused is said whichever rank it is of.
