@@ -141,10 +141,11 @@ def _as_list(sizes: Any) -> Any:
 
 _CPU = torch.device("cpu")
 
-_FACTORIES = (
+_NAMES = (
     "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like "
     "randint randn randn_like randperm scalar_tensor tensor zeros zeros_like"
 )
+_FACTORIES = _NAMES.split()
 _PINNING = "an allocation of pinned memory"
 _TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
@@ -417,7 +418,7 @@ def _pinned_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _tensor_placement() -> None:
     """Tensors asked for on a CUDA device, or by a device number, are made on the CPU."""
-    for name in _FACTORIES.split():
+    for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _TENSOR_FACTORIES:
         setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
