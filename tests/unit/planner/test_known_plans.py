@@ -262,6 +262,14 @@ def test_the_search_is_no_worse_than_regular_plans() -> None:
     assert best.iteration_s <= best_regular(estimator, Goal(), 2000)[0] * 1.01
 
 
+def test_experts_that_only_fit_with_tp_and_main_memory_are_planned() -> None:
+    """The error said that Mixtral's layers fit nowhere on 24 GB: ministages were tried with the TP of 1F1B only."""
+    experts = Experts(count=8, top_k=2, ffn_hidden_size=14336)
+    model = model_of(**LLAMA_8B, layers=8, tokens=4096, batch=16, distributed_optimizer=True, experts=experts)
+    best = search_auto(estimator_of(cluster_of(("RTX-4090", 2, 2, 25e9)), model), Goal()).best
+    assert best is not None and best.candidate.offload and best.candidate.stages[0].groups[0].tp == 2
+
+
 def test_regular_plans_are_many() -> None:
     assert sum(1 for _ in regular_plans(_estimator(kinds=2))) > 4000
 

@@ -20,7 +20,7 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.layercost import CatalogCosts, interpolated
 from tools.planner.costs.schedules import SCHEDULES
-from tools.planner.costs.simulation import simulate_candidate
+from tools.planner.costs.simulation import block_s, simulate_candidate
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
@@ -101,6 +101,20 @@ def test_the_error_says_that_larger_micro_batches_allow_more_stages(
     assert "the model fits nowhere" in told
     assert "allow micro_batch_sizes of 4 or more, with which there may be 10 stages" in told
     assert "those of 1 leave room for 2 stages" in told
+
+
+def test_the_error_says_that_main_memory_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What came nearest filled no GPU: the error said 20.8 GiB of 22.8 GiB usable, and to add about 0 GPUs."""
+    model = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "num_attention_heads": 32}
+    model |= {"vocab_size": 32000, "seq_length": 1024, "global_batch_size": 16, "distributed_optimizer": True}
+    (tmp_path / "m.yaml").write_text(json.dumps(model))
+    nodes = [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": 2, "host_memory_bytes": 80e9}]
+    (tmp_path / "c.yaml").write_text(json.dumps({"nodes": nodes}))
+    words = ["plan", "--cluster", f"{tmp_path}/c.yaml", "--model", f"{tmp_path}/m.yaml", "--out", f"{tmp_path}/p"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "to main memory per node, of 75 GiB" in told and "usable" not in told
+    assert "Nearest changes: more main memory (host_memory_bytes in the cluster file" in told and "about" not in told
 
 
 @pytest.mark.parametrize(
@@ -215,6 +229,19 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
         if chosen == 2:
             said = "because it is less regular: 3 stages, 2 different ones, 1 of one layer"
             assert len(lines) == 1 and lines[0].startswith("a plan of 10 s (") and lines[0].endswith(said)
+
+
+@pytest.mark.parametrize(("longer", "is_offloaded"), [(1.0, False), (1 / (1 + 2 * PLAINER), True)])
+def test_state_stays_on_gpus_that_have_room(longer: float, is_offloaded: bool):
+    """A plan of 48 GPUs kept 500 GB of a node's state in main memory, and no more than half of each GPU was full."""
+    estimator = estimator_of(CLUSTER, MODEL)
+    stage = (Stage(12, (Group(0, 1, 4),)),)
+    resident = Candidate(stage, 1, "full", "ministage", 12, zero_stage=1)
+    seconds, offloaded = block_s(estimator, resident, estimator.estimate(resident)), resident.with_(offload=True)
+    plan = Found(offloaded, estimator.estimate(offloaded), seconds * longer, confirmed=True)
+    outcome = Outcome("auto", [plan])
+    prefer_plain(estimator, Goal(), outcome)
+    assert outcome.best.candidate.offload == is_offloaded and plan in outcome.found
 
 
 MIXED = cluster_of(("A100-40", 2, 1, 1.25e9), ("V100-16", 2, 1, 1.25e9))

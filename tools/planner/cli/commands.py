@@ -211,6 +211,10 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         usable, gpu = worst.capacity_bytes * estimator.memory_margin, estimator.cluster.nodes[worst.group.pool].gpu
         problem = f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
         problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
+        if estimate.fullest <= estimator.memory_margin:  # what is offloaded does not fit
+            rows = offloaded(estimator, estimate)
+            short = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
+            problem = "the model fits nowhere: at best, main memory is short. " + "; ".join(host_memory_lines(short))
         hint, layers = _memory_hint(estimator, estimate), estimator.model.num_layers
         raise PlannerError(options.model, "num_layers", layers, problem, hint)
     for key, limit, value in (
@@ -250,7 +254,12 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
     )
     gpu = estimator.cluster.gpu(nodes[largest].gpu)
     count = ceil(over / max(1.0, estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes))
-    hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
+    if estimator.short_of_host_memory(estimate):
+        hints.append(
+            "more main memory (host_memory_bytes in the cluster file; without it, twice that of the GPUs counts)"
+        )
+    if count:
+        hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
     return "Nearest changes: " + "; ".join(hints)
 
 

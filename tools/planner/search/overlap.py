@@ -7,8 +7,10 @@ from typing import Any
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
+from ..costs.simulation import block_s
 from ..costs.unit import Unit
 from ..inputs.cluster import NodeGroup
+from .balance import relieved
 from .finish import confirm, pools_of
 from .outcome import Found, Goal, Outcome, PassedOver, Shift
 
@@ -25,7 +27,10 @@ MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
 
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int, int]:
-    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and kinds in turns."""
+    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and kinds in turns.
+
+    State in main memory counts as a stage of one layer: it needs that memory, and copies that hide.
+    """
     stages, intra = candidate.keeping().stages, estimator.network.intra
     shapes = {s.groups for s in stages}
     kinds = {frozenset(p for g in groups for p in g.pools) for groups in shapes}
@@ -33,14 +38,15 @@ def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, 
     short = sum(s.layers == 1 for s in stages) if len(stages) < estimator.model.num_layers else 0
     pools = pools_of(candidate)
     turns = sum(a != b for a, b in pairwise(pools)) + 1 - len(set(pools))
-    return len(shapes) - len(kinds), shared, short, turns
+    return len(shapes) - len(kinds), shared, short + candidate.offload, turns
 
 
 def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     """Put the plainest of the plans first that are nearly as good as the best, and name the one passed over."""
-    best = outcome.best
-    if best is None or outcome.interrupted:
+    if outcome.best is None or outcome.interrupted:
         return
+    outcome.found = confirm(estimator, goal, [*outcome.found, *_resident(estimator, goal, outcome.best.candidate)])
+    best = outcome.best
     limit, least = best.value(goal) * (1 + PLAINER), irregularity(estimator, best.candidate)
     near = [f for f in outcome.found if f.runnable and f.value(goal) <= limit]
     for found in sorted(near, key=lambda f: (irregularity(estimator, f.candidate), f.value(goal))):
@@ -55,6 +61,17 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     _prefer_independent(estimator, goal, outcome)
 
 
+def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Iterator[Found]:
+    """The plan with its state on the GPUs, in the largest microbatches that fit."""
+    batches = [b for b in estimator.model.batch_sizes if b <= offloaded.micro_batch_size] if offloaded.offload else []
+    for batch in sorted(batches, reverse=True):
+        c = relieved(estimator, offloaded.with_(offload=False, shares=None, micro_batch_size=batch))
+        estimate = goal.usable(estimator, c)
+        if estimate is not None:
+            yield Found(c, estimate, block_s(estimator, c, estimate))
+            return
+
+
 def _is_taken(estimator: Estimator, goal: Goal, outcome: Outcome, found: Found, limit: float) -> bool:
     """Puts a plan first if all of it is as good as the limit."""
     confirmed = [f for f in confirm(estimator, goal, [found]) if f.value(goal) <= limit]
@@ -67,7 +84,9 @@ def _in_words(estimator: Estimator, candidate: Candidate) -> str:
     """Returns what is irregular about a plan."""
     _, shared, short, turns = irregularity(estimator, candidate)
     words = f"{len(candidate.stages)} stages, {len({s.groups for s in candidate.stages})} different ones"
-    words += f", {short} of one layer" if short else ""
+    words = words if len(candidate.stages) > 1 else "one stage"
+    words += f", {short - candidate.offload} of one layer" if short > candidate.offload else ""
+    words += ", state in main memory" if candidate.offload else ""
     words += f", {shared} with TP over PCIe" if shared else ""
     return words + (", kinds of GPU in turns" if turns else "")
 

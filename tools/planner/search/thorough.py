@@ -28,7 +28,7 @@ from .pools import (
     pools_left_out,
     rounded_down,
 )
-from .seeds import WORTH, best_rate, even_seeds, seeds, with_split_vocabulary
+from .seeds import TP_SIZES, WORTH, best_rate, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
@@ -474,6 +474,7 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
         starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
     if not starts and book.nearest is not None:
         starts = [book.nearest[1]]
+    starts += [] if book.good else _on_one_stage(book, limits)
     for candidate in starts:
         groups: Groups = tuple(s.groups for s in candidate.keeping().stages)
         for variant in schedule_variants(book.estimator, book.goal, candidate):
@@ -484,6 +485,16 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
         if schedule is not PLAIN:
             for candidate, _ in book.top(1, schedule.name, is_split):
                 _climb(book, effort, candidate, limits, share=2)
+
+
+def _on_one_stage(book: Book, limits: Limits) -> Iterator[Candidate]:
+    """All GPUs by TP size.  Where nothing else fits, ministages may: main memory holds the state, which all share."""
+    model, nodes = book.estimator.model, book.estimator.cluster.nodes
+    for tp in TP_SIZES:
+        groups = [Group(p, tp, n // tp) for p, n in enumerate(limits) if tp <= min(n, nodes[p].gpus_per_node)]
+        if groups:
+            stage = Stage(model.num_layers, tuple(groups))
+            yield Candidate((stage,), model.batch_sizes[0], zero_stage=int(model.distributed_optimizer))
 
 
 def _even_seeds(book: Book, limits: Limits) -> None:
