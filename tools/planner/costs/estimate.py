@@ -198,12 +198,7 @@ class Estimator(OperatingPoints):
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether every rank stays below the margin of its memory, and every node within its main memory."""
-        return self.overfull(estimate) <= 1
-
-    def overfull(self, estimate: Estimate) -> float:
-        """Memory of the fullest rank over what it may use, or what a node offloads over what it has if that is more."""
-        short = [held / limit for _, held, limit in self.short_of_host_memory(estimate)]
-        return max(estimate.fullest / self.memory_margin, *short, 0.0)
+        return estimate.fullest <= self.memory_margin and not self.short_of_host_memory(estimate)
 
     def host_memory(self, estimate: Estimate) -> list[tuple[int, float]]:
         """(pool, bytes) of main memory that a node of the pool holds for what a plan offloads.

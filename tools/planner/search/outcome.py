@@ -129,7 +129,7 @@ class Goal:
             return inf
         value = self.value(estimate)
         miss = self.violation(candidate, estimate)
-        over = estimator.overfull(estimate) - 1
+        over = estimate.fullest / estimator.memory_margin - 1
         if over > 0:
             miss += over
         return value * (1 + PENALTY * miss) + (PENALTY * value if miss > 0 else 0.0)
