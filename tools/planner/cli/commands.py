@@ -213,8 +213,8 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
         if estimate.fullest <= estimator.memory_margin:  # what is offloaded does not fit
             rows = offloaded(estimator, estimate)
-            short = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
-            problem = "the model fits nowhere: the nearest plan lacks main memory. " + "; ".join(host_memory_lines(short))
+            rows = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
+            problem = "the model fits nowhere: at best main memory is short. " + "; ".join(host_memory_lines(rows))
         hint, layers = _memory_hint(estimator, estimate), estimator.model.num_layers
         raise PlannerError(options.model, "num_layers", layers, problem, hint)
     for key, limit, value in (
