@@ -125,18 +125,18 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 72_800,
-    "all_lines": 137_520,
+    "product_lines": 72_700,
+    "all_lines": 137_300,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_400,
+        "benchmarks": 15_350,
         "examples": 2_170,
-        "megatron_het": 1_600,
+        "megatron_het": 1_560,
         "megatron_het/arguments": 1_000,
         "megatron_het/attention": 3_600,
         "megatron_het/auto_batch": 1_300,
         "megatron_het/checkpoint": 1_400,
-        "megatron_het/device": 1_200,
+        "megatron_het/device": 1_150,
         "megatron_het/doctor": 2_700,
         "megatron_het/dry_run": 2_300,
         "megatron_het/elastic": 5_400,
@@ -146,7 +146,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
-        "tests": 40_900,
+        "tests": 40_800,
         "tools/planner": 23_450,
     },
 }

@@ -253,13 +253,16 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
         {m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes
     )
     gpu = estimator.cluster.gpu(nodes[largest].gpu)
-    count = ceil(over / max(1.0, estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes))
+    room = estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes
     if estimator.short_of_host_memory(estimate):
         hints.append(
             "more main memory (host_memory_bytes in the cluster file; without it, twice that of the GPUs counts)"
         )
-    if count:
-        hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
+    if over and room > 0:
+        more = f"{ceil(over / room)} {nodes[largest].gpu}"
+        hints.append(f"add about {more} (by the missing memory), or GPUs with more memory")
+    elif over:
+        hints.append("GPUs with more memory, or a larger --memory-margin")
     return "Nearest changes: " + "; ".join(hints)
 
 
