@@ -102,16 +102,11 @@ _WHOLE, _CUT, _YARDSTICK = "fp8", "fp8 of cut tensors", "fp8 against bf16"
 _FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
     ("1f1b", (("schedule", "1f1b"),), _TENSORWISE, _WHOLE),
     ("slimpipe", (("schedule", "slimpipe"),), _TENSORWISE, _CUT),
-    (
-        "interleaved, ends in bf16, weights kept",
-        (("schedule", "interleaved"), ("distributed_optimizer", True)),
-        (*_TENSORWISE, *_ENDS_IN_BF16),
-        _CUT,
-    ),
+    ("interleaved, ends in bf16", (("schedule", "interleaved"),), (*_TENSORWISE, *_ENDS_IN_BF16), _WHOLE),
     ("zb-v", (("schedule", "zb-v"),), _TENSORWISE, _WHOLE),
     ("window, offload and recompute", (("window", "exact"), ("recompute", "full")), _TENSORWISE, _WHOLE),
     ("ZeRO-3", (("window", "ZeRO-3"),), _TENSORWISE, _WHOLE),
-    ("mixed TP", (("tp", "by stage"), ("sequence_parallel", True)), _TENSORWISE, _CUT),
+    ("mixed TP, weights kept", (("tp", "by stage"), ("distributed_optimizer", True)), _TENSORWISE, _CUT),
     ("slimpipe, blockwise", (("schedule", "slimpipe"),), _BLOCKWISE, _WHOLE),
     ("TP, delayed", (("tp", "by stage"), ("sequence_parallel", True)), _DELAYED, _CUT),
 )

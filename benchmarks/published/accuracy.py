@@ -190,6 +190,7 @@ DEEPSPEED = Runtime(
     profile_overhead_s=3.0e-4,
     collective_bytes_per_s=7.0e9,
     extra_parameter_copies=2.0,
+    attention_copies=4.0,
     framework_bytes=2.85e9,
 )
 """Calibrated on the 14 published runs by ``calibrate``; one set of constants for all of them."""

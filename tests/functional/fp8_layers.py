@@ -120,8 +120,7 @@ def observe(*, rank: int, out: str, gradients: bool = False) -> None:
 def keep(*, rank: int, out: str) -> None:
     """Keep weights of decoders in fp8, as ``--fp8-param-gather`` does.
 
-    ``weights-RANK.json`` in the folder counts them, and those of its own part of which an update of the optimizer has
-    written something else than main parameters.
+    ``weights-RANK.json`` in the folder counts those that the optimizer has quantised.
     """
     from megatron.core import fp8_utils
     from megatron.core.distributed import param_and_grad_buffer

@@ -207,14 +207,16 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         raise PlannerError(options.cluster, "nodes", estimator.cluster.total_gpus, problem, hint)
     candidate, estimate = outcome.nearest
     if not estimator.fits(estimate):
-        worst = estimate.worst_memory
-        usable, gpu = worst.capacity_bytes * estimator.memory_margin, estimator.cluster.nodes[worst.group.pool].gpu
-        problem = f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
-        problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
+        problem = "the model fits nowhere: at best"
         if estimate.fullest <= estimator.memory_margin:  # what is offloaded does not fit
             rows = offloaded(estimator, estimate)
             rows = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
-            problem = "the model fits nowhere: at best main memory is short. " + "; ".join(host_memory_lines(rows))
+            problem += " main memory is short. " + "; ".join(host_memory_lines(rows))
+        else:
+            worst = estimate.worst_memory
+            usable, gpu = worst.capacity_bytes * estimator.memory_margin, estimator.cluster.nodes[worst.group.pool].gpu
+            problem += f", stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
+            problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
         hint, layers = _memory_hint(estimator, estimate), estimator.model.num_layers
         raise PlannerError(options.model, "num_layers", layers, problem, hint)
     for key, limit, value in (

@@ -454,8 +454,8 @@ def backward_bytes(
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
     gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
     projections into one buffer, which stays.  Experts' outputs (and their gradients) are there twice while they are
-    sorted, besides what each TP rank sends and gets.  Or, without a fused kernel, in attention: so
-    many attention ``matrices``, of which one is in that buffer throughout, once what the MLP has kept is gone.
+    sorted, besides what each TP rank sends and gets.  Or, without a fused kernel, in attention: so many ``matrices`` of
+    its, of which one is in that buffer throughout, once what the MLP has kept is gone.
     """
     width, routed, h = float(model.ffn_hidden_size), 0.0, model.hidden_size
     if model.experts is not None:

@@ -45,7 +45,8 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     """Put the plainest of the plans first that are nearly as good as the best, and name the one passed over."""
     if outcome.best is None or outcome.interrupted:
         return
-    outcome.found = confirm(estimator, goal, [*outcome.found, *_resident(estimator, goal, outcome.best.candidate)])
+    if outcome.best.candidate.offload and (resident := _resident(estimator, goal, outcome.best.candidate)) is not None:
+        outcome.found = confirm(estimator, goal, [*outcome.found, resident])
     best = outcome.best
     limit, least = best.value(goal) * (1 + PLAINER), irregularity(estimator, best.candidate)
     near = [f for f in outcome.found if f.runnable and f.value(goal) <= limit]
@@ -61,15 +62,14 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     _prefer_independent(estimator, goal, outcome)
 
 
-def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Iterator[Found]:
-    """The plan with its state on the GPUs, in the largest microbatches that fit."""
-    batches = [b for b in estimator.model.batch_sizes if b <= offloaded.micro_batch_size] if offloaded.offload else []
-    for batch in sorted(batches, reverse=True):
+def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Found | None:
+    """The plan with its state on the GPUs, in the largest microbatches that fit; None where it does not fit."""
+    for batch in sorted((b for b in estimator.model.batch_sizes if b <= offloaded.micro_batch_size), reverse=True):
         c = relieved(estimator, offloaded.with_(offload=False, shares=None, micro_batch_size=batch))
         estimate = goal.usable(estimator, c)
         if estimate is not None:
-            yield Found(c, estimate, block_s(estimator, c, estimate))
-            return
+            return Found(c, estimate, block_s(estimator, c, estimate))
+    return None
 
 
 def _is_taken(estimator: Estimator, goal: Goal, outcome: Outcome, found: Found, limit: float) -> bool:
