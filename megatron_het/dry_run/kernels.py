@@ -173,7 +173,7 @@ def check_experts(args: Any) -> int:
 
 def balance_experts() -> None:
     """Have Megatron's dispatcher and experts divide what they get equally; after Megatron was imported."""
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import router, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -200,6 +200,7 @@ def balance_experts() -> None:
     def forward_equal(self: Any, tokens: Tensor, counts: Tensor, probs: Tensor) -> Any:
         return forward(self, tokens, _List(equal_shares(tokens.shape[0], self.num_local_experts)), probs)
 
+    router.sinkhorn = lambda scores: scores  # as often as values ask for
     dispatcher.preprocess = known_splits
     token_dispatcher.sort_chunks_by_idxs = sort_equal
     SequentialMLP.forward = forward_equal

@@ -1,4 +1,4 @@
-"""With dropout, a plan with a layout that stock Megatron has gives stock Megatron's losses."""
+"""With random numbers, a plan with a layout that stock Megatron has gives stock Megatron's losses."""
 
 import random
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_het.plan import save_plan
-from testing.cases import Case, Weights, build_plan, common_flags, with_schedule, words
+from testing.cases import Case, build_plan, common_flags, with_schedule, words
+from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
 from testing.runner import Job
 from tests.functional.selected import tiers
@@ -33,12 +34,21 @@ CASES = {
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
+    "random experts": (
+        Case(
+            "random experts",
+            with_expert_parallel(build_plan([[1, 1], [1, 1]], [2, 2], random.Random(0)), [[2, 2], [2, 2]]),
+            family="mixtral",
+            extra=words("--moe-router-force-biased 0.5"),
+        ),
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+    ),
 }
 
 
-def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
-    argv = (*common_flags(Weights(layers=4), steps=STEPS), *lab.data_flags(), *DROPOUT, *flags)
-    log = lab.runner.run(Job(folder.name, world_size, argv, folder)).log()
+def losses(lab: Lab, folder: Path, case: Case, *flags: str) -> list[float]:
+    argv = (*common_flags(case.weights, extra=case.extra, steps=STEPS), *lab.data_flags(), *DROPOUT, *flags)
+    log = lab.runner.run(Job(folder.name, case.plan.world_size, argv, folder)).log()
     found = re.findall(r"lm loss( value)?: (\S+)", log)
     values = [float(value) for _, value in found]
     if "--het-plan" not in flags:  # stock Megatron logs the mean of both as the second one
@@ -48,11 +58,11 @@ def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ["TP"]))
-def test_dropout_is_that_of_stock_megatron(name: str, lab: Lab, tmp_path: Path):
+def test_what_is_drawn_is_that_of_stock_megatron(name: str, lab: Lab, tmp_path: Path):
     case, layout = CASES[name]
     save_plan(case.plan, tmp_path / "plan.json")
     under_plan = ("--het-plan", str(tmp_path / "plan.json"), "--het-init", "stock", "--het-transport", "gloo")
-    expected = losses(lab, tmp_path / "stock", case.plan.world_size, *layout.split())
-    found = losses(lab, tmp_path / "plan", case.plan.world_size, *under_plan)
+    expected = losses(lab, tmp_path / "stock", case, *layout.split())
+    found = losses(lab, tmp_path / "plan", case, *under_plan)
     assert len(expected) > STEPS
     assert found == pytest.approx(expected, rel=1.5e-6)  # digits of the log, twice

@@ -46,6 +46,7 @@ def routed(case: Case) -> Case:
 
 
 _GATHERS = ("--moe-token-dispatcher-type", "allgather")
+_SINKHORN = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-router-topk 1"
 _DIVIDED: dict[str, Any] = {"distributed_optimizer": True}
 _EVEN: dict[str, Any] = {"even_routing": True}
 _BOTH = _EVEN | _DIVIDED
@@ -67,6 +68,8 @@ CASES = [
     ),
     make("global-balance", "global-balance", [[2], [1]], [3, 2], ep=[[2], [1]], recompute="selective"),
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
+    # Normalised over all tokens of a microbatch, of which a TP rank has a part.
+    make("sinkhorn", "mixtral", [[1], [2, 1]], [2, 3], recompute="full", extra=_SINKHORN, **_DIVIDED),
     make("in-a-v", "mixtral", [[1], [1, 1]], [(1, 1), (2, 1)], schedule=_ZB_V),
     make("interleaved", "deepseek", [[1], [1]], _CHUNKS, schedule=ScheduleSpec("interleaved")),
     make("window", "deepseek", [[2, 2], [1]], _CHUNKS, ep=[[2, 1], [1]], schedule=_WINDOW, **_DIVIDED),

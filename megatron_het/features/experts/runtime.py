@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_het.distributed.gradient_sums import GradientFinalizer
-from megatron_het.features.experts.spec import GLOBAL, balancing_of
+from megatron_het.features.experts.spec import GLOBAL, SINKHORN, balancing_of
 from megatron_het.features.registry import extra_layers
 from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
@@ -153,6 +153,15 @@ class BalancedRouter(TopKRouter):
         """See Megatron, whose log has the mean over passes: each counts as long as it is."""
         with _counted(self.passes.weight):
             return super().apply_z_loss(logits, padding_mask)
+
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See Megatron, which normalises over the tokens of one TP rank; here over those of all of them."""
+        group = self.passes.groups[0]
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits.detach().contiguous(), group=group)
+        parts[group.rank()] = logits
+        scores, routing_map = super().sinkhorn_load_balancing(torch.cat(parts))
+        return scores.chunk(len(parts))[group.rank()], routing_map.chunk(len(parts))[group.rank()]
 
     def _layer_in_log(self) -> int | None:
         """The number of the layer in Megatron's log, in which layers for later tokens come after all others."""
@@ -386,6 +395,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     slices = context.programs[False].shape.slices
     sizes = {"tp": replica.tp, "cp": replica.cp}
     groups = [context.groups[role] for role, size in sizes.items() if size > 1]
-    whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing_of(context.args)
+    balancing = balancing_of(context.args)
+    whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing or (SINKHORN in balancing and replica.tp > 1)
     batches_of = context.plan.training.batches_of_microbatches
     return Experts(replica.cut, Passes(slices, groups), layers_in_log(context.args), whole=whole, batches_of=batches_of)

@@ -10,12 +10,12 @@ from megatron_het.plan import Plan, PlanError
 _MOE = "megatron.core.transformer.moe"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 GLOBAL = "global_aux_loss"  # the loss that every pass computes with the counts of the passes before it too
-_KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL)
+SINKHORN = "sinkhorn"  # chooses experts by scores that are normalised over all tokens of a microbatch
+_KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL, SINKHORN)
 _OF_A_MICROBATCH = ("aux_loss", GLOBAL)
 _BY_ELEMENT = ("adam", "sgd")  # optimizers whose update of an element depends on this element alone
 _NOT_BALANCED = {
-    "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
-    "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
+    "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches"
 }
 
 
@@ -31,10 +31,6 @@ class Experts(Feature):
     always = True  # models without experts give it nothing to do
     refused_by_plans = (
         Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
-        *(
-            Refusal(f"moe_router_force_{what}", "it draws experts at random on every rank")
-            for what in ("load_balancing", "biased")
-        ),
         Refusal("moe_single_grouped_weight", "replicas of different TP or EP exchange the experts one by one"),
         Refusal("moe_single_grouped_bias", "replicas of different TP or EP exchange the experts one by one"),
         *(
@@ -51,6 +47,7 @@ class Experts(Feature):
         f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": "90dcd9cf1194af02",
         f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": "77cc758f506e750c",
         f"{_MOE}.router.TopKRouter.apply_z_loss": "00c83a903d28df13",
+        f"{_MOE}.router.TopKRouter.sinkhorn_load_balancing": "7808150834c5e054",
         f"{_MOE}.router.TopKRouter.routing": "74bbf31940a074f4",
         f"{_MOE}.router.TopKRouter._apply_aux_loss": "b0e7cc8fa4597e1f",
         f"{_MOE}.router.TopKRouter._apply_seq_aux_loss": "ff35e8d8e2182338",
@@ -189,18 +186,21 @@ def _check_balancing(plan: Plan, args: Any) -> None:
         hint = "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias"
         raise PlanError("--moe-router-load-balancing-type", " ".join(losses), problem, hint)
     _check_repeated(plan, args, kinds)
-    capacity = getattr(args, "moe_expert_capacity_factor", None)
+    counted = {
+        "--moe-expert-capacity-factor": getattr(args, "moe_expert_capacity_factor", None),
+        "--moe-router-load-balancing-type": SINKHORN if SINKHORN in kinds else None,
+    }
     for parts, whole in ((_parts_of_a_sequence(plan), "sequence"), (unequal, "microbatch")):
-        if parts and capacity is not None:
-            problem = f"capacities count the tokens of a whole {whole}, and {parts}"
-            hint = "Leave the flag out: then no token is dropped"
-            raise PlanError("--moe-expert-capacity-factor", capacity, problem, hint)
+        for flag, value in counted.items() if parts else ():
+            if value is not None:
+                problem = f"it counts the tokens of a whole {whole}, and {parts}"
+                raise PlanError(flag, value, problem, "Leave the flag out: experts get tokens by their scores then")
 
 
 def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:
     """A layer that runs several times in a pass, where the losses of passes are put together."""
     parts = _parts_of_a_sequence(plan) or ("the loss counts all passes before it" if GLOBAL in kinds else "")
-    if not any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none"):
+    if SINKHORN not in kinds and not any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none"):
         return
     hint = "Leave it out, or use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias"
     runs = runs_of_a_layer(args)

@@ -59,6 +59,7 @@ def test_accepted() -> None:
     check_arguments(made(), arguments(recompute_modules=["core_attn", "mlp"], decoder_seq_length=64), 2)
 
 
+SINKHORN: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}
 TWO_LOSSES: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
 SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
 
@@ -91,14 +92,11 @@ SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
-        ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
         ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
         (TWO_LOSSES | {"moe_aux_loss_coeff": [0.1]}, "--moe-aux-loss-coeff = '0.1'.*1 coefficients for 2 losses"),
         ({"num_experts": 2, "expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-sh"),
         ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards = 2.*makes groups"),
-        ({"num_experts": 2, "moe_router_force_load_balancing": True}, "at random"),
-        ({"num_experts": 2, "moe_router_force_biased": 0.1}, "--moe-router-force-biased = 0.1.*at random"),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective.*divided once"),
         ({"num_experts": 2, "moe_mlp_glu_interleave_size": 32}, "gated MLPs as halves"),
         ({"num_experts": 2, "moe_shared_expert_glu_interleave_size": 32}, "gated MLPs as halves"),
@@ -366,6 +364,9 @@ def sharing_sequences() -> Plan:
             {**BALANCED, **CHUNKED},
             "-for-training = 2.*a TP rank has a part",
         ),
+        (in_slices(), SINKHORN, "'sinkhorn'.*whole sequence.*slice"),
+        (of_different_sizes(), SINKHORN, "'sinkhorn'.*whole microbatch.*sequences"),
+        (more_stages(2, tp=2, sequence_parallel=True), SINKHORN | CHUNKED, "--mlp-chunks.*a TP rank has a part"),
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
         (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
