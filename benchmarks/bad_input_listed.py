@@ -439,13 +439,6 @@ def _schedule_options() -> Iterator[Case]:
             yield Case(f"program: {kind}", "schedule", (name, "program.txt"), {"program.txt": text})
 
 
-def contradictions() -> Iterator[Case]:
-    """Plans, clusters and models whose parts do not fit each other."""
-    yield from _plans()
-    yield from _clusters()
-    yield from _models()
-
-
 def _plans() -> Iterator[Case]:
     replica = ("stages", 0, "replicas", 0)
     plans: dict[str, Any] = {
@@ -519,6 +512,6 @@ def _models() -> Iterator[Case]:
 
 def listed(rng: random.Random) -> list[Case]:
     """All listed cases, in an order of the seed's."""
-    cases = [*special_files(), *injections(), *options(), *contradictions(), *jobs()]
+    cases = [*special_files(), *injections(), *options(), *_plans(), *_clusters(), *_models(), *jobs()]
     rng.shuffle(cases)
     return cases

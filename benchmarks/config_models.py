@@ -133,11 +133,6 @@ def small_model(name: str) -> tuple[Any, Model]:
     return model, read
 
 
-def emitted_flags(read: Model) -> list[str]:
-    """The flags of the model that ``emit`` writes."""
-    return model_arguments(SimpleNamespace(model=model_shape(read)), read)  # type: ignore[arg-type]
-
-
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Megatron in this process alone, over gloo."""
@@ -181,7 +176,8 @@ def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
     from megatron_het.device import activate
     from megatron_het.runtime.training import complete_model_config
 
-    words = [*emitted_flags(read), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
+    emitted = model_arguments(SimpleNamespace(model=model_shape(read)), read)  # type: ignore[arg-type]
+    words = [*emitted, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
     words += ["--vocab-size", str(read.vocab_size), "--make-vocab-size-divisible-by", str(read.vocab_size)]
     words += ["--tokenizer-type", "NullTokenizer", "--attention-dropout", "0", "--hidden-dropout", "0"]
     words += activate().default_flags()

@@ -18,7 +18,6 @@ from benchmarks.machine import command_line, write_report
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model_configs import RULES, from_config
 from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MODEL
-from tools.planner.inputs.model_parts import FlagValue
 
 Config = dict[str, Any]
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
@@ -103,20 +102,10 @@ def tables() -> str:
     lines += [f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.becomes} |" for rule in RULES]
     lines += ["", "| `model_type` | models | always | not in Megatron |", "|---|---|---|---|"]
     for kind, family in sorted(FAMILIES.items()):
-        always = ", ".join(f"`{_word(name, value)}`" for name, value in family.flags.items())
+        always = ", ".join(f"`--{n}{'' if value is True else f' {value}'}`" for n, value in family.flags.items())
         lost = "; ".join(dict.fromkeys(family.lost.values()))
         lines.append(f"| `{kind}` | {family.title} | {always} | {lost} |")
     return "\n".join(lines) + "\n"
-
-
-def _word(name: str, value: FlagValue) -> str:
-    return f"--{name}" if value is True else f"--{name} {value}"
-
-
-def write_tables(path: Path) -> None:
-    """Put the tables between the marks of a page."""
-    before, rest = path.read_text(encoding="utf-8").split(START)
-    path.write_text(f"{before}{START}\n\n{tables()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def main() -> int:
@@ -136,7 +125,8 @@ def main() -> int:
         "models": by_model,
     }
     if options.markdown is not None:
-        write_tables(options.markdown)
+        before, rest = options.markdown.read_text(encoding="utf-8").split(START)
+        options.markdown.write_text(f"{before}{START}\n\n{tables()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
     write_report(options.json, report, start_s)
     return int(lost > 0 or worst > MOST)
 

@@ -365,13 +365,6 @@ def change_pool(job: ElasticJob, between: int = 4, *, to_the_end: bool = True) -
         return Changed(tuple(events), job.lines(), job.history())
 
 
-def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
-    """Pauses with phases, iterations that were done twice, and all losses."""
-    found = change_pool(ElasticJob(folder, iterations, "1"))
-    repeated = len(found.lines) - len({number for _, number in found.lines})
-    return found.pauses(), repeated, losses_of(folder / "report")
-
-
 def phases(event_s: float, entry: dict[str, Any]) -> dict[str, float]:
     """Seconds of a change by phase, of the slowest process."""
     times = [opened["times"] for opened in entry["opened"].values()]
@@ -515,10 +508,11 @@ def with_and_without_restart(folder: Path, rounds: int, iterations: int) -> dict
     """See the module's text."""
     changes, restarts, lost, losses = [], [], [], []
     for turn in range(rounds):
-        found, repeated, seen = elastic_round(folder / f"elastic-{turn}", iterations)
-        changes.append(found)
-        lost.append(repeated)
-        losses.append(seen)
+        place = folder / f"elastic-{turn}"
+        found = change_pool(ElasticJob(place, iterations, "1"))
+        changes.append(found.pauses())
+        lost.append(len(found.lines) - len({number for _, number in found.lines}))  # that were done twice
+        losses.append(losses_of(place / "report"))
         restarts.append(restart_round(folder / f"restart-{turn}", iterations))
     overhead, undisturbed = copy_overhead(folder / "copies", iterations)
     restart_s = statistics.median(r["whole"] for r in restarts)

@@ -200,7 +200,6 @@ def install(folder: Path) -> None:
     _wrap_training(worker)
     _wrap_operations(worker)
     _wrap_changes(worker)
-    _wrap_save(worker)
 
 
 def _wrap_training(worker: Worker) -> None:
@@ -276,7 +275,9 @@ def _wrap_operations(worker: Worker) -> None:
 
 
 def _wrap_changes(worker: Worker) -> None:
-    """Faults while a change goes on: before the session, before and while state moves, when a session has ended."""
+    """Faults before a session, while state moves, when a session has ended, and in the middle of a save."""
+    from megatron.training import checkpointing
+
     from megatron_het.elastic import copies, state
     from megatron_het.elastic import worker as workers
 
@@ -289,10 +290,4 @@ def _wrap_changes(worker: Worker) -> None:
     around(state, "_change", before=lambda *_, **__: worker.at("agreeing"))
     around(state, "move", before=lambda *_, **__: worker.at("moving"))
     around(copies.Copies, "_swap", before=lambda *_, **__: worker.at("copy", worker.iteration))
-
-
-def _wrap_save(worker: Worker) -> None:
-    """Faults in the middle of a save."""
-    from megatron.training import checkpointing
-
     around(checkpointing.dist_checkpointing, "save", before=lambda *_, **__: worker.at("save", worker.iteration))

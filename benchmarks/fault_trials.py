@@ -105,15 +105,13 @@ def _draw_case(rng: random.Random, schedule: str, least: int, largest: int, shar
         case = case_of(row, "plan", rng.randrange(10**6))
     except (PlanError, ValueError):
         return None
-    plan = _of_all_layers(case.plan)
+    # All plans of a list train one model, of LAYERS layers.
+    times = LAYERS // case.plan.model.num_layers
+    stages = tuple(replace(s, layers=tuple(times * n for n in s.layers)) for s in case.plan.stages)
+    plan = replace(
+        case.plan, stages=stages, model=replace(case.plan.model, num_layers=times * case.plan.model.num_layers)
+    )
     return replace(case, plan=plan) if least <= plan.world_size <= largest else None
-
-
-def _of_all_layers(plan: Plan) -> Plan:
-    """The plan for a model of LAYERS layers: all plans of a list train one model."""
-    times = LAYERS // plan.model.num_layers
-    stages = tuple(replace(s, layers=tuple(times * layers for layers in s.layers)) for s in plan.stages)
-    return replace(plan, stages=stages, model=replace(plan.model, num_layers=times * plan.model.num_layers))
 
 
 def _smallest(shared: Row) -> list[Plan]:
@@ -339,10 +337,6 @@ class Processes:
                 self._continued.add(fault["name"])
                 _go_on(int(text))
 
-    def is_controller_over(self) -> bool:
-        """Whether the controller has ended by itself."""
-        return (self.controller.poll() or 0) >= 0 and self.controller.poll() is not None
-
     def reap(self) -> None:
         """Take the exit codes of what has ended."""
         for process in self._known:
@@ -372,7 +366,7 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
         deadline_s, over_s = time.monotonic() + limit_s, 0.0
         while not outcome.ended and time.monotonic() < deadline_s:
             outcome.ended = processes.look_after()
-            if processes.is_controller_over():
+            if (code := processes.controller.poll()) is not None and code >= 0:  # it has ended by itself
                 over_s = over_s or time.monotonic()
                 if time.monotonic() - over_s > _ENDS_S:
                     break
@@ -444,7 +438,8 @@ def _read(folder: Path, outcome: Outcome) -> None:
         outcome.history = [entry["why"] for entry in document["history"]]
     for file in sorted(folder.glob("*.txt")):
         text = file.read_text(encoding="utf-8", errors="replace")
-        outcome.error += [f"{file.stem}: {line}" for line in text.splitlines() if _is_error(file.stem, line)]
+        marks = ["Traceback", "the job ended:"] + ["no plan for what"] * (file.stem == "controller")
+        outcome.error += [f"{file.stem}: {line}" for line in text.splitlines() if any(mark in line for mark in marks)]
     outcome.happened = sorted(file.name.removeprefix("happened-") for file in folder.glob("happened-*"))
 
 
@@ -452,10 +447,6 @@ def _once(samples: list[int], times: int) -> list[int]:
     """What was read by several readers of one rank, as read by one; what they do not agree about stays as it is."""
     once = sorted(samples)[::times]
     return once if sorted(once * times) == sorted(samples) else samples
-
-
-def _is_error(name: str, line: str) -> bool:
-    return "Traceback" in line or "the job ended:" in line or (name == "controller" and "no plan for what" in line)
 
 
 def wrong_samples(outcome: Outcome) -> int:

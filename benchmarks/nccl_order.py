@@ -111,16 +111,6 @@ def _entry(done: Finished, case: Case, lab: Lab) -> dict[str, Any]:
     return entry
 
 
-def named_cases(schedule: str, seed: int, quick: bool) -> list[Case]:
-    """:func:`cases_of`, with names that say the schedule too."""
-    return [replace(case, name=f"{schedule}-{case.name}") for case in cases_of(schedule, seed, quick)]
-
-
-def caught_mistakes(runner: Runner, folder: Path) -> dict[str, bool]:
-    """Whether each of the wrong orders was noticed."""
-    return {name: caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False)) for name in MISTAKES}
-
-
 def summary(entries: list[dict[str, Any]], caught: dict[str, bool], seed: int) -> dict[str, Any]:
     """The report."""
     ran = [entry for entry in entries if "error" not in entry]
@@ -162,14 +152,19 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Command line."""
     options = _options()
-    cases = {schedule: named_cases(schedule, options.seed, not options.full) for schedule in SCHEDULES}
+    cases = {
+        schedule: [replace(c, name=f"{schedule}-{c.name}") for c in cases_of(schedule, options.seed, not options.full)]
+        for schedule in SCHEDULES
+    }
     entries = added(options.add, options.seed, [case for members in cases.values() for case in members])
     caught: dict[str, bool] = {}
     for file in options.add:
         caught |= json.loads(file.read_text(encoding="utf-8"))["mistakes"]
     with scratch("nccl-order-", options.keep) as folder, Runner() as runner:
         if WRONG_ORDERS in options.schedules and not all(caught.get(name) for name in MISTAKES):
-            caught |= caught_mistakes(runner, folder / WRONG_ORDERS)
+            for name in MISTAKES:
+                done = runner.run(mistake_job(name, folder / WRONG_ORDERS / name), check=False)
+                caught[name] = caught_by_some_rank(done)
             save(options.json, summary(list(entries.values()), caught, options.seed))
         wanted = [case for schedule in options.schedules for case in cases.get(schedule, ())]
         left = [case for case in wanted if "error" in entries.get(case.name, {"error": ""})]

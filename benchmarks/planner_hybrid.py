@@ -46,11 +46,6 @@ def hybrid_twin(model: Model) -> Model:
     return Model(**values)
 
 
-def in_whole_layers(candidate: Candidate) -> Candidate:
-    """A candidate of a GPTModel for its twin."""
-    return candidate.with_(stages=tuple(Stage(2 * stage.layers, stage.groups) for stage in candidate.stages))
-
-
 def _simulated_s(estimator: Estimator, candidate: Candidate) -> float:
     estimate = estimator.estimate(candidate)
     assert estimate is not None
@@ -64,7 +59,8 @@ def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
     parts = search("auto", estimator, Goal(), Progress(SEARCH_S), robust=False)
     assert whole.best is not None and parts.best is not None
     # Plans of whole layers are plans of the twin too.
-    twins = [in_whole_layers(whole.best.candidate), parts.best.candidate]
+    alike = tuple(Stage(2 * stage.layers, stage.groups) for stage in whole.best.candidate.stages)
+    twins = [whole.best.candidate.with_(stages=alike), parts.best.candidate]
     inside_s, best = min((_simulated_s(estimator, twin), i) for i, twin in enumerate(twins))
     found: dict[str, Any] = {
         "case": name,
@@ -83,10 +79,10 @@ def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
     return found
 
 
-def two_cores(rounds: int = ROUNDS) -> dict[str, Any]:
+def two_cores() -> dict[str, Any]:
     """The same on two cores: measured and predicted gain of the best plan over the best of whole layers."""
     case = CASES["hybrid"]
-    found = measure(case, rounds)
+    found = measure(case, ROUNDS)
     rows = [
         row | {"whole": all(stage.layers % 2 == 0 for stage in plan.stages)}
         for plan, row in zip(case.plans, found["runs"], strict=True)

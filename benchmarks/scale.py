@@ -47,13 +47,9 @@ BARS = {"start_s": 60.0, "program_s": 3.0, "groups_above_peers": 10}
 
 def sized(world_size: int, mixed: bool) -> Plan:
     """The plan of a world size whose training program has about as many operations per rank as that of 1,024."""
-    return plan_of(world_size, max(16, round(_microbatches(mixed) * world_size / 1024)), mixed)
-
-
-def _microbatches(mixed: bool) -> int:
-    probe = plan_of(1024, 512, mixed)
-    operations = sum(map(len, build(probe)[False].ops))
-    return math.ceil(512 * OPERATIONS / operations)
+    operations = sum(map(len, build(plan_of(1024, 512, mixed))[False].ops))
+    microbatches = math.ceil(512 * OPERATIONS / operations)
+    return plan_of(world_size, max(16, round(microbatches * world_size / 1024)), mixed)
 
 
 def program_seconds(plan: Plan, repeat: int) -> float:

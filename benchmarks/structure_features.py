@@ -274,7 +274,8 @@ def _words(module: Module) -> Iterator[tuple[ast.AST, str]]:
             docstrings |= {id(s.value) for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)}
     for node in module.nodes:
         for text in _texts(node, docstrings):
-            yield node, _snake(text)
+            # ``ExchangePlan``, ``--exchange-plan`` and ``EXCHANGE_PLAN`` as ``exchange_plan``.
+            yield node, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower().replace("-", "_").strip("_")
 
 
 def _texts(node: ast.AST, docstrings: set[int]) -> Iterator[str]:
@@ -290,8 +291,3 @@ def _texts(node: ast.AST, docstrings: set[int]) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
         yield from re.findall(r"-*\w[\w-]*", node.value) if "--" in node.value else (node.value,)
-
-
-def _snake(text: str) -> str:
-    """``ExchangePlan``, ``--exchange-plan`` and ``EXCHANGE_PLAN`` as ``exchange_plan``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower().replace("-", "_").strip("_")

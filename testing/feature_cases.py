@@ -70,15 +70,6 @@ def with_expert_parallel(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _draw_ep(plan: Plan, rng: random.Random) -> Plan:
-    """A plan with an EP size for every replica with TP."""
-    sizes = [
-        [rng.choice([ep for ep in (1, 2, 4) if replica.tp % ep == 0]) for replica in stage.replicas]
-        for stage in plan.stages
-    ]
-    return with_expert_parallel(plan, sizes)
-
-
 def _sizes(plan: Plan) -> list[int]:
     return [replica.tp for stage in plan.stages for replica in stage.replicas]
 
@@ -111,7 +102,8 @@ def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
         if max(_sizes(plan)) > 1:
             plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
         family = rng.choice(expert_families_for(plan))
-        plan = _draw_ep(plan, parts)
+        divisors = [[[ep for ep in (1, 2, 4) if r.tp % ep == 0] for r in stage.replicas] for stage in plan.stages]
+        plan = with_expert_parallel(plan, [[parts.choice(sizes) for sizes in row] for row in divisors])
         gathers = family != "capacity" and parts.random() < 1 / 3
         own = (*case.own, "--moe-token-dispatcher-type", "allgather") if gathers else case.own
         chosen = {
@@ -464,7 +456,8 @@ def poplar_cases(seed: int, quick: bool) -> list[Case]:
     shared = [case for case in sliced if case.chosen.get("exchange") or case.chosen.get("cp", 1) > 1]
     bases += rng.sample([case for case in sliced if case not in shared], _SLICED)
     bases += rng.sample(shared, _SHARED)
-    bases += rng.sample([case for case in zero_bubble_cases(seed, quick=False) if _is_fp32(case)], _SPLIT)
+    split = zero_bubble_cases(seed, quick=False)
+    bases += rng.sample([case for case in split if case.plan.training.precision == "fp32"], _SPLIT)
     for name, chunks, parameters in (
         ("interleaved", 2, {}),
         ("ministage", 2, {"window": True}),
@@ -492,10 +485,6 @@ def _sizes_for(case: Case, rng: random.Random) -> list[int]:
         sizes = random_sizes(least, rng)
         if len(sizes) % whole == 0:
             return sizes
-
-
-def _is_fp32(case: Case) -> bool:
-    return case.plan.training.precision == "fp32"
 
 
 # Cases without a pipeline: ZeRO-0 to 3 under replicas of unequal work (Poplar, section 3).

@@ -113,7 +113,8 @@ class Observer:
                 self._keep_loss(result, "losses" if training else "validation")
                 if first:
                     feature = positional[0].feature("window") if positional else None
-                    whole = feature.whole_gradients() if feature is not None else reduced_gradients(keywords["model"])
+                    chunks = () if feature is None else feature._chunks
+                    whole = whole_gradients(chunks) if chunks else reduced_gradients(keywords["model"])
                     write_gradients(keywords["model"], self._out, self._rank, whole)
             return result
 
@@ -147,6 +148,18 @@ def _wrap_plan(observer: Observer, meter: bool) -> None:
     if not meter:
         RunReport._meter = lambda self: contextlib.nullcontext()
     HetSession.forward_backward = observer.wrap(HetSession.forward_backward)
+
+
+def whole_gradients(chunks: Any) -> dict[Any, Any]:
+    """The reduced gradients of a window's chunks that wait for the update, gathered.  Collective."""
+    found = {}
+    for chunk in chunks:
+        for bucket in (one for one in chunk.buckets if one.gradient is not None):
+            whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
+            chunk.parts.gather(whole, bucket.gradient).wait()
+            for parameter, (start, end) in bucket.source.param_to_index.items():
+                found[parameter] = whole[start:end].view(parameter.shape)
+    return found
 
 
 def reduced_gradients(model: Any) -> dict[Any, Any]:

@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,15 +251,11 @@ def run_all(
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder, ThreadPoolExecutor(at_once) as pool:
         numbers = range(sum(not part.is_timed for part in parts))
-        _raise_errors(as_completed([pool.submit(run_next, Path(folder)) for _ in numbers]))
+        for run in as_completed([pool.submit(run_next, Path(folder)) for _ in numbers]):
+            run.result()
         while waiting:
             run_next(Path(folder))
     return report
-
-
-def _raise_errors(runs: Iterable[Future[None]]) -> None:
-    for run in runs:
-        run.result()
 
 
 def hardware() -> dict[str, Any] | None:

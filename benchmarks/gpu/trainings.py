@@ -122,18 +122,14 @@ def fp8_cases() -> list[Case]:
             case = replace(case, plan=replace(case.plan, schedule=replace(case.plan.schedule, parameters=parameters)))
         if "kept" in name:  # from a checkpoint: main parameters begin with what is left of it in fp8
             case = replace(case, own=(*case.own, "--fp8-param-gather"))
-        found.append(replace(_widened(case, precision), extra=flags))
+        model = replace(case.plan.model, hidden_size=256, ffn_hidden_size=512, seq_length=512)  # the family's
+        plan = replace(case.plan, model=model, training=replace(case.plan.training, precision="bf16"))
+        made = {**case.chosen, "precision": precision}
+        found.append(replace(case, plan=plan, family=WIDE, chosen=made, extra=flags))
     # How far fp8 is from bf16 in this model: fp8 that nobody computes would be at no distance.
     own = replace(found[0], name="fp8 against bf16", extra=(), own=_TENSORWISE)
     found.insert(1, replace(own, chosen={**own.chosen, "precision": _YARDSTICK}))
     return [replace(case, name=re.sub("[, ]+", "-", case.name)) for case in found]
-
-
-def _widened(case: Case, precision: str) -> Case:
-    """The case with the sizes of the family for fp8."""
-    model = replace(case.plan.model, hidden_size=256, ffn_hidden_size=512, seq_length=512)
-    plan = replace(case.plan, model=model, training=replace(case.plan.training, precision="bf16"))
-    return replace(case, plan=plan, family=WIDE, chosen={**case.chosen, "precision": precision})
 
 
 def graph_cases(with_refused: bool = False) -> list[Case]:

@@ -44,6 +44,7 @@ def reference_model(name: str, global_batch_size: int, **changes: Any) -> Model:
     return Model(**{**shape, **changes})
 
 
+@cache
 def reference_profile(name: str) -> Profile:
     """The measured layer times and sizes as a profile."""
     data = reference()
@@ -220,7 +221,7 @@ def predict(run: MeasuredRun, runtime: Runtime) -> Estimate:
     cluster = run_cluster(run)
     pools = {node.gpu: i for i, node in enumerate(cluster.nodes)}
     model = reference_model(run.model, run.global_batch_size)
-    costs = MeasuredCosts(model, _profile(run.model), lambda name: catalog()[name], runtime)
+    costs = MeasuredCosts(model, reference_profile(run.model), lambda name: catalog()[name], runtime)
     stages = []
     for layers, gpus in zip(run.layers, run.stages):
         groups = tuple(Group(pools[g], run.tp, gpus.count(g)) for g in dict.fromkeys(gpus))
@@ -230,15 +231,6 @@ def predict(run: MeasuredRun, runtime: Runtime) -> Estimate:
     )
     assert estimate is not None, run.name
     return estimate
-
-
-_profiles: dict[str, Profile] = {}
-
-
-def _profile(name: str) -> Profile:
-    if name not in _profiles:
-        _profiles[name] = reference_profile(name)
-    return _profiles[name]
 
 
 def compare(runtime: Runtime = DEEPSPEED, runs: list[MeasuredRun] | None = None) -> list[Comparison]:

@@ -127,12 +127,6 @@ def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[P
     return out
 
 
-def predict_s(run: PublishedRun, runtime: Runtime) -> float:
-    """Iteration time by the planner's closed form."""
-    predict = {"mpt": mpt_s, "bridge": bridge_s, "dgxc": dgxc_s, "own": own_s}[run.source]
-    return predict(run.row, runtime)
-
-
 def runtime_of(source: str) -> Runtime:
     """The training system of a table's runs."""
     return {"mpt": LLM_FOUNDRY, "own": MEGATRON_HET}.get(source, MEGATRON)
@@ -308,7 +302,8 @@ def with_constants(runtime: Runtime, values: dict[str, float]) -> Runtime:
 
 def relative_errors(runs: Sequence[PublishedRun], runtime: Runtime) -> list[float]:
     """Predicted over measured time, less one."""
-    return [predict_s(run, runtime) / run.measured_s - 1 for run in runs]
+    predict = {"mpt": mpt_s, "bridge": bridge_s, "dgxc": dgxc_s, "own": own_s}  # by the planner's closed form
+    return [predict[run.source](run.row, runtime) / run.measured_s - 1 for run in runs]
 
 
 def fit(runs: Sequence[PublishedRun], runtime: Runtime, names: Sequence[str], scale: float) -> Runtime:

@@ -165,17 +165,14 @@ class LimitedPlace:
         """(queries, form, keys as the cache counts), in as few calls as neighbouring keys allow."""
         found: list[tuple[Span, Form, int, int]] = []
         for block in blocks:
-            start, stop = self._counted(block.keys)
+            first, last = block.keys
+            at, (held, _) = next((at, span) for span, at in self.held if span[0] <= first < span[1])
+            start, stop = at + first - held, at + last - held
             if block.form is Form.FULL and found and found[-1][:2] == (block.rows, Form.FULL) and found[-1][3] == start:
                 found[-1] = (block.rows, Form.FULL, found[-1][2], stop)
             else:
                 found.append((block.rows, block.form, start, stop))
         return found
-
-    def _counted(self, keys: Span) -> Span:
-        """Tokens of one held span as the cache counts."""
-        at, (first, _) = next((at, span) for span, at in self.held if span[0] <= keys[0] < span[1])
-        return at + keys[0] - first, at + keys[1] - first
 
 
 def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: Placed | None = None) -> _Spans:

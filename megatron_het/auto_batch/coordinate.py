@@ -253,7 +253,9 @@ class _Maker:
         """Take the stored plan, or measure."""
         self.folder.mkdir(parents=True, exist_ok=True)
         devices = self.exchange.gather("devices", self._limit.as_json())
-        key = _fingerprint(self.base, self._first_zero, devices)
+        # What a stored plan must have been made for.
+        text = json.dumps([plan_hash(self.base), self._first_zero, list(devices)], sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
         stored = self.exchange.decided("stored", self._stored(key) if self.rank == 0 else None)
         if stored is None:
             stored = self._measured(key, devices)
@@ -411,12 +413,6 @@ def _points(largest: int) -> list[int]:
     while len(sizes) > _MOST_POINTS:
         sizes.pop(1)
     return sizes
-
-
-def _fingerprint(base: Plan, first_zero: int, devices: Sequence[Any]) -> str:
-    """Returns what a stored plan must have been made for."""
-    text = json.dumps([plan_hash(base), first_zero, list(devices)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _summary(plan: Plan) -> str:

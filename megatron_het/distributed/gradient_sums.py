@@ -61,7 +61,9 @@ class GradientFinalizer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        after = _reduces_early(model)
+        # Inside a class gradients may be reduced while backward passes still run.
+        settings = [getattr(chunk, "ddp_config", None) for chunk in model]
+        after = any(found is not None and found.overlap_grad_reduce for found in settings)
         if not after:
             self._sum_across_classes(model)
         # Without a token count upstream does not scale: its broadcast needs a pipeline group.
@@ -182,12 +184,6 @@ def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
     """Whether all replicas of a replica's class draw the same random weights: they are on one kind of device."""
     replicas = placement.plan.stages[stage].replicas
     return len({name for found in replicas if found.cut == replicas[replica].cut for name in found.devices}) == 1
-
-
-def _reduces_early(model: list[torch.nn.Module]) -> bool:
-    """Whether Megatron reduces gradients inside a class while backward passes still run."""
-    settings: list[Any] = [getattr(chunk, "ddp_config", None) for chunk in model]
-    return any(found is not None and found.overlap_grad_reduce for found in settings)
 
 
 def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]]:

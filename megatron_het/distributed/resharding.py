@@ -140,20 +140,13 @@ def _all_experts(run: list[ShardedParameter], cut: Cut, tp_rank: int) -> list[Sh
         by_name.setdefault((name.before, name.after), {})[name.expert] = name, parameter
     experts = cut.ep * len(next(iter(by_name.values())))
     first = held_experts(experts, cut, tp_rank).start
-    return [
-        _of_expert(of_rank, expert, expert - first, experts)
-        for expert in range(experts)
-        for of_rank in by_name.values()
-    ]
-
-
-def _of_expert(
-    of_rank: dict[int, tuple[ExpertName, ShardedParameter]], expert: int, local: int, experts: int
-) -> ShardedParameter:
-    """One parameter of one expert, by this rank's ones of the same kind."""
-    name, like = next(iter(of_rank.values()))
-    tensor = of_rank[local][1].tensor if local in of_rank else torch.empty_like(like.tensor.narrow(like.dim, 0, 0))
-    return replace(like, name=name.of(expert), tensor=tensor, expert=expert, experts=experts)
+    found = []
+    for expert, of_rank in itertools.product(range(experts), by_name.values()):
+        name, like = next(iter(of_rank.values()))
+        own = of_rank.get(expert - first)
+        tensor = torch.empty_like(like.tensor.narrow(like.dim, 0, 0)) if own is None else own[1].tensor
+        found.append(replace(like, name=name.of(expert), tensor=tensor, expert=expert, experts=experts))
+    return found
 
 
 class CopiesCheck:
@@ -245,7 +238,9 @@ class ShardExchange:
     def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace local gradients so that reducing them inside each class gives the global sum."""
         for bucket in _buckets(parameters):
-            self._sum_partial(bucket)
+            partial = [p.tensor for p in bucket if p.partial]
+            if partial and self.tp_group.size() > 1:
+                _in_one_message(partial, lambda flat: dist.all_reduce(flat, group=self.tp_group))
             self._reduce_to_leader(bucket)
             if self._is_leader:
                 self._sum_over_classes(bucket)
@@ -297,11 +292,6 @@ class ShardExchange:
                 self._broadcast_in_class(bucket)
 
     # -- inside a class ----------------------------------------------------------------------
-
-    def _sum_partial(self, bucket: Sequence[ShardedParameter]) -> None:
-        tensors = [p.tensor for p in bucket if p.partial]
-        if tensors and self.tp_group.size() > 1:
-            _in_one_message(tensors, lambda flat: dist.all_reduce(flat, group=self.tp_group))
 
     def _reduce_to_leader(self, bucket: Sequence[ShardedParameter]) -> None:
         if self.class_group.size() > 1:

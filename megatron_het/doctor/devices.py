@@ -247,8 +247,12 @@ class Devices(Check):
         # Of two devices the faster one is the measure: hence the lower median.
         usual = sorted(times.values())[(len(times) - 1) // 2]
         found = []
-        doubt = _doubt(members)
-        spread = max(a["spread"] for a in members.values())
+        worst = max(members.values(), key=lambda answer: answer["spread"])
+        spread = worst["spread"]
+        doubt = (  # figures of a busy machine say little
+            f"The figure is not to be trusted: repeats differ by a factor of {spread:.1f}, at a load of "
+            f"{worst['load']:.1f} on {worst['cores']} cores. Repeat it on an idle machine"
+        )
         for rank, seconds in times.items():
             if seconds > self.slow_ratio * usual:
                 text = (
@@ -275,15 +279,6 @@ class Devices(Check):
         else:
             found.append(self.ok(names.of(times), text))
         return found
-
-
-def _doubt(members: dict[int, dict[str, Any]]) -> str:
-    """Why figures of a busy machine say little."""
-    worst = max(members.values(), key=lambda answer: answer["spread"])
-    return (
-        f"The figure is not to be trusted: repeats differ by a factor of {worst['spread']:.1f}, at a load of "
-        f"{worst['load']:.1f} on {worst['cores']} cores. Repeat it on an idle machine"
-    )
 
 
 def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[LayerModel, dict[str, Any]]:
@@ -341,14 +336,14 @@ def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]
     return {"layer_s": timing.forward_s + timing.backward_s, "forward_s": timing.forward_s}
 
 
-def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None], repeats: int = 9) -> float:
+def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None]) -> float:
     """Median seconds of a square matrix product in the plan's precision."""
     if not platform.is_cuda:
         dtype = torch.float32  # half precision is not what a CPU is judged by
     a, b = (torch.randn(_GEMM, _GEMM, device=platform.device).to(dtype) for _ in range(2))
     barrier()
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(11):
         platform.synchronize()
         start_s = time.perf_counter()
         a @ b

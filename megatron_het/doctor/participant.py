@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from megatron_het.doctor.check import Check, Finding, Names, Seat, Status, ranks_by
@@ -157,7 +156,9 @@ class Participant:
     def _report_hang(self, index: int, limit_s: float) -> None:
         """On the watchdog's thread: say where the main thread is, and end the process after the verdict."""
         frame = sys._current_frames().get(self._main)
-        place = _place(frame) if frame is not None else "an unknown place"
+        stack = traceback.extract_stack(frame)[:-5:-1] if frame is not None else ()  # the innermost lines first
+        lines = [f"{os.path.basename(s.filename)}:{s.lineno} {s.name}" for s in stack]
+        place = " < ".join(lines) or "an unknown place"
         text = f"slow or stuck: not done after {limit_s:.0f} s, in {place}"
         with contextlib.suppress(MeetingError, RuntimeError):
             self.store.put(Keys.answer(index, self.rank), {"error": text, "lost": True})
@@ -165,12 +166,6 @@ class Participant:
             self.store.put(Keys.bye(self.rank), True)
             time.sleep(2.0)  # a main thread that came back leaves by itself
         self.leave(1)
-
-
-def _place(frame: FrameType) -> str:
-    """The innermost lines of a stack, outermost last."""
-    lines = [f"{os.path.basename(s.filename)}:{s.lineno} {s.name}" for s in traceback.extract_stack(frame)]
-    return " < ".join(reversed(lines[-4:]))
 
 
 def _in_words(error: BaseException) -> str:
@@ -242,13 +237,13 @@ _LEAST_S = 5.0  # with less time left no check is begun
 class Pulse:
     """Which ranks have shown no sign of life for how long."""
 
-    def __init__(self, store: Documents, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: Documents) -> None:
+        self._store = store
         self._seen: dict[int, tuple[int | None, float]] = {}
 
     def silent(self, ranks: Sequence[int], seconds: float) -> list[int]:
         """Returns ranks whose heart has not beaten for so long; the first call only listens."""
-        now, found = self._clock(), []
+        now, found = time.monotonic(), []
         beats = self._store.read(*map(Keys.beat, ranks))
         for rank, beat in zip(ranks, beats, strict=True):
             before = self._seen.get(rank)

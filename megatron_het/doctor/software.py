@@ -274,11 +274,12 @@ def _device(local_rank: int) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"name": _processor()}
     index = local_rank % torch.cuda.device_count()
-    facts = query(torch.cuda.get_device_properties(index))
+    properties, capability = torch.cuda.get_device_properties(index), torch.cuda.get_device_capability(index)
+    facts = query(properties)
     return {
         "name": torch.cuda.get_device_name(index),
-        "capability": torch.cuda.get_device_capability(index)[0],
-        "architecture": _architecture(index),
+        "capability": capability[0],
+        "architecture": properties.gcnArchName.split(":")[0] if torch.version.hip else "sm_{}{}".format(*capability),
         "built_for": torch.cuda.get_arch_list(),
         "driver": facts.get("driver_version", ""),
     }
@@ -291,12 +292,6 @@ def _misplaced(seat: Seat, name: str) -> tuple[str, ...]:
     except PlanError as error:
         return f"{name}: {error.problem}", error.hint
     return ()
-
-
-def _architecture(index: int) -> str:
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
 
 
 def _has_kernels(device: str, built_for: Sequence[str]) -> bool:

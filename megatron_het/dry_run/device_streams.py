@@ -407,11 +407,11 @@ def device_streams(waits: HostWaits, ignored: str = "") -> Iterator[tuple[Stream
     with stream_order(ignored, on_host_wait=waited, device="cuda") as order:
         communicators = Communicators(order)
         watch = HostWatch(waits, lambda: order.order_quietly(None, order.clock(order.current[-1])))
-        with communicators, watch, mock.patch.object(torch.cuda, "synchronize", lambda *_: _synchronize(order, waited)):
+
+        def synchronize(*_: Any) -> None:
+            waited("the device")
+            for stream in order.streams():
+                order.order_quietly(None, order.clock(stream))
+
+        with communicators, watch, mock.patch.object(torch.cuda, "synchronize", synchronize):
             yield order, communicators
-
-
-def _synchronize(order: StreamOrder, waited: Any) -> None:
-    waited("the device")
-    for stream in order.streams():
-        order.order_quietly(None, order.clock(stream))

@@ -390,7 +390,10 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     device = platform.activate()
     needed = [word for flag in device.flags() for word in flag.words] if setting.gpu else []
     backend = _GPU if setting.gpu else ()
-    sys.argv = ["dry_run", *_defaults(flags), *flags, *needed, *backend, *_LAST]
+    # Megatron wants these flags, and they make no difference here.
+    given = {word.split("=", 1)[0] for word in flags}
+    lasts = () if given & {"--train-iters", "--train-samples"} else ("--train-iters", "10")
+    sys.argv = ["dry_run", "--lr", "1e-4", *lasts, *flags, *needed, *backend, *_LAST]
     hooks.install(make_session=make_session)
     args = parse_alone()
     args.exit_interval = ITERATIONS
@@ -419,13 +422,6 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     if setting.cuda:
         figures["stream_waits"] = sorted(order.waits - order.waits_of_host)
     return figures | {"run_seconds": round(time.perf_counter() - start_s, 3)}
-
-
-def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
-    """Flags that Megatron wants and that make no difference here, where the user has not given them."""
-    given = {word.split("=", 1)[0] for word in flags}
-    lasts = () if given & {"--train-iters", "--train-samples"} else ("--train-iters", "10")
-    return ("--lr", "1e-4", *lasts)
 
 
 def _check_flags(args: Any) -> None:

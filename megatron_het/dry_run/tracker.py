@@ -384,7 +384,9 @@ class Tracker(StorageWatch):
         elif func is _VALUE and self._is_fake:
             return _value(args[0])
         elif func is SELECT and self._is_fake:
-            return self._made(selected(args, self.top_k))
+            made = selected(args, self.top_k)
+            self._known.see(made, new=True)  # no operator has returned it
+            return made
         if self._remembered is None:
             return self._counted(func, types, args, kwargs)[0]
         key, tensors = self._remembered.key(func, args, kwargs or {})
@@ -399,14 +401,11 @@ class Tracker(StorageWatch):
             self.flops[self._kind] += known.flops
         return self._remembered.again(known, tensors)
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that no operator has returned."""
-        self._known.see(tensor, new=True)
-        return tensor
-
     def _counted(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
         """Returns what an operator returns, and its FLOPs."""
-        with self._forgetting(func):
+        # The cache of fake operators keeps storages that are arguments alive, and views bring freed ones back.
+        forgets = self._is_fake and (func.is_view or func in _SETS)
+        with disable_fake_tensor_cache(_fake_mode()) if forgets else contextlib.nullcontext():
             result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
         flops = 0
@@ -416,12 +415,6 @@ class Tracker(StorageWatch):
         if flops:
             self.flops[self._kind] += flops
         return result, flops
-
-    def _forgetting(self, func: Any) -> contextlib.AbstractContextManager[None]:
-        """The cache of fake operators keeps storages that are arguments alive, and views bring freed ones back."""
-        if self._is_fake and (func.is_view or func in _SETS):
-            return disable_fake_tensor_cache(_fake_mode())
-        return contextlib.nullcontext()
 
 
 def _heads_first(argument: Any) -> Any:

@@ -108,7 +108,8 @@ class Severing:
             self._aborted += waiting
             self._has_aborted = bool(self._aborted)  # before it happens
             abort(waiting, _BEFORE_CUT_S)  # while NCCL has its connections; one that is being made needs the cut
-            spared = self._older | {_inode_of(number) for number in _of_python()}
+            pythons = [one for one in gc.get_objects() if issubclass(type(one), socket.socket)]
+            spared = self._older | {_inode_of(number) for one in pythons if (number := one.fileno()) >= 0}
             controller = {(address, self._port) for address in _addresses(self._host)}
             for one in sockets():
                 if _inode(one) in spared or _peer(one) in controller:
@@ -133,12 +134,6 @@ def sockets() -> Iterator[socket.socket]:
                 is_stream = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                 if is_stream and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _NOT_CONNECTED:
                     yield one
-
-
-def _of_python() -> list[int]:
-    """Descriptors of Python's sockets."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), socket.socket)]
-    return [number for number in (one.fileno() for one in found) if number >= 0]
 
 
 def _inode(one: socket.socket) -> int:

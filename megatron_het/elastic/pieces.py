@@ -170,7 +170,10 @@ def collect(
     """
     blocks = blocks or blocks_of(models, args)
     found = LocalState()
-    owned = _owned(optimizer) if is_updated and args.overlap_param_gather else None
+    owned: dict[int, tuple[int, int]] | None = None
+    if is_updated and args.overlap_param_gather:
+        # By the id of a parameter: the element at which this rank's part of it begins, and its size.
+        owned = {id(p): (start, main.numel()) for _, pairs in optimizers(optimizer) for p, main, start in pairs}
     for tensor, parts in blocks.values():
         if owned is None or not tensor.requires_grad:
             _add(found, parts, PARAMETER, tensor, 0)
@@ -274,13 +277,6 @@ def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, t
         else:
             pairs = [(p, p, 0) for group in inner.param_groups for p in group["params"]]
         yield inner, pairs
-
-
-def _owned(optimizer: Any) -> dict[int, tuple[int, int]]:
-    """By the id of a parameter: the element at which this rank's part of it begins, and its size."""
-    return {
-        id(parameter): (start, main.numel()) for _, pairs in optimizers(optimizer) for parameter, main, start in pairs
-    }
 
 
 def blocks_of(models: Sequence[torch.nn.Module], args: Any) -> Blocks:

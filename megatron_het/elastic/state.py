@@ -90,7 +90,9 @@ class Holdings:
             for sender, source in self._holders(piece, receiver):
                 if not len(left):
                     break
-                put, taken, left = common(left, self._runs_of(sender, source))
+                if (sender, source) not in self._runs:
+                    self._runs[sender, source] = self._held[sender][source].runs()
+                put, taken, left = common(left, self._runs[sender, source])
                 if len(put):
                     found.append(_Move(sender, receiver, source, target, taken, put))
             if len(left):
@@ -107,11 +109,6 @@ class Holdings:
                 if self._held[member][index].shape == piece.shape and self._held[member][index].dtype == piece.dtype:
                     yield member, index
 
-    def _runs_of(self, member: int, index: int) -> Runs:
-        if (member, index) not in self._runs:
-            self._runs[member, index] = self._held[member][index].runs()
-        return self._runs[member, index]
-
     def kinds(self) -> dict[str, list[str]]:
         """Kinds of optimizer state with their data types, by parameter name."""
         found: dict[str, set[str]] = defaultdict(set)
@@ -120,12 +117,6 @@ class Holdings:
                 if piece.kind not in (PARAMETER, "main"):
                     found[piece.key].add(f"{piece.kind}:{piece.dtype}")
         return {key: sorted(names) for key, names in found.items()}
-
-
-def missing_names(missing: Sequence[Piece]) -> str:
-    """Names of pieces that nobody holds, for a message."""
-    names = sorted({f"{piece.key} ({piece.kind})" for piece in missing})
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @torch.no_grad()
@@ -146,7 +137,9 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
         if receiver == links.rank:
             found, missing = holdings.moves(receiver, pieces)
             if missing:
-                raise StateError(f"no rank that is left holds {missing_names(missing)}")
+                names = sorted({f"{piece.key} ({piece.kind})" for piece in missing})
+                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                raise StateError(f"no rank that is left holds {', '.join(names[:4])}{more}")
             mine.extend(found)
         else:
             own_names = {piece.name for piece, _ in held}

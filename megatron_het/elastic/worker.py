@@ -245,11 +245,6 @@ class Worker:
         with suppress(StoreError):  # signs of life say it again
             self._board.post(self._ended, patience_s=_TELL_S)
 
-    def _leaves(self, boundary: ElasticBoundary) -> None:
-        """Say so before the session is taken down: the next one is written and newcomers build meanwhile."""
-        self._tell_ended(boundary, Outcome("left"))
-        self._told_left = boundary.generation.number
-
     def _train(self, generation: Generation, news: "News") -> tuple[Outcome, ElasticBoundary]:
         setting = self._setting
         boundary = ElasticBoundary(
@@ -264,7 +259,13 @@ class Worker:
             datasets=self._datasets,
         )
         news.opened = lambda: self._opened(boundary)
-        boundary.leaving = lambda: self._leaves(boundary)
+
+        def leaves() -> None:
+            """Say so before the session is taken down: the next one is written and newcomers build meanwhile."""
+            self._tell_ended(boundary, Outcome("left"))
+            self._told_left = generation.number
+
+        boundary.leaving = leaves
         boundary.has_aborted = self._severing.has_aborted
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)

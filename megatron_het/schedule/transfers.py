@@ -155,26 +155,19 @@ def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program
         message = _message(graph, node)
         if message is not None:
             sends[node], peer, receive = message
-            wanted[peer].setdefault(_first_user(receive), []).append(receive)
+            rank = -1 if receive.kind.role is Role.TRANSFER else receive.peer
+            user = receive.kind, receive.microbatch, receive.slice, receive.chunk, rank
+            wanted[peer].setdefault(user, []).append(receive)
     out: list[list[Op]] = [[] for _ in program.ops]
     for node, (op, device) in enumerate(zip(graph.ops, graph.device)):
-        out[device] += wanted[device].pop(_use(op), ())
+        fed_by = op.kind.fed_by
+        rank = -1 if fed_by is None or fed_by.role is Role.TRANSFER else op.peer
+        out[device] += wanted[device].pop((fed_by, op.microbatch, op.slice, op.chunk, rank), ())
         if op.kind not in TRANSFERS:
             out[device].append(op)
         if node in sends:
             out[device].append(sends[node])
     return replace(program, ops=tuple(map(tuple, out)))
-
-
-def _first_user(receive: Op) -> tuple[object, ...]:
-    peer = -1 if receive.kind.role is Role.TRANSFER else receive.peer
-    return receive.kind, receive.microbatch, receive.slice, receive.chunk, peer
-
-
-def _use(op: Op) -> tuple[object, ...]:
-    receive = op.kind.fed_by
-    peer = -1 if receive is None or receive.role is Role.TRANSFER else op.peer
-    return receive, op.microbatch, op.slice, op.chunk, peer
 
 
 # Inserts operations that all devices of a microbatch have: at slot boundaries, or at moments of a replay.

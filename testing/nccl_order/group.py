@@ -91,7 +91,7 @@ class OrderedGroup(dist.ProcessGroup):
         self._device = device
         self._communicators: dict[tuple[int, int] | None, Communicator] = {}
         """By pair of members, None for all of them."""
-        self._batch: list[Transfer] | None = None
+        self.batch: list[Transfer] | None = None  # transfers that start together; None where each starts alone
 
     def getBackendName(self) -> str:
         """Returns what ``torch.distributed`` shows."""
@@ -115,8 +115,8 @@ class OrderedGroup(dist.ProcessGroup):
     def _transfer(self, kind: Literal["send", "recv"], tensors: list[torch.Tensor], peer: int) -> OrderedWork | None:
         if len(tensors) != 1:
             raise OrderError(f"group {self._label}: {kind} of {len(tensors)} tensors at once: NCCL moves one")
-        if self._batch is not None:
-            self._batch.append(Transfer(kind, tensors[0], peer))
+        if self.batch is not None:
+            self.batch.append(Transfer(kind, tensors[0], peer))
             return None
         pair = (min(self.rank(), peer), max(self.rank(), peer))
         item = self._communicator(pair).transfers([Transfer(kind, tensors[0], pair.index(peer))])
@@ -134,13 +134,9 @@ class OrderedGroup(dist.ProcessGroup):
         """NCCL has no such operation."""
         raise OrderError(f"group {self._label}: NCCL cannot receive from any source; name the rank")
 
-    def begin_batch(self) -> None:
-        """Collect the transfers that follow."""
-        self._batch = []
-
     def end_batch(self) -> OrderedWork:
         """Queue what was collected as one entry of the whole group's communicator."""
-        batch, self._batch = self._batch or [], None
+        batch, self.batch = self.batch or [], None
         return OrderedWork(self._device, self._communicator(None).transfers(batch))
 
     def run(self, method: str, *arguments: Any) -> OrderedWork:
@@ -152,7 +148,7 @@ class OrderedGroup(dist.ProcessGroup):
 
         def start(data: dist.ProcessGroup) -> Any:
             given = [unversioned(argument) for argument in arguments]
-            if special is not None and _is_uneven(given[1 - special]):
+            if special is not None and len({tensor.numel() for tensor in given[1 - special][0]}) > 1:
                 return _LISTS[method](data, self.rank(), *given)
             return getattr(data, method)(*given)
 
@@ -181,10 +177,6 @@ class OrderedGroup(dist.ProcessGroup):
 
 # Lists of unequal tensors, which NCCL's groups take and gloo's do not: where the tensor of this rank stands.
 _UNEVEN = {"allgather": 1, "reduce_scatter": 0}
-
-
-def _is_uneven(lists: list[list[torch.Tensor]]) -> bool:
-    return len({tensor.numel() for tensor in lists[0]}) > 1
 
 
 def unversioned(argument: Any) -> Any:
@@ -351,7 +343,7 @@ def _batched(original: Callable[..., Any]) -> Callable[..., Any]:
         group = operations[0].group or dist.group.WORLD
         if not isinstance(group, OrderedGroup):
             return original(operations)
-        group.begin_batch()
+        group.batch = []  # collects the transfers that follow
         try:
             original(operations)
         finally:

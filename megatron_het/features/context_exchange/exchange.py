@@ -296,7 +296,8 @@ class ContextExchange:
         slot = self._slot
         if slot is None:
             return NOTHING
-        queries = [self._query(slot, op) for op in slot.helps]
+        shapes = [self.shape(op) for op in slot.helps]
+        queries = [s.message(s.backward_query() if slot.is_backward else s.forward_query()) for s in shapes]
         packed = [self.of_heads(op, tensors) for op in slot.gives]
         slot.results = [self.shape(op).message(expected(op)) for op in slot.gives if expected is not None]
         # Nothing from here to the last post makes the host wait for the device.
@@ -377,11 +378,6 @@ class ContextExchange:
             reached = self._limits.reached(op, layer, self._keys.ranges(op))
             dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
         return pack(dq, *self._keys.collect(op, layer, *grads))
-
-    def _query(self, slot: Slot, op: RankOp) -> torch.Tensor:
-        """Memory for what an operation is asked in a layer."""
-        shape = self.shape(op)
-        return shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
 
     # -- life ----------------------------------------------------------------------------------------
 

@@ -278,7 +278,8 @@ def joint_slots(program: Program) -> list[JointSlot]:
     for d, ops in enumerate(program.ops):
         for op in ops:
             if op.kind in HELPS:
-                owner = _owner_pass(op)
+                kind = Kind.FORWARD if op.kind.direction is Direction.FORWARD else Kind.BACKWARD
+                owner = Op(kind, op.microbatch, op.slice, op.peer_chunk)
                 if (op.peer, owner) not in slot_of:
                     raise ValueError(f"program {program.name}: device {d} has {op}, but device {op.peer} no {owner}")
                 i = slot_of[op.peer, owner]
@@ -289,12 +290,6 @@ def joint_slots(program: Program) -> list[JointSlot]:
         JointSlot(passes, {d: tuple(ops) for d, ops in idle[i].items()}, frozenset(helped[i]))
         for i, (_, _, passes) in enumerate(slots)
     ]
-
-
-def _owner_pass(help_: Op) -> Op:
-    """The pass of the peer that an operation of a helper works for."""
-    kind = Kind.FORWARD if help_.kind.direction is Direction.FORWARD else Kind.BACKWARD
-    return Op(kind, help_.microbatch, help_.slice, help_.peer_chunk)
 
 
 def _nodes(graph: Graph) -> dict[tuple[int, Op], int]:

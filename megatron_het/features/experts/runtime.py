@@ -163,11 +163,6 @@ class BalancedRouter(TopKRouter):
         scores, routing_map = super().sinkhorn_load_balancing(torch.cat(parts))
         return scores.chunk(len(parts))[group.rank()], routing_map.chunk(len(parts))[group.rank()]
 
-    def _layer_in_log(self) -> int | None:
-        """The number of the layer in Megatron's log, in which layers for later tokens come after all others."""
-        number: int | None = self.layer_number
-        return number if number is None or not self.is_mtp_layer else number + int(self.config.num_layers)
-
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
@@ -236,10 +231,13 @@ class BalancedRouter(TopKRouter):
             self.ga_steps += 1
             whole = self.global_tokens_per_expert / self.ga_steps
         sums.whole = whole
+        number: int | None = self.layer_number
+        if number is not None and self.is_mtp_layer:  # in the log they come after all others
+            number += int(self.config.num_layers)
         get_moe_metrics_tracker().record(
             _LOGGED[kind],
             (sums.scores * whole).sum() * factor,
-            self._layer_in_log(),
+            number,
             layers_in_log(self.config),
             reduce_group=self.tp_cp_group,
             needs_dp_avg=kind != _MEAN_OF_BATCH,

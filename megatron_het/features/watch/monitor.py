@@ -54,14 +54,20 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
         clocks: By rank; see :class:`~megatron_het.features.watch.samples.Hello`.
     """
     edges = ((peer, rank) for rank, sample in samples.items() for peer in sample.received if peer in samples)
-    pairs = {edge: found for edge in edges if (found := _paired(samples, *edge))}
+    pairs: dict[Edge, _Ends] = {}
+    for source, target in edges:
+        sent, received = samples[source].sent.get(target, ()), samples[target].received[source]
+        if received and len(sent) == len(received):  # both ranks tell of every transfer
+            pairs[source, target] = list(zip(sent, received))
     out: dict[Edge, Moved] = {}
     for (source, target), found in pairs.items():
         back = pairs.get((target, source))
         if clocks[source] == clocks[target]:
             times = _times(found, 0.0)
         elif back:
-            ahead_s = _ahead(found, back)
+            # How far the clock of the receiver is ahead.
+            forth_s, back_s = (min(marks[2] - sent for sent, marks in ends) for ends in (found, back))
+            ahead_s = (forth_s - back_s) / 2
             both = [_times(found, ahead_s), _times(back, -ahead_s)]
             times = sorted(both[0] + both[1]) if all(both) else []
         else:
@@ -75,12 +81,6 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
 _Ends = list[tuple[float, Arrived]]  # when the send was posted, and the receive's marks
 
 
-def _paired(samples: Mapping[int, Sample], source: int, target: int) -> _Ends:
-    """Both ends of every transfer; none where the two ranks tell of different numbers of them."""
-    sent, received = samples[source].sent.get(target, ()), samples[target].received[source]
-    return list(zip(sent, received)) if len(sent) == len(received) else []
-
-
 def _times(ends: _Ends, ahead_s: float) -> list[float]:
     """Seconds of the transfers whose end is known, by how far the receiver's clock is ahead of the sender's."""
     return [
@@ -88,12 +88,6 @@ def _times(ends: _Ends, ahead_s: float) -> list[float]:
         for sent, (posted, waited, ended) in ends
         if ended - waited >= BLOCKED_S
     ]
-
-
-def _ahead(there: _Ends, back: _Ends) -> float:
-    """How far the clock of the receiver of ``there`` is ahead, in seconds."""
-    forth = min(marks[2] - sent for sent, marks in there)
-    return (forth - min(marks[2] - sent for sent, marks in back)) / 2
 
 
 FORMAT, VERSION = "megatron_het.watch", 1

@@ -72,18 +72,11 @@ class RankWatch(RuntimeFeature):
             self._board.post("sample", self._rank, sample.encode(), self._iteration % PLACES)
             self._told += 1
             if self._iteration % TIMELINE_EVERY == 0 or self._told == self._trace_iteration:
-                self._tell_timeline(past)
+                body = {"iteration": self._iteration, "origin_s": past.origin_s, "clock": self._hello.clock}
+                body["events"] = events_of(past.records)
+                self._board.post("timeline", self._rank, json.dumps(body, separators=(",", ":")))
         if self._reader is not None:
             self._reader.read(self._iteration - 1)
-
-    def _tell_timeline(self, past: Past) -> None:
-        body = {
-            "iteration": self._iteration,
-            "origin_s": past.origin_s,
-            "clock": self._hello.clock,
-            "events": events_of(past.records),
-        }
-        self._board.post("timeline", self._rank, json.dumps(body, separators=(",", ":")))
 
     def news(self) -> dict[str, Any] | None:
         """Returns what was measured, once after something has begun to drift, on the rank that compares."""
@@ -137,7 +130,9 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         from megatron_het.features.watch.monitor import Reader, Settings
 
         settings = Settings(context.options.smoothing, context.options.threshold)
-        reader = Reader(context.plan, program, board, settings, _folder(context), context.args)
+        save, config = getattr(context.args, "save", None), context.config
+        folder = config.report_dir or config.trace_dir or (Path(save) if save else None)
+        reader = Reader(context.plan, program, board, settings, folder, context.args)
     return RankWatch(context, board, hello, reader)
 
 
@@ -157,12 +152,6 @@ def predicted_of(context: OpenContext, program: Program, device: int) -> dict[st
         if graph.device[node] == device and kind in TIMED:
             found[kind.name] = found.get(kind.name, 0.0) + seconds
     return found
-
-
-def _folder(context: OpenContext) -> Path | None:
-    """Where reports go, else traces, else checkpoints."""
-    save = getattr(context.args, "save", None)
-    return context.config.report_dir or context.config.trace_dir or (Path(save) if save else None)
 
 
 def _boot() -> str:

@@ -379,20 +379,6 @@ class ParameterWindow(RuntimeFeature):
         self._sums.over_ends(self._chunks)
         self._ends_are_summed = True
 
-    @torch.no_grad()
-    def whole_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The reduced gradients that wait for the update, gathered.  Collective; for comparisons."""
-        found: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for chunk in self._chunks:
-            for bucket in chunk.buckets:
-                if bucket.gradient is None:
-                    continue
-                whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
-                chunk.parts.gather(whole, bucket.gradient).wait()
-                for parameter, (start, end) in bucket.source.param_to_index.items():
-                    found[parameter] = whole[start:end].view(parameter.shape)
-        return found
-
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""

@@ -96,23 +96,6 @@ def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedD
     return FullParamLayout(layouts=layouts)
 
 
-def wrap_layered(
-    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
-) -> list[torch.nn.Module]:
-    """Wrap chunks with Megatron's DDP on layered buffers."""
-    return [
-        DistributedDataParallel(
-            config=get_model_config(chunk),
-            ddp_config=ddp_config,
-            module=chunk,
-            disable_bucketing=True,
-            pg_collection=pg_collection,
-            full_param_layout=layered_layout(chunk, pg_collection.intra_dp_cp.size(), ddp_config),
-        )
-        for chunk in chunks
-    ]
-
-
 class WindowBuilder(ChunkedBuilder):
     """Builds any number of chunks on layered buffers: one bucket per layer."""
 
@@ -131,7 +114,17 @@ class WindowBuilder(ChunkedBuilder):
     def _wrap(
         self, models: list[Any], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
     ) -> list[Any]:
-        return wrap_layered(models, ddp_config, pg_collection)
+        return [
+            DistributedDataParallel(
+                config=get_model_config(chunk),
+                ddp_config=ddp_config,
+                module=chunk,
+                disable_bucketing=True,
+                pg_collection=pg_collection,
+                full_param_layout=layered_layout(chunk, pg_collection.intra_dp_cp.size(), ddp_config),
+            )
+            for chunk in models
+        ]
 
 
 class WindowGPTModelBuilder(WindowBuilder, GPTModelBuilder):

@@ -89,13 +89,6 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     return Table("schedules", columns, tuple(out))
 
 
-def verdict_table(program: Program, problems: Sequence[Problem], deadlocked: dict[str, bool]) -> Table:
-    """Is the program valid, and where would it deadlock?"""
-    rows = [("program", f"{program.name}: {'valid' if not problems else 'broken'}")]
-    rows += [(f"transport {name}", "deadlock" if dead else "ok") for name, dead in deadlocked.items()]
-    return Table("verdict", ("what", "verdict"), tuple(rows))
-
-
 def problems_json(program: Program, problems: Sequence[Problem], deadlocked: dict[str, bool]) -> dict[str, object]:
     """The verdict as plain data."""
     return {
@@ -440,7 +433,9 @@ def _check(options: argparse.Namespace) -> int:
         found = deadlocks(Graph(program))
         deadlocked = {name: bool(found[name]) for name in TRANSPORTS}
     if not _write(options, problems_json(program, problems, deadlocked)):
-        print_table(verdict_table(program, problems, deadlocked))
+        rows = [("program", f"{program.name}: {'valid' if not problems else 'broken'}")]
+        rows += [(f"transport {name}", "deadlock" if dead else "ok") for name, dead in deadlocked.items()]
+        print_table(Table("verdict", ("what", "verdict"), tuple(rows)))
         for problem in problems:
             sys.stdout.write(f"{problem}\n")
     return 1 if problems else 0

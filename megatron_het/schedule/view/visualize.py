@@ -397,7 +397,8 @@ def _draw_timeline(axes: "Axes", result: Result, width_in: float) -> None:
     for event in result.events():
         if event.stream not in _DRAWN or event.end_s <= event.start_s:
             continue
-        low, high = _lane(event)
+        # Compute fills the row; other streams are thin lines below it.
+        low, high = (event.device + at for at in ((-0.4, 0.28) if event.stream == "compute" else (0.3, 0.42)))
         boxes.append([(event.start_s, low), (event.end_s, low), (event.end_s, high), (event.start_s, high)])
         color = color_of(event.op, chunks, shape.microbatches)
         colors.append(color)
@@ -421,13 +422,6 @@ def _draw_timeline(axes: "Axes", result: Result, width_in: float) -> None:
     axes.set_yticks(range(len(result.program.ops)), [str(d) for d in result.program.devices])
     axes.set_ylabel("device")
     axes.set_facecolor("#f2f2f2")
-
-
-def _lane(event: Event) -> tuple[float, float]:
-    """Compute fills the row; other streams are thin lines below it."""
-    if event.stream == "compute":
-        return event.device - 0.4, event.device + 0.28
-    return event.device + 0.3, event.device + 0.42
 
 
 def _draw_memory(axes: "Axes", result: Result) -> None:
