@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.machine import command_line, machine
 from megatron_het.plan import Plan, load_plan, save_plan
+from testing.cases import plain_flags
 from testing.planner_cases import model_of, processors
 from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
@@ -150,16 +151,9 @@ def training_flags(iterations: int) -> tuple[str, ...]:
     """Of the paced model, without a plan."""
     from megatron_het.device import platform_flags
 
-    m = MODEL
-    flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size} --ffn-hidden-size {m.ffn_hidden_size}
-    --num-attention-heads {m.num_attention_heads} --seq-length {m.seq_length}
-    --max-position-embeddings {m.seq_length} --micro-batch-size 1 --global-batch-size {m.global_batch_size}
-    --lr 1e-3 --lr-decay-style constant --normalization RMSNorm --swiglu --position-embedding-type rope
-    --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --mock-data --tokenizer-type NullTokenizer --vocab-size {m.vocab_size - 1} --eval-iters 0
-    --eval-interval 100000 --log-interval 1 --calculate-per-token-loss --train-iters {iterations}"""
+    flags = plain_flags(MODEL, MODEL.vocab_size - 1, MODEL.global_batch_size, iterations)
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-    return words(flags, platform)
+    return words("--lr 1e-3 --lr-decay-style constant", flags, platform)
 
 
 def times_of(folder: Path, first: int) -> list[float]:

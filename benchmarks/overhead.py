@@ -13,17 +13,11 @@ from typing import Any
 
 from benchmarks.machine import command_line, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from testing.cases import plain_flags
 from testing.runner import Job, Runner, words
 
 _LAYERS, _HIDDEN, _HEADS, _SEQ, _MICROBATCHES = 4, 256, 4, 256, 8
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
-_FLAGS = f"""--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-heads {_HEADS}
---seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1
---global-batch-size {_MICROBATCHES} --lr 1e-3 --lr-decay-style constant --normalization RMSNorm
---swiglu --position-embedding-type rope --untie-embeddings-and-output-weights
---disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data
---tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1
---calculate-per-token-loss --clip-grad 1.0"""
 
 
 def equal_stages(model: ModelShape, microbatches: int, **parameters: Any) -> Plan:
@@ -45,7 +39,8 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
     """Run the pairs and return the result."""
     from megatron_het.device import platform_flags
 
-    plan = equal_stages(ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ), _MICROBATCHES)
+    model = ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ)
+    plan, flags = equal_stages(model, _MICROBATCHES), plain_flags(model, 255, _MICROBATCHES, iterations)
     save_plan(plan, scratch / "plan.json")
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
     sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {scratch / 'plan.json'}"}
@@ -57,7 +52,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
                 job = Job(
                     f"{side} {pair}",
                     2,
-                    words(_FLAGS, f"--train-iters {iterations}", platform, sides[side]),
+                    words("--lr 1e-3 --lr-decay-style constant --clip-grad 1.0", flags, platform, sides[side]),
                     scratch / f"{side}-{pair}",
                     setup=("testing.probe:pin_rank", {}),
                     timeout_s=600,

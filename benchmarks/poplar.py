@@ -29,6 +29,7 @@ from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.auto_batch.allocation import base_plan, with_zero
 from megatron_het.plan import Plan, load_plan, save_plan
 from megatron_het.store import free_port
+from testing.runner import run_in_session
 from tools.planner.profile.settings import default_environment
 
 BARS = {"speedup": 1.25, "idle_fraction": 0.05, "allocation_error": 0.10, "parity": 1e-5}
@@ -55,7 +56,6 @@ def _train(folder: Path, world_size: int, words: Sequence[str], environment: Map
     Raises:
         RuntimeError: The run failed; the message ends with its log.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)),
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
@@ -63,11 +63,9 @@ def _train(folder: Path, world_size: int, words: Sequence[str], environment: Map
         *("--het-report", str(folder / "report")),
     ]
     log = folder / "train.log"
-    with log.open("wb") as file:
-        settings = {**default_environment(), **environment}
-        done = subprocess.run(command, stdout=file, stderr=file, env=settings, timeout=_RUN_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{folder.name}: exit code {done.returncode}\n{log.read_text(errors='replace')[-3000:]}")
+    code = run_in_session(command, log, _RUN_S, {**default_environment(), **environment})
+    if code != 0:
+        raise RuntimeError(f"{folder.name}: exit code {code}\n{log.read_text(errors='replace')[-3000:]}")
     return [json.loads((folder / "report" / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 

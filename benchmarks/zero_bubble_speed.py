@@ -17,9 +17,10 @@ from typing import Any
 import megatron_het.features  # noqa: F401  (the kinds of all features)
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.overhead import iteration_s
+from megatron_het.plan import ModelShape
 from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate
 from megatron_het.schedule.simulate import simulate
-from testing.cases import machine_flags
+from testing.cases import machine_flags, plain_flags
 from testing.runner import Job, Runner, words
 
 _STAGES, _LAYERS, _HIDDEN, _SEQ = 2, 4, 512, 256
@@ -30,19 +31,10 @@ _TRACED = 4
 
 def flags(microbatches: int, iterations: int) -> tuple[str, ...]:
     """Matrix products dominate; the vocabulary is small, so that the stages are equal."""
-    return (
-        *machine_flags(),
-        *words(
-            f"--num-layers {_LAYERS} --hidden-size {_HIDDEN} --ffn-hidden-size {3 * _HIDDEN} --num-attention-heads 4 "
-            "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
-            "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-            f"--seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1 "
-            f"--global-batch-size {microbatches} --calculate-per-token-loss --train-iters {iterations} --lr 1e-4 "
-            "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --split 100,0,0 "
-            "--eval-iters 0 --eval-interval 1000 --log-interval 1 --clip-grad 1.0 "
-            f"--pipeline-model-parallel-size {_STAGES} --distributed-timeout-minutes 10 --seed 1"
-        ),
-    )
+    model = ModelShape(_LAYERS, _HIDDEN, 4, 4, _SEQ, 3 * _HIDDEN)
+    own = f"--pipeline-model-parallel-size {_STAGES} --lr 1e-4 --lr-decay-style constant --split 100,0,0"
+    more = words(own, "--clip-grad 1.0 --distributed-timeout-minutes 10 --seed 1")
+    return (*machine_flags(), *plain_flags(model, 63, microbatches, iterations), *more)
 
 
 def run(runner: Runner, side: str, microbatches: int, iterations: int, folder: Path) -> float:

@@ -38,7 +38,7 @@ from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
 from megatron_het.schedule.memory import memory_use
 from megatron_het.schedule.simulate import simulate
-from testing.cases import machine_flags
+from testing.cases import machine_flags, plain_flags
 from testing.planner_cases import processors
 from testing.runner import Job, Runner, words
 from testing.zorse_cases import with_shares
@@ -224,12 +224,9 @@ ZERO2, ZERO3 = "PP + ZeRO-2", "PP + ZeRO-3"
 PADDED_VOCABULARY = 128
 UNEQUAL = ((4.0, 2.0, 1.0, 1.0), (2.0, 1.0, 1.0, 0.0))
 _FLAGS = words(
-    f"""
-    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
-    --mock-data --split 90,10,0 --micro-batch-size 1 --calculate-per-token-loss --clip-grad 0 --lr 1e-3
-    --eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 2 --rerun-mode disabled
+    """
+    --make-vocab-size-divisible-by 32 --split 90,10,0 --clip-grad 0 --lr 1e-3 --distributed-timeout-minutes 2
+    --rerun-mode disabled --het-transport gloo
     """
 )
 
@@ -237,15 +234,9 @@ _FLAGS = words(
 def arguments(plan: Plan, folder: Path, iterations: int) -> tuple[str, ...]:
     """The command line of a training under a plan, which is saved in the folder of the reports."""
     save_plan(plan, folder / "plan.json")
-    model = plan.model
-    shape = f"""
-    --num-layers {model.num_layers} --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}
-    --num-attention-heads {model.num_attention_heads} --seq-length {model.seq_length}
-    --max-position-embeddings {model.seq_length} --global-batch-size {plan.num_microbatches}
-    --train-iters {iterations} --het-transport gloo
-    """
+    flags = plain_flags(plan.model, VOCABULARY, plan.num_microbatches, iterations)
     where = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
-    return (*words(shape), *_FLAGS, *machine_flags(), *where)
+    return (*flags, *_FLAGS, *machine_flags(), *where)
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,28 @@ TRAINING_FLAGS = words(
 )
 
 
+def plain_flags(model: Any, vocabulary: int, microbatches: int, iterations: int) -> tuple[str, ...]:
+    """Megatron's flags of a Llama-like model on random tokens, in microbatches of one sequence, without evaluations.
+
+    Args:
+        model: Has the names of a :class:`ModelShape`.
+        vocabulary: Words that its tokenizer knows.
+        microbatches: Of an iteration.
+    """
+    ffn = "" if model.ffn_hidden_size is None else f"--ffn-hidden-size {model.ffn_hidden_size}"
+    return words(
+        f"""
+        --num-layers {model.num_layers} --hidden-size {model.hidden_size} {ffn}
+        --num-attention-heads {model.num_attention_heads}
+        --seq-length {model.seq_length} --max-position-embeddings {model.seq_length} --normalization RMSNorm --swiglu
+        --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size {vocabulary} --mock-data
+        --micro-batch-size 1 --global-batch-size {microbatches} --calculate-per-token-loss
+        --train-iters {iterations} --eval-iters 0 --eval-interval 1000 --log-interval 1
+        """
+    )
+
+
 def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str, ...]:
     """The flags that Megatron needs on a device."""
     from megatron_het.device import platform_flags

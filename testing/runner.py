@@ -8,9 +8,11 @@ over NCCL, where several ranks may share one.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -243,6 +245,36 @@ class Runner:
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         return json.loads(line)
+
+
+def run_in_session(command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
+    """Run a command with everything that it starts in a session of its own, which is ended then.
+
+    Args:
+        command: Its words.
+        log: File for its output; the folder is made.
+        limit_s: It is ended after so long.
+
+    Returns:
+        The exit code; None where it was ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **streams, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_session(process)
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def words(text: str, *more: Sequence[str] | str) -> tuple[str, ...]:

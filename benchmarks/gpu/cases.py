@@ -1,10 +1,7 @@
 """Cases of a part of the check: each may fail alone, and the file is written after each."""
 
 import argparse
-import contextlib
 import os
-import signal
-import subprocess
 import threading
 import time
 import traceback
@@ -16,7 +13,7 @@ from typing import Any
 
 from benchmarks.machine import command_line, machine, scratch
 from megatron_het.safe_io import amount, check_target, count, write_json
-from testing.runner import REPOSITORY, Device, has_gpu, server_environment
+from testing.runner import Device, has_gpu, run_in_session, server_environment
 
 _LIMIT_S, _TAIL_LINES = 300.0, 25
 
@@ -150,25 +147,9 @@ def command(
     Raises:
         CaseError: It ended otherwise; with the end of its log.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        process = subprocess.Popen(words, cwd=REPOSITORY, env=environment, **streams, start_new_session=True)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_session(process)
+    code = run_in_session(words, log, limit_s, environment)
     text = log.read_text(errors="replace")
     if code not in expected:
         what = f"did not end within {limit_s:.0f} s" if code is None else f"ended with exit code {code}"
         raise CaseError("\n".join([f"{log.stem} {what}", *text.splitlines()[-_TAIL_LINES:]]))
     return text
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session, and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,8 +26,8 @@ from typing import Any
 from benchmarks.gpu.timings import BARS, CATALOG_BAR, PROFILE_BAR
 from benchmarks.machine import machine
 from megatron_het.safe_io import check_target, count, write_json
+from testing.runner import run_in_session
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 520.0
 AT_ONCE = 4
 NO_GPU = 3
@@ -149,22 +148,10 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     words = [values.get(word, word) for word in part.command]
     start_s, mark = time.monotonic(), secrets.token_hex(8)
     log = folder / f"{part.name}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=REPOSITORY,
-            env={**os.environ, _MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process, mark)
+    try:
+        code = run_in_session([sys.executable, *words], log, limit_s, {**os.environ, _MARK: mark})
+    finally:
+        _end(mark)
     result: dict[str, Any] = {"exit_code": code, "elapsed_s": round(time.monotonic() - start_s, 1)}
     try:
         figures = read_figures(target)
@@ -179,11 +166,8 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     return result
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a part and the ranks that it has started, which would keep the GPU's memory from the next part."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _end(mark: str) -> None:
+    """End the ranks that a part has started, which would keep the GPU's memory from the next part."""
     own = f"{_MARK}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

@@ -27,6 +27,7 @@ from benchmarks.gpu.timings import Training, Width, train
 from benchmarks.machine import command_line, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
+from testing.cases import plain_flags
 from testing.runner import Runner
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
@@ -68,18 +69,10 @@ def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[st
     """Megatron's flags for a plan on this machine."""
     from megatron_het.device import platform_flags
 
-    flags = f"""
-        --num-layers {plan.model.num_layers} --hidden-size {size.hidden} --ffn-hidden-size {size.ffn}
-        --num-attention-heads {size.heads} --seq-length {size.tokens} --max-position-embeddings {size.tokens}
-        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --tokenizer-type NullTokenizer --vocab-size {size.vocabulary} --mock-data --split 90,10,0
-        --micro-batch-size 1 --global-batch-size {plan.num_microbatches} --bf16
-        --calculate-per-token-loss --clip-grad 1.0 --train-iters {iterations} --lr 1e-4
-        --eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 5
-        --dist-ckpt-optim-fully-reshardable
-        """.split()
-    return flags + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+    flags = plain_flags(plan.model, size.vocabulary, plan.num_microbatches, iterations)
+    own = "--bf16 --split 90,10,0 --clip-grad 1.0 --lr 1e-4 --distributed-timeout-minutes 5"
+    platform = [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+    return [*flags, *own.split(), "--dist-ckpt-optim-fully-reshardable", *platform]
 
 
 class VariantError(RuntimeError):

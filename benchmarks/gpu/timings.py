@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.machine import command_line, machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
+from testing.cases import plain_flags
 from testing.runner import Job, Runner
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
@@ -101,16 +102,9 @@ def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
     """Megatron's flags of a training."""
     from megatron_het.device import platform_flags
 
-    words = f"""
-        --num-layers {training.layers} --hidden-size {width.hidden} --ffn-hidden-size {width.ffn}
-        --num-attention-heads {width.heads} --seq-length {training.tokens}
-        --max-position-embeddings {training.tokens} --normalization RMSNorm --swiglu --position-embedding-type rope
-        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --tokenizer-type NullTokenizer --vocab-size {width.vocabulary - 1} --mock-data --split 90,10,0
-        --micro-batch-size 1 --global-batch-size {training.microbatches} --calculate-per-token-loss --clip-grad 1.0
-        --train-iters {training.iterations} --lr 1e-4 --eval-iters 0 --eval-interval 1000 --log-interval 1
-        --distributed-timeout-minutes 2
-        """.split()
+    model = plan_of(training, width, "", "fp32").model
+    words = [*plain_flags(model, width.vocabulary - 1, training.microbatches, training.iterations)]
+    words += ["--split", "90,10,0", "--clip-grad", "1.0", "--lr", "1e-4", "--distributed-timeout-minutes", "2"]
     words += ["--bf16"] if is_cuda else []
     words += _FULL if training.recompute else ()
     return words + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]

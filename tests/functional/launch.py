@@ -1,6 +1,5 @@
 """Starts the ranks of one functional test as local processes, and ends them all in bounded time."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_het.store import free_port
+from testing.runner import end_session
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05
@@ -102,7 +102,7 @@ def launch(
     finally:
         unfinished = [rank for rank, process in enumerate(processes) if process.poll() is None]
         for process in processes:
-            _kill(process)
+            end_session(process)
     elapsed_s = time.monotonic() - start_s
     done = Launch(tuple(process.returncode for process in processes), logs, elapsed_s)
     if unfinished and first_failed is None:
@@ -148,13 +148,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, grace
             break
         time.sleep(_POLL_S)
     return first_failed
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a rank's process group, helper processes included."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _tail(done: Launch, rank: int) -> str:
