@@ -16,7 +16,7 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.registry import cuts_sequences, cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.placement import token_blocks
-from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION
+from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION, TrainingShape
 from megatron_het.schedule.ir import SLICED_SCHEDULES
 
 _REFUSED = (
@@ -26,8 +26,10 @@ _REFUSED = (
     Refusal("mtp_hybrid_override_pattern", "write these layers into --hybrid-layer-pattern, after /"),
     Refusal("num_distributed_optimizer_instances", "a class of replicas has one optimizer instance", more_than_one),
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
-    Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
-    Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
+    *(
+        Refusal(name, "Megatron's own evaluation fails with it, at the validation set or at the test set")
+        for name in ("full_validation", "multiple_validation_sets")
+    ),
     *(
         Refusal(name, "Megatron numbers microbatches by data-parallel rank, and a plan gives replicas other ones")
         for name in ("logits_save_dir", "logits_load_dir")
@@ -35,7 +37,6 @@ _REFUSED = (
     Refusal("dist_ckpt_strictness", "Megatron takes no list of keys from loading", lambda v: "return_" in f"{v}"),
     Refusal("ddp_average_in_collective", "gradients are divided once, by the tokens of all replicas"),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
-    Refusal("phase_transition_iterations", "samples are routed by one global order"),
     Refusal("yaml_cfg", "give the options as flags"),
     Refusal("inprocess_restart", "in-process restart rebuilds groups that a plan owns"),
     Refusal("use_tp_pp_dp_mapping", "the plan says which rank goes where"),
@@ -190,11 +191,21 @@ def _check_batch(plan: Plan, args: Any) -> None:
         value, expected = getattr(args, name), getattr(plan.training, name)
         if value is not None and value != expected:
             raise PlanError(flag_of(name), value, f"the plan was made for {expected}")
-    for name in ("eval_micro_batch_size", "eval_global_batch_size"):
-        value = getattr(args, name, None)
-        expected = getattr(plan.training, name.removeprefix("eval_"))
-        if value is not None and value != expected:
-            raise PlanError(flag_of(name), value, f"evaluation uses the plan's routing, hence its {expected}")
+    _check_evaluation(plan.training, args)
+
+
+def _check_evaluation(training: TrainingShape, args: Any) -> None:
+    """An evaluation runs the plan's batches, as many as have its samples."""
+    sizes = {name: getattr(args, f"eval_{name}", None) for name in ("micro_batch_size", "global_batch_size")}
+    size, iterations = sizes["global_batch_size"], getattr(args, "eval_iters", None) or 0
+    if size is not None and iterations * size % training.global_batch_size:
+        problem = f"{iterations} times that are no whole number of the plan's batches of {training.global_batch_size}"
+        raise PlanError("--eval-global-batch-size", size, problem, "Give another --eval-iters")
+    counts = [f for f in ("sft", "moe_expert_capacity_factor") if getattr(args, f, None)]
+    for name, value in sizes.items() if counts else ():
+        if value is not None and value != getattr(training, name):
+            problem = f"with {flag_of(counts[0])} an evaluation depends on the sizes of microbatches and batches"
+            raise PlanError(flag_of(f"eval_{name}"), value, problem, "Leave it out: then they are those of training")
 
 
 def _check_parallelism(plan: Plan, args: Any) -> None:
@@ -380,7 +391,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:
         family_of(args).write_layout(plan, args)
-    args.micro_batch_size = args.eval_micro_batch_size = plan.training.reading_unit
+    args.micro_batch_size, args.eval_micro_batch_size = plan.training.reading_unit, 1  # evaluations count sequences
     args.global_batch_size = plan.training.global_batch_size
     args.sequence_parallel = plan.training.sequence_parallel
     args.use_distributed_optimizer = plan.training.distributed_optimizer

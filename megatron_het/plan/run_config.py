@@ -110,6 +110,9 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
         if len(plans) > 1:
             raise PlanError("--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}")
         return
+    if phases := getattr(args, "phase_transition_iterations", None):
+        problem = f"Megatron counts samples of phases by one batch size, and {flag} has several"
+        raise PlanError("--phase-transition-iterations", phases, problem, "Leave one of them out")
     sizes = [word.rpartition(":")[2] for word in given.split()]
     if unknown := [size for size in sizes if not size.isdecimal() or int(size) not in known]:
         raise PlanError(
@@ -134,6 +137,7 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
 # ``--het-schedule`` without ``--het-plan`` takes the sizes from the ordinary flags.  The plan that comes out is the one
 # a person would write: equal layers, equal replicas, ranks in Megatron's order.
 
+_BY_PIPELINE = "use-tp-pp-dp-mapping"  # the ranks of one pipeline follow each other, in place of those of a stage
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _UNEVEN_FLAGS = (
     "--decoder-first-pipeline-num-layers",
@@ -162,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "fp16",
         "recompute-activations",
         "untie-embeddings-and-output-weights",
+        _BY_PIPELINE,
     ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute-granularity")
@@ -216,7 +221,8 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         flags.use_distributed_optimizer,
     )
     # Chunks are in the plan, and Megatron takes them from the plan's layout.
-    return Plan(model, training, stages, schedule), without_flags(words, *_CHUNK_FLAGS)
+    left = [word for word in without_flags(words, *_CHUNK_FLAGS) if word != f"--{_BY_PIPELINE}"]
+    return Plan(model, training, stages, schedule), left
 
 
 def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
@@ -244,19 +250,19 @@ def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[
     layers = _piped_layers(flags, pp, schedule) or [_layers(flags, pp)] * pp
     stages = []
     for s in range(pp):
-        first = s * replicas * size
+        places = [q * pp + s if flags.use_tp_pp_dp_mapping else s * replicas + q for q in range(replicas)]
         stages.append(
             Stage(
                 layers[s],
                 tuple(
                     Replica(
-                        tuple(range(first + q * size, first + (q + 1) * size)),
+                        tuple(range(place * size, (place + 1) * size)),
                         tuple(range(q, microbatches, replicas)),
                         cp=flags.context_parallel_size,
                         ep=flags.expert_model_parallel_size,
                         etp=flags.expert_tensor_parallel_size or 0,
                     )
-                    for q in range(replicas)
+                    for q, place in enumerate(places)
                 ),
             )
         )

@@ -327,7 +327,11 @@ def routed_provider(
             datasets = provider(num_samples, **keywords)
         for dataset in datasets:
             draw_by_sample(dataset)
-        consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
+        read = args.consumed_train_samples
+        if args.phase_transition_iterations:  # each phase has a dataset of its own
+            begun = max(k for k in (0, *args.phase_transition_iterations) if k <= args.iteration)
+            read = (args.iteration - begun) * args.global_batch_size
+        consumed = (read, 0 if args.skip_train else args.consumed_valid_samples, 0)
         train, *others = (
             _iterator(args, dataset, start, microbatches, batches_of, loader_type)
             for dataset, start in zip(datasets, consumed, strict=True)
@@ -393,9 +397,7 @@ def _iterator(
 ) -> Iterator[Any] | None:
     from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 
-    if isinstance(dataset, list):
-        raise NotImplementedError("several validation sets do not work with --het-plan")
-    own: dict[str, Any] = {"dataloader_type": loader_type}
+    own: dict[str, Any] = {"dataloader_type": loader_type, "eval_micro_batch_size": args.micro_batch_size}
     if loader_type == "cyclic":
         # Which samples Megatron shuffles depends on the size of what it reads.  Read one by one they come in one order
         # under all plans, so that a training that changes its plan reads none of an epoch twice.

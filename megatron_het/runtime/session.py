@@ -99,6 +99,7 @@ class HetSession:
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
+        self._owed = 0  # sequences that an evaluation asks for, fewer than the batch that its program runs
         self.is_running = False
         """Whether the schedule runs, as opposed to Megatron's own code."""
         self.report: RunReport | None = None
@@ -323,6 +324,10 @@ class HetSession:
         assert self.report is not None, "the session is not open"
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
+        rounds, training = 1, self.plan.training
+        if forward_only:  # sequences are asked for (``apply_plan``), and the program runs a whole batch
+            rounds, self._owed = divmod(self._owed + num_microbatches, training.global_batch_size)
+        as_planned = forward_only or num_microbatches * training.reading_unit == training.global_batch_size
         if not forward_only and self._marks_params_norm:
             self._marks_params_norm = False
             count_once_in_params_norm(models, self.groups)
@@ -331,10 +336,10 @@ class HetSession:
             data_iterators=iterators_per_chunk(data_iterator, self._num_chunks),
             models=models,
             config=config,
-            num_microbatches=self._passes(num_microbatches),
+            num_microbatches=training.num_microbatches if as_planned else num_microbatches,
             length=self._local_seq_length,
             hidden_size=config.hidden_size,
-            sequences=self.plan.training.sequences,
+            sequences=training.sequences,
             args=get_args(),
             dtype=config.pipeline_dtype or config.params_dtype,
             device=self._platform.device,
@@ -346,16 +351,10 @@ class HetSession:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._timeline.start()
         with self.report.measure(forward_only, self._timeline) as measured, judged_at_the_end(call.args):
-            reports = self._run(call, measured, force_all_reduce)
+            reports = [entry for _ in range(rounds) for entry in self._run(call, measured, force_all_reduce)]
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return reports
-
-    def _passes(self, num_microbatches: int) -> int:
-        """Microbatches of the plan, from what Megatron counts: batches as large as data is read."""
-        training = self.plan.training
-        as_planned = num_microbatches * training.reading_unit == training.global_batch_size
-        return training.num_microbatches if as_planned else num_microbatches
 
     def _run(self, call: Call, measured: Measurement, force_all_reduce: bool) -> list[Any]:
         """The program, then what is summed over ranks; returns loss entries where Megatron wants them."""
@@ -374,7 +373,7 @@ class HetSession:
             if self._has_loss:
                 with self.explained(lambda: "loss reduction", "stage"):
                     reports = of_whole_stage(reports, self.placement, self.groups)
-                measured.losses = reports
+                measured.losses += reports
             with self.explained(lambda: "passing on the loss", "loss"):
                 reports = self._passed_on(reports)
         if not call.forward_only:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import ScheduleSpec
-from testing.cases import Case, build_plan
+from testing.cases import Case, build_plan, words
 from testing.compare import Differences
 from testing.lab import Lab
 from testing.slimpipe_cases import PLAIN, sliced_case
@@ -89,6 +89,20 @@ def test_the_norm_of_the_parameters_counts_each_once(precision: str, distributed
     found = params_norms(lab.runner.run(lab.job(case)).log())
     assert len(found) == len(expected) == lab.steps
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+_EVALUATED = [
+    # Two times nine sequences, and six times two, in batches of six.
+    new_case("more", [[1, 1], [2]], [2, 3], extra="--eval-global-batch-size 9 --eval-iters 2", even_routing=False),
+    sliced("fewer", _SPLIT, extra=words("--eval-global-batch-size 2 --eval-iters 6 --eval-micro-batch-size 2")),
+]
+
+
+@pytest.mark.parametrize("case", _EVALUATED, ids=["more", "fewer"])
+def test_an_evaluation_of_another_size(case: Case, lab: Lab):
+    logs = (lab.reference(case) / "rank-0.log").read_text(), lab.runner.run(lab.job(case)).log()
+    expected, found = ([float(loss) for loss in re.findall(r"lm loss value: (\S+)", log)] for log in logs)
+    assert found == pytest.approx(expected, rel=BAR) and len(found) > 2
 
 
 _UNTRAINED = [

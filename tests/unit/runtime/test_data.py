@@ -145,11 +145,16 @@ def test_microbatches_of_different_size_are_cut_from_the_same_samples() -> None:
     assert [*sampler, *sampler] == [[0, 1, 2], [3, 0, 1]]
 
 
-@pytest.mark.parametrize(("loader", "ahead"), [("cyclic", 0), ("cyclic", 6), ("single", 6)])
+@pytest.mark.parametrize(
+    ("loader", "ahead", "phases"), [("cyclic", 0, []), ("cyclic", 6, []), ("single", 6, []), ("single", 60, [4, 9])]
+)
 def test_the_order_of_samples_does_not_depend_on_the_microbatches(
-    loader: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+    loader: str, ahead: int, phases: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training may go on under a plan of other microbatches; 17 samples are no multiple of most sizes."""
+    """A training may go on under a plan of other microbatches; 17 samples are no multiple of most sizes.
+
+    Each phase begins with the first sample of a dataset of its own.
+    """
     from megatron import training
     from megatron.core import mpu
     from megatron.training.datasets import data_samplers
@@ -172,6 +177,8 @@ def test_the_order_of_samples_does_not_depend_on_the_microbatches(
             consumed_valid_samples=0,
             skip_train=False,
             iterations_to_skip=[],
+            iteration=ahead // 6,
+            phase_transition_iterations=phases,
         )
         for module in (training, data_samplers):
             monkeypatch.setattr(module, "get_args", lambda: args)
@@ -181,7 +188,7 @@ def test_the_order_of_samples_does_not_depend_on_the_microbatches(
         return [int(k) for _ in batches_of for k in next(train)[0]]
 
     expected = read(1, [1] * 6)
-    assert len(set(expected)) == 6
+    assert len(set(expected)) == 6 and (loader == "cyclic" or expected == list(range(6, 12)))
     assert read(2, [1] * 3) == read(3, [1] * 2) == read(6, [1]) == read(1, [3, 1, 2]) == expected
 
 

@@ -99,6 +99,7 @@ def test_a_rank_takes_part_for_the_chunks_that_it_lacks(
     monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: tp_rank)
     monkeypatch.setattr(training, "build_train_valid_test_data_iterators", build)
     args = SimpleNamespace(consumed_train_samples=0, consumed_valid_samples=0, skip_train=False, iterations_to_skip=[])
+    args.phase_transition_iterations = None
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     routed = data.routed_provider(provider, [0], [1], "single", lambda: False, lacking=2)
 
