@@ -88,11 +88,6 @@ class KVCache:
         self._opened = 0
 
     @property
-    def live_chunks(self) -> int:
-        """Chunks in use."""
-        return sum(len(sequence.chunks) for sequence in self._sequences.values())
-
-    @property
     def pool_bytes(self) -> int:
         """Size of the pool, 0 before its first use."""
         return self._pool.nbytes

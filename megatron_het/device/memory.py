@@ -127,32 +127,27 @@ class CpuMemoryMeter(MemoryMeter):
 
     def __init__(self, limit_bytes: int = 0) -> None:
         super().__init__()
-        self._storages = LimitedStorages(limit_bytes) if limit_bytes else Storages()
-        self._watched = watched(self._storages)
+        self.storages = LimitedStorages(limit_bytes) if limit_bytes else Storages()
+        self._watched = watched(self.storages)
         self._watched.__enter__()
-        self._mode: TorchDispatchMode | None = StorageWatch(self._storages)
+        self._mode: TorchDispatchMode | None = StorageWatch(self.storages)
         self._mode.__enter__()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of tensors that existed before, such as parameters."""
         for tensor in tensors:
-            self._storages.adopt(tensor)
+            self.storages.adopt(tensor)
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        with self._storages.ignoring():
+        with self.storages.ignoring():
             yield
 
-    @property
-    def storages(self) -> "Storages":
-        """Returns what is counted."""
-        return self._storages
-
     def live_bytes(self) -> int:
-        return self._storages.live_bytes
+        return self.storages.live_bytes
 
     def _take_peak(self) -> int:
-        peak, self._storages.peak_bytes = self._storages.peak_bytes, self._storages.live_bytes
+        peak, self.storages.peak_bytes = self.storages.peak_bytes, self.storages.live_bytes
         return peak
 
     def close(self) -> None:

@@ -133,21 +133,12 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, str]:
     if options.plan:
         return load_plan(options.plan), options.transport
     words = list(options.flags or ())
-    given = {name: _value(words, name) for name in ("--het-plan", "--het-schedule", "--het-transport")}
-    if not (given["--het-plan"] or given["--het-schedule"]):
+    given = (word.partition("=")[::2] if "=" in word else (word, after) for word, after in zip(words, [*words[1:], ""]))
+    if not any(value for name, value in given if name in ("--het-plan", "--het-schedule")):
         raise PlanError("--plan", None, "no plan was given", "Name one, or give the training's flags after '--'")
     config, _ = split_arguments(words)
     assert config.plan is not None
     return config.plan, config.transport if options.transport == "auto" else options.transport
-
-
-def _value(words: list[str], flag: str) -> str | None:
-    for i, word in enumerate(words):
-        if word == flag and i + 1 < len(words):
-            return words[i + 1]
-        if word.startswith(flag + "="):
-            return word.split("=", 1)[1]
-    return None
 
 
 def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.job import Board, ServedBoard, signature_of
-from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
+from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.worth import describe
 from megatron_het.features.registry import check_plan_alone
@@ -330,7 +330,7 @@ def _planner(options: Any) -> Planner:
         searched = SearchedPlans(options.cluster, search, _say)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return GivenFirst(plans, searched) if plans else searched
+    return GivenPlans(plans, searched) if plans else searched
 
 
 def _check_plans(files: Sequence[Path], plans: Sequence[Plan]) -> None:

@@ -110,7 +110,6 @@ class Planner:
 
     def reject(self, plan: Plan, why: str) -> None:
         """Never give a plan again."""
-        raise NotImplementedError
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
         """Make plans ahead for pools that may come, the most likely ones first; returns at once."""
@@ -143,35 +142,7 @@ class Planner:
 
 
 class GivenPlans(Planner):
-    """Takes the best plan of a list, in the order of preference, that the pool can run."""
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self._plans = plans
-        self._rejected: dict[int, str] = {}
-
-    def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        for number, plan in enumerate(self._plans):
-            ranks = None if number in self._rejected else assign(plan, pool)
-            if ranks is not None:
-                return plan, ranks
-        sizes = ", ".join(str(plan.world_size) for plan in self._plans)
-        raise NoPlanError(
-            f"no plan of the list fits {len(pool)} processes on {len({p.node for p in pool})} nodes (the plans have "
-            f"{sizes} ranks). Give a plan for fewer ranks, or bring nodes back"
-            + "".join(f". Plan {number + 1} of the list was refused: {why}" for number, why in self._rejected.items())
-        )
-
-    def is_better(self, plan: Plan, present: Plan) -> bool:
-        """See :class:`Planner`; the list is in the order of preference."""
-        # A controller that is started again may have another list than the one whose plan runs.
-        return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
-
-    def reject(self, plan: Plan, why: str) -> None:
-        self._rejected = {**self._rejected, self._plans.index(plan): why} if plan in self._plans else self._rejected
-
-
-class GivenFirst(Planner):
-    """Takes a plan of a list where the pool can run one, and another planner's for every other pool.
+    """Takes the best plan of a list, in the order of preference, that the pool can run, else another planner's.
 
     What was measured is the other planner's alone: the list says nothing of devices that have become slow.
 
@@ -179,26 +150,46 @@ class GivenFirst(Planner):
         other: Asked where no plan of the list fits.
     """
 
-    def __init__(self, given: Sequence[Plan], other: Planner) -> None:
-        self._plans: Sequence[Plan] = given
-        self._given, self._other = GivenPlans(given), other
+    def __init__(self, plans: Sequence[Plan], other: Planner | None = None) -> None:
+        self._plans, self._is_alone, self._other = plans, other is None, other or Planner()
+        self._rejected: dict[int, str] = {}
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        return self._for(pool).plan(pool)
+        if (found := self._given(pool)) is not None:
+            return found
+        if not self._is_alone:
+            return self._other.plan(pool)
+        sizes = ", ".join(str(plan.world_size) for plan in self._plans)
+        raise NoPlanError(
+            f"no plan of the list fits {len(pool)} processes on {len({p.node for p in pool})} nodes (the plans have "
+            f"{sizes} ranks). Give a plan for fewer ranks, or bring nodes back"
+            + "".join(f". Plan {number + 1} of the list was refused: {why}" for number, why in self._rejected.items())
+        )
+
+    def _given(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]] | None:
+        """A plan of the list with its ranks; None where none fits."""
+        for number, plan in enumerate(self._plans):
+            if number not in self._rejected and (ranks := assign(plan, pool)) is not None:
+                return plan, ranks
+        return None
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
-        """See :class:`Planner`; a plan of the list is better than one that was searched for want of it."""
-        return (self._given if plan in self._plans else self._other).is_better(plan, present)
+        """See :class:`Planner`; a plan of the list is better than later ones, and than one searched for want of it."""
+        if plan not in self._plans and not self._is_alone:
+            return self._other.is_better(plan, present)
+        # A controller that is started again may have another list than the one whose plan runs.
+        return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
 
     def reject(self, plan: Plan, why: str) -> None:
-        self._take([one for one in self._plans if one != plan])
+        if plan in self._plans:
+            self._rejected[self._plans.index(plan)] = why
         self._other.reject(plan, why)
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
-        self._other.prepare([pool for pool in pools if self._for(pool) is self._other])
+        self._other.prepare([pool for pool in pools if self._given(pool) is None])
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
-        return self._for(pool).is_ready(pool)
+        return self._given(pool) is not None or self._other.is_ready(pool)
 
     def renew(self) -> None:
         """See :class:`Planner`; the list stays."""
@@ -212,19 +203,12 @@ class GivenFirst(Planner):
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
         """See :class:`Planner`; plans of the list name kinds of devices that some of the pool are no longer."""
-        self._take(())
+        self._plans = ()
         self._other.accept(learned, pool)
 
     def recall(self, document: dict[str, Any]) -> None:
-        self._take(())
+        self._plans = self._plans if self._is_alone else ()
         self._other.recall(document)
-
-    def _take(self, plans: Sequence[Plan]) -> None:
-        self._plans, self._given = plans, GivenPlans(plans)
-
-    def _for(self, pool: Sequence[Process]) -> Planner:
-        fits = any(assign(plan, pool) is not None for plan in self._plans)
-        return self._given if fits else self._other
 
 
 def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:

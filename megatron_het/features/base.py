@@ -201,6 +201,7 @@ class Feature:
     # whether every row of the vocabulary is on one stage, also with tied embeddings
     holds_rows_once: ClassVar[bool] = False
     packing_flags: ClassVar[frozenset[str]] = frozenset()  # flags with which a user says what a document is
+    called: ClassVar[str] = ""  # what refusals of Megatron's arguments call it, in place of its title
     no_graphs: ClassVar[str] = ""  # why CUDA graphs of layers cannot go with it; "" where they can
     no_local_graphs: ClassVar[str] = ""  # likewise of those that Megatron captures itself, without Transformer Engine
     # dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature that lies
@@ -298,7 +299,7 @@ class Feature:
 
     def named(self, plan: Plan) -> str:
         """Returns what refusals of Megatron's arguments call the feature."""
-        return self.title
+        return self.called or self.title
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
         """Refuse a ``--het-*`` flag that is about the feature and does not go with the plans; raises PlanError.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drift
-from megatron_het.elastic.pool import GivenFirst
+from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.searched import Search, SearchedPlans
 from testing.lab import Lab
 from tests.functional.test_elastic_job import Running, losses_of
@@ -23,7 +23,7 @@ def test_a_slow_device_gets_less_work(lab: Lab, tmp_path: Path) -> None:
     folder.mkdir()
     search = Search(inputs / CLUSTER, inputs / MODEL, inputs / PROFILE, folder, 60.0)
     lines: list[str] = []
-    planner = GivenFirst([drift.planned((4, 4))], SearchedPlans(inputs / CLUSTER, search, lines.append))
+    planner = GivenPlans([drift.planned((4, 4))], SearchedPlans(inputs / CLUSTER, search, lines.append))
     stand_in = drift.Scenario("test", (4, 4), (), slowed=(1,)).stand_in(_AT) | {"factor": 4.0}
     job = Running(
         lab,

@@ -170,6 +170,7 @@ class ActivationOffload(Feature):
 
     name = "activation_offload"
     title = "activations in host memory"
+    called = _FLAG
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
     no_graphs = "what a graph keeps for its backward stays in the graph's memory, which cannot be moved"
@@ -189,10 +190,6 @@ class ActivationOffload(Feature):
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:
         """One switch."""
         return OffloadOptions() if flags["offload"] else None
-
-    def named(self, plan: Plan) -> str:
-        """The flag."""
-        return _FLAG
 
     def after_transfers(self, program: Program, options: OffloadOptions) -> Program:
         """The program with activations on their way to and from the host; an evaluation keeps none."""

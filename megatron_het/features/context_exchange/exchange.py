@@ -144,7 +144,7 @@ class ContextExchange:
         self._limits: Limits | None = None
         self._gives: list[RankOp] = []
         self._helps: list[RankOp] = []
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
         self._modules: list[list[SliceCoreAttention]] = []
         self._shape: AttentionShape | None = None
         self._sequences: Callable[[int], int] = lambda microbatch: 1
@@ -202,11 +202,6 @@ class ContextExchange:
         each = self._shape.heads // self._shape.groups
         rows = op.lo * each, (op.hi - op.lo) * each
         return pack(*heads_of(tensors, *rows))
-
-    @property
-    def slot(self) -> Slot | None:
-        """The slot that runs; None in passes without exchange."""
-        return self._slot
 
     # -- operations of the program ---------------------------------------------------------------
 
@@ -271,11 +266,11 @@ class ContextExchange:
         self._gives.clear()
         self._helps.clear()
         slot = Slot(gives, helps, is_backward, self.layers)
-        self._slot = slot if gives or helps else None
+        self.slot = slot if gives or helps else None
         try:
             yield slot
         finally:
-            self._slot = None
+            self.slot = None
         if (gives or helps) and slot.done != self.layers:
             raise ExchangeError(f"{slot.done} of {self.layers} layers took part in the exchange")
         for help_ in helps:
@@ -293,7 +288,7 @@ class ContextExchange:
         Returns:
             Tokens given away.
         """
-        slot = self._slot
+        slot = self.slot
         if slot is None:
             return NOTHING
         shapes = [self.shape(op) for op in slot.helps]
@@ -315,7 +310,7 @@ class ContextExchange:
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
         """End a layer: send what was made for others, and wait for what comes back."""
-        slot = self._slot
+        slot = self.slot
         if slot is None:
             return
         self._answer(slot)
@@ -329,7 +324,7 @@ class ContextExchange:
 
     def help(self, kernel: Kernel, scale: float) -> None:
         """Attend, or differentiate, for others in the current layer."""
-        slot = self._slot
+        slot = self.slot
         if slot is None:
             return
         layer = slot.layer_at(slot.done)

@@ -317,6 +317,7 @@ class Vocabulary(Feature):
 
     name = "vocabulary"
     title = "split vocabulary"
+    called = _SWITCH
     holds_rows_once = True
     view_flags = (ViewFlag("--vocabulary", "split embedding and output layer over the devices"),)
     options = VocabularyOptions
@@ -342,10 +343,6 @@ class Vocabulary(Feature):
     def viewed(self, flags: Mapping[str, Any]) -> VocabularyOptions | None:
         """One switch."""
         return VocabularyOptions() if flags["vocabulary"] else None
-
-    def named(self, plan: Plan) -> str:
-        """The flag."""
-        return _SWITCH
 
     def check_arguments(self, plan: Plan, options: VocabularyOptions, args: Any) -> None:
         """The table, and a vocabulary that does not divide."""

@@ -93,6 +93,7 @@ class Window(Feature):
 
     name = "window"
     title = "parameter window"
+    called = "a parameter window"
     shards_parameters = True
     options = WindowOptions
     switch = Option(
@@ -220,10 +221,6 @@ class Window(Feature):
                 "the copies of tied embeddings, in the first and the last ministage, would be clipped by two norms",
                 'Use "exact", "undo" or "at-once", untie them, or split the vocabulary over one ministage per stage',
             )
-
-    def named(self, plan: Plan) -> str:
-        """One window of several."""
-        return "a parameter window"
 
     def check_arguments(self, plan: Plan, options: WindowOptions, args: Any) -> None:
         """The table, and what needs all gradients at once."""

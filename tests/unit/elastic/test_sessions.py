@@ -27,7 +27,7 @@ from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import end_all
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.job import Generation
-from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
+from megatron_het.elastic.pool import GivenPlans, NoPlanError, Process, assign
 from megatron_het.elastic.searched import limited
 from megatron_het.elastic.sessions import ElasticBoundary, Outcome
 from megatron_het.elastic.worker import Setting, Worker
@@ -428,7 +428,7 @@ def test_plans_are_searched_where_no_given_one_fits():
             return False
 
     searches = Searches([other])
-    both = GivenFirst([given], searches)
+    both = GivenPlans([given], searches)
     assert both.plan(pool("a", "b", "c", "d"))[0] is given and both.is_ready(pool("a", "b", "c"))
     assert both.plan(pool("a", "b"))[0] is other and not both.is_ready(pool("a", "b"))
     both.prepare([pool("a", "b", "c"), pool("a", "b")])

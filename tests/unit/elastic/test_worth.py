@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic import worth
-from megatron_het.elastic.pool import GivenFirst, Learned, NoPlanError, Process, read_better, write_run
+from megatron_het.elastic.pool import GivenPlans, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.elastic.worth import DEATH, JOIN, LEAVE, Rates, against, change_s, grows_for_s, state_bytes
 from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
@@ -182,7 +182,7 @@ class Drifting(Job):
         self.searches.open.set()
         (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
         self.plans = SearchedPlans(folder / "cluster.yaml", self.searches, lambda _: None)
-        super().__init__(folder, planner=GivenFirst(given, self.plans) if given else self.plans)
+        super().__init__(folder, planner=GivenPlans(given, self.plans) if given else self.plans)
         self.come(1, 2, device="T4")
         self.until(lambda: self.has("latest"))
 

@@ -76,11 +76,18 @@ def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -
         return Expectations(plan_hash(plan), links)
     model = profile.model
     shape = LayerModel(**{field.name: getattr(model, field.name) for field in fields(LayerModel)})
+
+    def distance(timing: LayerTiming) -> tuple[int, int, bool]:
+        """How far an operating point is from that of the plan."""
+        sequences = abs(timing.micro_batch_size - plan.training.micro_batch_size)
+        tokens = abs(timing.slice_tokens - plan.model.seq_length)
+        return sequences, tokens, timing.recompute != plan.training.recompute
+
     layers = []
     for device in profile.devices:
         found = [t for t in device.timings if t.layer == "layer" and t.tp == 1 and not t.context_tokens]
         if found:
-            layers.append(_layer(device.kind, min(found, key=lambda t: _distance(t, plan))))
+            layers.append(_layer(device.kind, min(found, key=distance)))
     return Expectations(plan_hash(plan), links, tuple(layers), shape)
 
 
@@ -104,16 +111,6 @@ def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) 
     rate, latency_s, _ = cluster.link(a, b)
     streams = [node.stream_bytes_per_s for node in (a, b) if node.stream_bytes_per_s is not None]
     return LinkExpectation(first, second, latency_s, min([rate, *streams]))
-
-
-def _distance(timing: LayerTiming, plan: Plan) -> tuple[int, int, bool]:
-    """How far an operating point is from that of the plan."""
-    training = plan.training
-    return (
-        abs(timing.micro_batch_size - training.micro_batch_size),
-        abs(timing.slice_tokens - plan.model.seq_length),
-        timing.recompute != training.recompute,
-    )
 
 
 def _layer(kind: str, timing: LayerTiming) -> LayerExpectation:

@@ -131,12 +131,14 @@ def _roles(
     """Returns all groups of pods, the one that the others wait for first."""
     names, first = part_names(parts, kinds), 0
     leader = CONTROLLER if elastic else names[0]
-    common = {"RUN_DIR": launch.run_dir, "MASTER_ADDR": _host(leader, launch, pods), "MASTER_PORT": str(_PORT)}
+    pod = f"{leader}-0" if pods.target == "skypilot" else f"{launch.job_name}-{leader}-0-0"
+    host = f"{pod}.{launch.job_name}"
+    common = {"RUN_DIR": launch.run_dir, "MASTER_ADDR": host, "MASTER_PORT": str(_PORT)}
     # Pods share no home folder.
     common["MEGATRON_HET_TOKEN_FILE"] = f"{launch.run_dir}/token"
     if elastic:
         port = str(_CONTROLLER_PORT)
-        common = {"RUN_DIR": launch.run_dir, "CONTROLLER_HOST": common["MASTER_ADDR"], "CONTROLLER_PORT": port}
+        common = {"RUN_DIR": launch.run_dir, "CONTROLLER_HOST": host, "CONTROLLER_PORT": port}
     roles = []
     if elastic:
         count = sum(len(part.nodes) for part in parts)
@@ -155,11 +157,6 @@ def _roles(
         roles.append(_Role(name, len(part.nodes), gpus, {**common, **own}, kind.kubernetes, kind.skypilot))
         first += len(part.nodes)
     return roles
-
-
-def _host(role: str, launch: LaunchOptions, pods: PodOptions) -> str:
-    pod = f"{role}-0" if pods.target == "skypilot" else f"{launch.job_name}-{role}-0-0"
-    return f"{pod}.{launch.job_name}"
 
 
 _START = [

@@ -177,13 +177,6 @@ def _share(kind: NodeGroup, *, is_whole: bool, has_cores: bool) -> list[str]:
     return words + ([f"--mem={quote(memory)}"] if memory else [])
 
 
-def _step_words(options: LaunchOptions) -> str:
-    """Words of every ``srun``: a node's tasks share the job's cores there, unless each was given a number."""
-    # srun does not take the number from the job in all versions of Slurm.
-    cores = f"--cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else "--cpu-bind=none"
-    return f"{cores} {options.container.step if options.container else ''}"
-
-
 def _in_step(options: LaunchOptions, call: str) -> str:
     """The command of a step that calls a function of the script."""
     if not options.container or options.container.runtime != "pyxis":
@@ -228,7 +221,10 @@ def _train_sbatch(
     pythons = [kinds[part.kind].python for part in parts for _ in part.ranks]
     # Where Slurm gives out more of a node than the plan uses.
     devices = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
-    values["srun"] += _step_words(options)
+    # A node's tasks share the job's cores there, unless each was given a number, which srun does not take from the job
+    # in all versions of Slurm.
+    cores = f"--cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else "--cpu-bind=none"
+    values["srun"] += f"{cores} {options.container.step if options.container else ''}"
     check = f"{values['srun']}--kill-on-bad-exit=0 {values['distribution']} {_in_step(options, 'as_task diagnose')}"
     return script(
         "train.sbatch",
