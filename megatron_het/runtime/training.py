@@ -255,6 +255,8 @@ class PretrainHook:
             self._add_verdict(error, args.rank)
             raise
         complete_model_config(cfg_container.model, args)
+        if args.dsa_indexer_loss_coeff:
+            sum_indexer_losses(args.num_layers, counts=session.placement.locate(args.rank).tp_rank == 0)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
@@ -402,6 +404,24 @@ def single_iterations(original: Callable[..., bool]) -> Callable[..., bool]:
         return result
 
     return training_log
+
+
+def sum_indexer_losses(layers: int, *, counts: bool) -> None:
+    """Let the loss of sparse attention's indexers in Megatron's log be that of one process.
+
+    Megatron sums it over a pipeline group, which a plan has not, and takes the mean of replicas.
+
+    Args:
+        counts: Whether what this rank records is none that another rank of its TP group records too.
+    """
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Log
+
+    def reduce_loss_in_tracker() -> None:
+        values = Log.tracker.setdefault("values", torch.zeros(layers, device="cuda"))
+        values.mul_(counts)
+        dist.all_reduce(values)
+
+    Log.reduce_loss_in_tracker = staticmethod(reduce_loss_in_tracker)
 
 
 def _initialize_distributed(store: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a rank does after its last iteration."""
+"""What a rank does after an iteration, and after its last one."""
 
 import sys
 import time
@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_het.runtime.training import leaving_together
+from megatron_het.device import activate
+from megatron_het.runtime.training import leaving_together, sum_indexer_losses
 
 _EVENTS = 8
 
@@ -73,3 +75,20 @@ def test_groups_of_nccl_are_left_to_megatron(alone: None):
     with leaving_together(over_gloo=False):
         pass
     assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(("counts", "kept"), [(True, [1.0, 3.0]), (False, [0.0, 0.0])])
+def test_losses_of_indexers_are_summed_over_all_ranks(
+    alone: None, monkeypatch: pytest.MonkeyPatch, counts: bool, kept: list[float]
+):
+    """A pipeline group, over which Megatron sums them, is none; a stage without such layers takes part."""
+    activate()
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Log
+
+    monkeypatch.setattr(Log, "reduce_loss_in_tracker", Log.reduce_loss_in_tracker)
+    for found, expected in (({"values": torch.tensor([1.0, 3.0])}, kept), ({}, [0.0, 0.0])):
+        monkeypatch.setattr(Log, "tracker", found)
+        sum_indexer_losses(2, counts=counts)
+        total: dict[str, torch.Tensor] = {}
+        Log.track_indexer_metrics(0.5, 1, None, total_loss_dict=total)
+        assert total["indexer loss"] == sum(expected) / 4
