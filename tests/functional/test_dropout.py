@@ -8,13 +8,12 @@ import pytest
 
 from megatron_het.plan import save_plan
 from testing.cases import Case, build_plan, common_flags, with_schedule, words
-from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
 from testing.runner import Job
-from tests.functional.selected import tiers
+from tests.functional.selected import new_case, tiers
 
 STEPS = 3
-DROPOUT = words("--attention-dropout 0.1 --hidden-dropout 0.1")
+DROPOUT, RANDOM = words("--attention-dropout 0.1 --hidden-dropout 0.1"), "--moe-router-force-biased 0.5"
 
 
 def chunks_and_tp(name: str) -> Case:
@@ -35,12 +34,7 @@ CASES = {
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
     "random experts": (
-        Case(
-            "random experts",
-            with_expert_parallel(build_plan([[1, 1], [1, 1]], [2, 2], random.Random(0)), [[2, 2], [2, 2]]),
-            family="mixtral",
-            extra=words("--moe-router-force-biased 0.5"),
-        ),
+        new_case("random experts", [[1, 1], [1, 1]], [2, 2], family="mixtral", ep=[[2, 2], [2, 2]], extra=RANDOM),
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
     ),
 }
