@@ -82,6 +82,8 @@ class BigPlan:
     micro_batch_size: int = 1
     gpu: str = _GPU
     tied: bool = False
+    kept: int = 0  # layers of each stage that full recomputation leaves out
+    flag: str = ""  # Megatron's, of gradients
 
     @property
     def name(self) -> str:
@@ -91,6 +93,7 @@ class BigPlan:
             parts.append(f"{self.replicas} replicas")
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.gpu] if self.gpu != _GPU else []
+        parts += [f"{self.kept} kept"] * bool(self.kept) + [self.flag] * bool(self.flag)
         return ", ".join(parts + ["offload"] * self.offload + ["tied"] * self.tied)
 
     @property
@@ -115,13 +118,15 @@ class BigPlan:
             "distributed_optimizer": self.zero >= 1,
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             "recompute": [self.recompute],
+            "flags": {self.flag: True} if self.flag else {},
         }
 
     def candidate(self) -> Candidate:
         """The point of the search space."""
         stages = tuple(Stage(count, (Group(0, self.tp, self.replicas),)) for count in self.layers)
         sizes = self.chunks, self.slices, self.zero
-        return Candidate(stages, self.micro_batch_size, self.recompute, self.schedule, *sizes, self.offload)
+        whole = Candidate(stages, self.micro_batch_size, self.recompute, self.schedule, *sizes, self.offload)
+        return whole.keeping([[self.kept / count] for count in self.layers]) if self.kept else whole
 
     def planned(self) -> tuple[Plan, list[GroupMemory]]:
         """The plan, and the predicted memory of every stage."""
@@ -198,6 +203,20 @@ def big_plans() -> list[BigPlan]:
         BigPlan("7B", 4096, _even(32, 4), 4, gpu="A100-80", microbatches=8),
         BigPlan("13B", 4096, _even(40, 4), 4, gpu="A100-80", replicas=2, recompute="selective"),
         BigPlan("8B", 4096, _even(32, 4), 2, gpu="A100-80", replicas=2, recompute="full", tied=True),
+        BigPlan("2B", 2048, (18,), 1, replicas=2, tied=True),
+        BigPlan("8B", 4096, _even(32, 4), 4, gpu="A100-80", recompute="full", kept=4),
+        BigPlan("8B", 4096, _even(32, 4), 2, replicas=2, flag="grad-reduce-in-bf16"),
+        BigPlan("7B", 2048, _even(32, 4), 4, gpu="V100-32", flag="accumulate-allreduce-grads-in-fp32"),
+        BigPlan(
+            "7B", 2048, _even(32, 2), 4, gpu="A100-80", schedule="ministage", chunks=4, recompute="full", offload=True
+        ),
+        BigPlan(
+            "7B", 2048, _even(32, 2), 4, gpu="V100-32", schedule="ministage", chunks=4, recompute="full", offload=True
+        ),
+        BigPlan(
+            "7B", 2048, _even(32, 2), 4, replicas=2, gpu="V100-32", schedule="ministage", chunks=4, recompute="full"
+        ),
+        BigPlan("7B", 2048, _even(32, 4), 8, gpu="V100-32", schedule="slimpipe", slices=4),
     ]
 
 

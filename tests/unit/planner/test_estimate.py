@@ -167,6 +167,16 @@ def test_closed_form_agrees_with_the_simulator(stages, changes):
         assert max(m.total_bytes for m in estimate.memory) == pytest.approx(max(simulated.peak_bytes), rel=0.02)
 
 
+@pytest.mark.parametrize(("precision", "flags"), [("bf16", {"grad-reduce-in-bf16": True}), ("fp16", {})])
+def test_gradients_in_16_bits_are_reduced_in_half_the_time(precision, flags):
+    """As Megatron adds them up: fp16 without, bf16 with a flag.  They were priced in fp32."""
+    shape, wide = {"layers": 4, "hidden": 2048, "batch": 8}, {"accumulate-allreduce-grads-in-fp32": True}
+    models = [model_of(**shape, precision=precision, flags=f) for f in (wide, flags)]
+    found = [with_catalog(cluster_of(("A100-80", 8, 1, 1e9)), model) for model in models]
+    slow, fast = (prices.estimate(Candidate((Stage(4, (Group(0, 1, 8),)),), 1)) for prices in found)
+    assert slow.sync_s == pytest.approx(2 * fast.sync_s, rel=0.01)
+
+
 def _on_slow_links(layers, batch, rate, **changes):
     """Closed form and simulator for stages of one GPU each, alone in their nodes."""
     cluster = cluster_of(("A100-40", len(layers), 1, rate))

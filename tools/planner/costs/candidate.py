@@ -468,14 +468,8 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     if s == 0:
         count += unit.embedding_parameters
     if s == candidate.head_stage:
-        count += unit.head_parameters
+        count += unit.head_parameters - unit.tied_parameters * (len(candidate.stages) == candidate.chunks == 1)
     return count
-
-
-def rank_bytes(candidate: Candidate, units: Sequence[Unit], s: int, per_parameter: float) -> dict[Group, float]:
-    """Returns what the parameters of one rank of each group of a stage take."""
-    groups = candidate.stages[s].groups
-    return {g: rank_parameters(candidate, units[i], s) * per_parameter for i, g in enumerate(groups)}
 
 
 def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:

@@ -56,7 +56,8 @@ def egress(estimator: OperatingPoints, candidate: Candidate, stages: list[StageT
         for first, second in zip(pools, pools[1:]):
             rate = estimator.network.usd_per_byte(first, second)
             if rate:
-                volume = 4 * 4.0 * rank_parameters(candidate, stages[s].units[0], s) * groups[0].tp
+                volume = 4 * estimator.gradient_per_parameter * groups[0].tp
+                volume *= rank_parameters(candidate, stages[s].units[0], s)
                 moved += volume
                 usd += volume * rate
     return moved, usd
@@ -194,6 +195,7 @@ class Estimator(OperatingPoints):
             if unit is not None:
                 free += count * (self.memory_margin * unit.capacity_bytes - unit.reserved_bytes)
                 need = unit.layer_parameters * self.model.num_layers + unit.embedding_parameters + unit.head_parameters
+                need -= unit.tied_parameters
         return need * self.state_per_parameter <= free
 
     def fits(self, estimate: Estimate) -> bool:

@@ -225,7 +225,9 @@ class OperatingPoints:
         self.host_limits = [n.host_memory_bytes or most for n, most in zip(cluster.nodes, assumed)]
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
         self.optimizer_per_parameter = 12.0 if model.element_bytes == 2 else 8.0
-        self.gradient_per_parameter = 2.0 if model.precision == "fp16" else 4.0  # as Megatron adds them up
+        wide, narrow = (bool(model.flags.get(f)) for f in ("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"))
+        in_16_bits = {"bf16": narrow, "fp16": not wide}.get(model.precision, False)
+        self.gradient_per_parameter = 2.0 if in_16_bits else 4.0  # as Megatron adds them up
         self.state_per_parameter = model.element_bytes + self.gradient_per_parameter + self.optimizer_per_parameter
 
     def _price(self, pool: int) -> float:
@@ -294,6 +296,8 @@ class OperatingPoints:
             layer_parameters=layer.parameters,
             embedding_parameters=first.parameters,
             head_parameters=last.parameters,
+            tied_parameters=self.model.tied_embeddings
+            * (first.parameters - self.model.learned_positions * self.model.hidden_size),
             layer_bytes=layer.activation_bytes,
             embedding_bytes=first.activation_bytes,
             head_bytes=last.activation_bytes,
@@ -319,7 +323,8 @@ class OperatingPoints:
         c = candidate
         if group.kept and c.recompute == "full":
             both = [self.unit_of(c._replace(recompute=r), group._replace(kept=0.0), stage) for r in ("full", "none")]
-            return mixed(both[0], both[1], group.kept) if both[0] and both[1] else None
+            of_chunk = 0 if stage is None else round(group.kept * c.stages[stage].layers) // c.chunks_of(stage)
+            return mixed(both[0], both[1], group.kept, of_chunk) if both[0] and both[1] else None
         if c.sizes:  # the mean pass of the slowest replica, with the memory of its largest pass
             slowest = _slowest(self, c, _place(c, group))
             return None if slowest is None else slowest[1]

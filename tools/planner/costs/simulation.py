@@ -25,6 +25,7 @@ from .estimate import Estimate, Estimator
 from .operating import unit_of_device
 from .plain import Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .schedules import PLAIN, schedule_of
+from .schedules.ministage import moves_s
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 from .unit import Unit
 
@@ -43,15 +44,10 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     """
     model, batch = estimator.model, whole.micro_batch_size
     element = float(model.element_bytes)
-    gathers: list[float] = []
-    reduces: list[float] = []
+    moved = []
     for s, stage in enumerate(whole.stages):
         units = [estimator.unit_of(whole, g, s) for g in stage.groups]
-        counts = whole.by_part(s, [rank_parameters(whole, u, s) for u in units if u is not None])
-        ranks = whole.reducing(s)
-        for out, bytes_each in ((gathers, element), (reduces, 4.0)):
-            size = {g: n * bytes_each for g, n in zip(ranks, counts, strict=True)}
-            out.append(estimator.network.sync_s(ranks, size, 0.5))
+        moved.append(moves_s(estimator, whole, [rank_parameters(whole, u, s) for u in units if u is not None], s))
     # Replicas of one TP size share a copy of the state.
     shards = [
         {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
@@ -71,8 +67,8 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
     tokens = [float(batch * length) * max(portion for _, portion in whole.parts_of(g)) for _, g, _ in devices]
     return Figures(
-        gather_s=tuple(gathers[s] for s, _, _ in devices),
-        reduce_s=tuple(reduces[s] for s, _, _ in devices),
+        gather_s=tuple(moved[s][0] for s, _, _ in devices),
+        reduce_s=tuple(moved[s][1] for s, _, _ in devices),
         host_copy_s=tuple(
             rank_parameters(whole, u, s) * element / shards[s][g.tp] / speed
             for (s, g, u), speed in zip(devices, host, strict=True)

@@ -29,9 +29,10 @@ from .candidate import (
     rank_parameters,
 )
 from .catalogcost import deferred_bytes
-from .layer import attention_matrix_bytes, pool_size
+from .layer import pool_size
 from .operating import OperatingPoints, passes_of
 from .schedules import schedule_of
+from .schedules.base import while_updating
 from .unit import Unit
 
 # Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
@@ -174,8 +175,8 @@ def moved_bytes(
     mine: int,
     logits: float,
     portion: float,
-) -> tuple[float, float]:
-    """Returns what a rank holds more (or, negative, less) on the device, and in main memory.
+) -> tuple[float, float, float]:
+    """Returns what a rank holds more (or, negative, less) on the device, in main memory, and to the iteration's end.
 
     Keys and values stay on the device.  A rank that attends for others has theirs, and their gradients, of half of the
     slices at most, in all layers of a chunk.  Gradients of keys and values, in fp32, are there from the backward of
@@ -194,6 +195,7 @@ def moved_bytes(
     collected, again = pool * 4 / model.element_bytes, 1 - group.kept if candidate.recompute == "full" else 0.0
     kept = candidate.stages[s].layers * unit.layer_bytes * (unit.sliced_share if slices > 1 else 1.0)
     more = waiting = 0.0
+    stays = pool if slices > 1 or candidate.cp_of(group) > 1 else 0.0
     if slices > 1:  # figures of full recomputation have such gradients for all that is held
         gone = kept / slices / chunks if mine == 1 and not again else 0.0
         more = max(0.0, collected * (1 - 1 / slices) - gone) - collected * held * again
@@ -202,12 +204,11 @@ def moved_bytes(
     if candidate.exchange:
         more += (pool + collected) / chunks / 2
     if candidate.host_activations and not candidate.offload:
-        stays = pool if slices > 1 or candidate.cp_of(group) > 1 else 0.0
-        stays += collected if candidate.recompute == "full" and stays else 0.0
+        near = stays + (collected if candidate.recompute == "full" and stays else 0.0)
         far = max(0.0, held - _PASSES_NEAR / (slices * chunks))
-        waiting = candidate.host_activations * far * (max(0.0, kept - stays) + (logits if slices > 1 else 0.0))
+        waiting = candidate.host_activations * far * (max(0.0, kept - near) + (logits if slices > 1 else 0.0))
         more -= waiting
-    return more, waiting
+    return more, waiting, stays
 
 
 # Predicted memory of every rank by category.
@@ -246,14 +247,12 @@ def _of_group(
         part: All context-parallel ranks of its kind, as :meth:`Candidate.parts_of` says.
         portion: The part of every sequence that it has.
     """
-    runtime, schedule = estimator.runtime, schedule_of(candidate)
-    has_head = s == candidate.head_stage
+    runtime, schedule, has_head = estimator.runtime, schedule_of(candidate), s == candidate.head_stage
     layers, groups = candidate.stages[s]
     boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices * portion
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
-    mine = stage.microbatches[i]
-    count = stage.parameters[i]
+    mine, count = stage.microbatches[i], stage.parameters[i]
     divided = state_shards(estimator, candidate, s, groups[i], count, shards)
     parameters, gradients, optimizer, host = schedule.state(estimator, candidate.as_of(s), u, count, divided)
     held = schedule.in_flight(candidate, stage, s, i)
@@ -265,10 +264,10 @@ def _of_group(
     # Layers that are kept are full at the loss, beside all logits.
     at_loss = candidate._replace(recompute="none") if groups[i].kept else candidate
     said = schedule.logits(at_loss, held, u.head_bytes, mine <= 1) * logits if logits else 0.0
-    activations += said
+    activations, stays = activations + said, 0.0
     if candidate.host_activations or candidate.slices > 1 or candidate.cp_of(groups[i]) > 1:
         of_rank = {"held": held, "logits": said, "portion": portion}
-        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, mine=mine, **of_rank)
+        more, offloaded, stays = moved_bytes(estimator, candidate, groups[i], u, s, mine=mine, **of_rank)
         activations, waiting = activations + more, waiting + offloaded
     if len(candidate.stages) > 1:
         activations += 2 * boundary
@@ -292,7 +291,9 @@ def _of_group(
         loss = workspace if has_head or candidate.rows else 0.0
         most, said, workspace = _at_most(estimator, candidate, groups[i], u, s, tokens=tokens, at_loss=loss)
         activations = others + most
-    workspace = max(workspace, _while_updating(estimator, candidate, groups[i], optimizer) - activations)
+    mains = optimizer / estimator.optimizer_per_parameter
+    updating = stays + while_updating(estimator, candidate, groups[i], mains, mains)
+    workspace = max(workspace, updating - activations)
     replicas = groups[i].count
     return GroupMemory(
         s,
@@ -308,14 +309,6 @@ def _of_group(
         cp=part.count // replicas,
         logits_bytes=said,
     )
-
-
-def _while_updating(estimator: OperatingPoints, candidate: Candidate, group: Group, optimizer: float) -> float:
-    """Bytes beside so many of state while the optimizer runs: gradients in fp32, its own, and attention's buffer."""
-    copies = estimator.runtime.update_copies + (estimator.gradient_per_parameter < 4)
-    is_whole = not estimator.runtime.fused and candidate.slices * candidate.cp_of(group) == 1
-    matrix = attention_matrix_bytes(estimator.model, candidate.micro_batch_size, group.tp) if is_whole else 0.0
-    return 4.0 * copies * optimizer / estimator.optimizer_per_parameter + matrix
 
 
 def _at_most(
@@ -583,11 +576,13 @@ def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s
     schedule = schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
-    sync = _sync_s(estimator, candidate, s, counts, 4.0)
-    if candidate.zero_stage >= 1 and sync:
+    sync = _sync_s(estimator, candidate, s, counts, estimator.gradient_per_parameter)
+    if schedule.shards_parameters:  # the next iteration gathers
+        sync /= 2
+    elif candidate.zero_stage >= 1 and sync:
         gather = _sync_s(estimator, candidate, s, counts, element, 0.5)
         sync = sync / 2 + gather
-        if candidate.zero_stage >= 2 and not schedule.shards_parameters:  # gradients have gone with each microbatch
+        if candidate.zero_stage >= 2:  # gradients have gone with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
     for own, n in zip(candidate.stages[s].groups, counts):

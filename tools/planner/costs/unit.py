@@ -37,6 +37,7 @@ class Unit:
     kinds: "tuple[tuple[Unit, tuple[int, ...]], ...]" = ()
     embedding_workspace_bytes: float = 0.0
     first_layers: tuple[int, float] = (0, 0.0)  # as ``Model.first_layers``
+    tied_parameters: int = 0  # of the table that both ends of the model have once, where one chunk has both
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
         """A figure of a layer, summed over the layers of every chunk of a stage."""
@@ -110,10 +111,16 @@ def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -
     )
 
 
-def mixed(again: Unit, kept: Unit, share: float) -> Unit:
-    """The unit of a stage that keeps the activations of a share of its layers, and runs the others again."""
+def mixed(again: Unit, kept: Unit, share: float, of_chunk: int = 0) -> Unit:
+    """The unit of a stage that keeps the activations of a share of its layers, and runs the others again.
+
+    Args:
+        of_chunk: Kept layers that each chunk has at least, whose activations are gone when others run again.
+    """
+    beside = max(kept.workspace_bytes, again.workspace_bytes - of_chunk * kept.layer_bytes)
+    found = _means([(again, 1 - share), (kept, share)], 1.0) | ({} if share == 1 else {"workspace_bytes": beside})
     kinds = tuple((mixed(a, k, share), chunks) for (a, chunks), (k, _) in zip(again.kinds, kept.kinds))
-    return replace(kept if share == 1 else again, **_means([(again, 1 - share), (kept, share)], 1.0), kinds=kinds)
+    return replace(kept if share == 1 else again, **found, kinds=kinds)
 
 
 def unit_of_parts(units: Sequence[Unit]) -> Unit:

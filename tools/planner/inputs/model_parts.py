@@ -187,7 +187,8 @@ MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
 
 TRAINING_FLAGS = frozenset(
     (
-        *("attention-dropout", "hidden-dropout", "init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
+        *("accumulate-allreduce-grads-in-fp32", "attention-dropout", "grad-reduce-in-bf16", "hidden-dropout"),
+        *("init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
         *("moe-router-bias-update-rate", "moe-router-load-balancing-type", "moe-z-loss-coeff"),
         *(flag for feature in FEATURES for flag in feature.training_flags),
     )

@@ -88,7 +88,7 @@ def collective_flow(estimator: Estimator, candidate: Candidate, seated: Seats, r
             unit = estimator.unit_of(candidate, g)
             assert unit is not None  # the plan has been priced
             count = rank_parameters(candidate, unit, s)
-            bytes_ = (d - 1) / d * g.tp * count * (gathered * element + reduced * 4.0)
+            bytes_ = (d - 1) / d * g.tp * count * (gathered * element + reduced * estimator.gradient_per_parameter)
             ring = max(ring, bytes_)
         for a, b in zip(nodes, [*nodes[1:], nodes[0]]):
             flow[a, b] = flow.get((a, b), 0.0) + ring

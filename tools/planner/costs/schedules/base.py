@@ -13,10 +13,22 @@ from megatron_het.plan.placement import DOCUMENTS, WHOLE
 from megatron_het.schedule.cutting import Parts
 
 from ...inputs.model import Model
-from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes
+from ..candidate import Candidate, Estimate, Group, GroupMemory, Pipeline, StageTimes
+from ..layer import attention_matrix_bytes
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
 from ..unit import Unit
+
+
+def while_updating(
+    estimator: OperatingPoints, candidate: Candidate, group: Group, summed: float, updated: float
+) -> float:
+    """Bytes while the optimizer runs: fp32 of ``summed`` gradients, roots of ``updated``, and attention's buffer."""
+    numbers = estimator.runtime.update_copies * updated + (estimator.gradient_per_parameter < 4) * summed
+    is_whole = not estimator.runtime.fused and candidate.slices * candidate.cp_of(group) == 1
+    matrix = attention_matrix_bytes(estimator.model, candidate.micro_batch_size, group.tp) if is_whole else 0.0
+    return 4.0 * numbers + matrix
+
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)
 State = tuple[float, float, float, float]
@@ -219,8 +231,10 @@ class Schedule:
         stages: Sequence[StageTimes],
         transfers: Sequence[float],
         found: Pipeline,
-    ) -> list[float]:
+    ) -> Sequence[float]:
         """When each stage ends its last backward: later stages one backward of every earlier one before the end."""
+        if self.shards_parameters:  # timed stage by stage
+            return found.earliest
         ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
         for s, stage in enumerate(stages):
             ends.append(found.end_s - before)

@@ -1,16 +1,16 @@
 """Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
 
 from collections.abc import Iterator, Sequence
-from math import inf
+from math import inf, lcm
 from typing import NamedTuple
 
 from megatron_het.features import host_parameters, switches
 from megatron_het.plan.placement import route
 
-from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, chunk_layers, rank_bytes
+from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, chunk_layers
 from ..operating import OperatingPoints
 from ..unit import Unit
-from .base import Place, Schedule, State
+from .base import Place, Schedule, State, while_updating
 from .pipelines import CHUNKS
 
 # How long the ministages of a pipeline take (Zorse, section 4.1.1).
@@ -23,24 +23,40 @@ class Visit(NamedTuple):
     one_s: float  # one microbatch
     all_s: float  # all microbatches of the slowest replica
     way_s: float  # a transfer from the visit before
+    link_s: float = 0.0  # all transfers of the two replicas that have most
+    # what the stage gathers and reduces from its start on; None where it needs nothing gathered since the one before
+    moved_s: float | None = None
 
 
-def laps_s(visits: Sequence[Visit]) -> float:
-    """Seconds from the first start to the last end.
+def laps_s(visits: Sequence[Visit], gathered: Sequence[float] = ()) -> tuple[list[float], float]:
+    """When each stage has computed, gathered and reduced what its visits say, and how long one waits for gathers.
 
-    A stage begins a ministage when it has ended the one before and the first microbatch has arrived.  It
-    ends when it has done all microbatches, the last of which arrives when the stage before has ended.
+    A stage begins a ministage when it has ended the one before, the first microbatch has arrived and the parameters are
+    gathered.  It ends when it has done all microbatches, the last of which arrives when the stage before has ended.
 
     Args:
         visits: In the order in which a microbatch makes them.
+        gathered: When each stage has gathered its first ministage.
     """
-    ends: dict[int, float] = {}
-    first, last = 0.0, 0.0  # when the first and the last microbatch leave the visit before
-    for stage, one, every, way in visits:
-        begin = max(ends.get(stage, 0.0), first + way)
-        first, last = begin + one, max(begin + every, last + way + one)
+    moved = [*gathered] or [0.0] * (1 + max(visit.stage for visit in visits))
+    ends, waits = [0.0] * len(moved), [0.0] * len(moved)
+    first, last, source = 0.0, 0.0, 0  # when the first and the last microbatch leave the visit before, and its stage
+    links: dict[tuple[int, int], float] = {}
+    for stage, one, every, way, link, more in visits:
+        before = ends[stage]
+        if link:
+            first = max(first, links.get((source, stage), 0.0))
+            links[source, stage] = last = max(last + way, first + link)
+        begin = max(before, first + way)
+        if more is not None:
+            ready = moved[stage]
+            if ready > begin:
+                waits[stage] += ready - begin
+                begin = ready
+            moved[stage] = max(before, ready) + more
+        first, last, source = begin + one, max(begin + every, last + one), stage
         ends[stage] = last
-    return max(ends.values())
+    return [*map(max, ends, moved)], max(waits)
 
 
 def mean_s(times: Sequence[Sequence[float]], microbatches: Sequence[int]) -> list[float]:
@@ -91,27 +107,29 @@ class Ministage(Schedule):
         transfers: Sequence[float],
         total: int,
     ) -> Pipeline:
-        """One lap per ministage and direction; that of the loss goes forward and back at once.
-
-        Gathers of the next ministage overlap with the current one; what does not fit is exposed, and so is
-        the first gather of the iteration.
-        """
+        """One lap per ministage and direction; that of the loss goes forward and back at once."""
         which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
-        busiest = max((t * total / max(a, b, 1) for t, a, b in zip(transfers, widths, widths[1:])), default=0.0)
+        groups, at = [stage.groups for stage in candidate.stages], (candidate.micro_batch_size, candidate.cp)
+        around = [groups[-1], groups[0]]
+        ways = [[*transfers, *estimator.ways_s(around, *at)]] * 2
+        if len({g.tp for own in groups for g in own}) > 1:  # each rank of the target gets all: not the same both ways
+            ways[1] = [*estimator.ways_s(groups[::-1], *at)[::-1], *estimator.ways_s(around[::-1], *at)]
         figures = [_figures(estimator, candidate, stage, s) for s, stage in enumerate(stages)]
         visits: list[Visit] = []
         for back, places in enumerate((candidate.path, candidate.path[::-1])):
             for i, (s, c) in enumerate(places):
-                one, every = (of[c] for of in figures[s][0][back])
+                one_s, all_s, moved_s = figures[s][0][back]
+                one, every = one_s[c], all_s[c]
                 if back and not i:
-                    visits[-1] = Visit(s, visits[-1].one_s + one, visits[-1].all_s + every, visits[-1].way_s)
+                    turn = visits[-1]
+                    visits[-1] = turn._replace(one_s=turn.one_s + one, all_s=turn.all_s + every)
                     continue
                 before = visits[-1].stage if visits else s
-                way = transfers[min(before, s)] if abs(before - s) == 1 else max(transfers) if before != s else 0.0
-                visits.append(Visit(s, one, every if c == places[0][1] else max(every, busiest), way))
-        exposed = max(0.0, *[gathers for _, gathers in figures])
-        return Pipeline(laps_s(visits) + exposed, stages[which].busy_s, which, exposed, ())
+                way = ways[back][min(before, s) if abs(before - s) == 1 else -1] if before != s else 0.0
+                visits.append(Visit(s, one, every, way, way * total / lcm(widths[s], widths[before]), moved_s[c]))
+        ends, waits_s = laps_s(visits, [first for _, first in figures])
+        return Pipeline(max(ends), stages[which].busy_s, which, waits_s, ends)
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
         """Returns the seconds of the last ministage; the others are beside compute."""
@@ -186,43 +204,40 @@ class Ministage(Schedule):
         return found | host_parameters(self.name) if candidate.offload else found
 
 
-_Lap = tuple[list[float], list[float]]  # per ministage: one microbatch, and all microbatches of the slowest replica
+# Per ministage: one microbatch, all microbatches of the slowest replica, and what is gathered and reduced beside them.
+_Lap = tuple[list[float], list[float], list[float | None]]
 
 
 def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> tuple[list[_Lap], float]:
-    """Forward and backward of a stage, and the gathers that its compute does not cover."""
+    """Forward and backward of a stage, and the gather of its first ministage."""
     if "laps" in stage.memo:
         return stage.memo["laps"]
-    chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
+    groups, chunk = candidate.stages[s].groups, chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
     first, last = candidate.ends_of(s)
     slowest, laps = stage.slowest, list[_Lap]()
-    for back in (False, True):
+    gather, reduce = moves_s(estimator, candidate, stage.parameters, s)
+    if candidate.offload:
+        counts, own = candidate.by_part(s, stage.parameters), candidate.by_part(s, groups)
+        parts = zip(candidate.reducing(s), counts, own, strict=True)
+        host, element = estimator.network.host, estimator.model.element_bytes
+        gather = max(gather, *[n * element / host[r.pool] / g.count / candidate.cp_of(g) for r, n, g in parts])
+    gathers, reduces = ([seconds * n / sum(chunk) for n in chunk] for seconds in (gather, reduce))
+    # A ministage is gathered one visit ahead, and reduced in the visit after its backward.
+    ahead = gathers[1:] + gathers[-2:-1] if len(chunk) > 1 else [0.0]
+    behind = [a + b for a, b in zip([0.0, *gathers], reduces[1:])]
+    for back, moved in ((False, list[float | None](ahead)), (True, [*behind, None])):
         times = [u.chunks_s(chunk, first, last, back, estimator.runtime.operation_s) for u in stage.units]
-        laps.append((mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]))
-    found = laps, _exposed_s(estimator, candidate, stage, s)
-    stage.memo["laps"] = found
+        every = [t * stage.microbatches[slowest] for t in times[slowest]]
+        laps.append((mean_s(times, stage.microbatches), every, moved))
+    found = stage.memo["laps"] = laps, gathers[0]
     return found
 
 
-def _exposed_s(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> float:
-    """Gathers of one stage that its compute does not cover."""
-    groups, chunks = candidate.stages[s].groups, candidate.chunks_of(s)
-    element = float(estimator.model.element_bytes)
-    ranks = candidate.reducing(s)
-    size = rank_bytes(candidate, stage.units, s, element)
-    of_rank = candidate.by_part(s, [size[g] for g in groups])
-    gather = estimator.network.sync_s(ranks, dict(zip(ranks, of_rank, strict=True)), 0.5)
-    host = 0.0
-    if candidate.offload:
-        host = max(
-            mine / estimator.network.host[r.pool] / max(1, g.count * candidate.cp_of(g))
-            for mine, r, g in zip(of_rank, ranks, candidate.by_part(s, groups), strict=True)
-        )
-    each = max(gather, host) / chunks
-    forward = stage.forward_s * (stage.busy_s / (stage.forward_s + stage.backward_s)) / chunks
-    backward = stage.busy_s / chunks - forward
-    hidden = (chunks - 1) * (max(0.0, each - forward) + max(0.0, each - backward))
-    return hidden + 2 * each / max(1, candidate.stages[s].layers // chunks)
+def moves_s(estimator: OperatingPoints, candidate: Candidate, counts: Sequence[float], s: int) -> list[float]:
+    """Seconds in which ranks of so many parameters gather all of their stage, and reduce all gradients."""
+    ranks, each = candidate.reducing(s), (float(estimator.model.element_bytes), estimator.gradient_per_parameter)
+    sizes = [dict(zip(ranks, [n * size for n in candidate.by_part(s, counts)], strict=True)) for size in each]
+    return [estimator.network.sync_s(ranks, size, 0.5) for size in sizes]
 
 
 def _with_share(
@@ -285,7 +300,11 @@ def _over_time(
         p = estimator.model.element_bytes * (whole + share * (whole + updated if offload else count))
         o = estimator.optimizer_per_parameter * share * (updated if offload else count)
         g = estimator.gradient_per_parameter * gradients
-        found.append(mine._replace(parameter_bytes=p, gradient_bytes=g, optimizer_bytes=o, activation_bytes=kept))
+        w = mine.workspace_bytes
+        if updated:  # all gradients in fp32 at the end; what the optimizer needs besides, one ministage after the other
+            w = while_updating(estimator, candidate, mine.group, gradients, share * updated * offload)
+        state = mine._replace(parameter_bytes=p, gradient_bytes=g, optimizer_bytes=o)
+        found.append(state._replace(activation_bytes=kept, workspace_bytes=w))
 
     for c in sorted({0, 1, v - 2, v - 1} & {*range(v)}):  # between them memory changes evenly
         held = layered * (layers[c] if offload else sum(full[: c + 1]))
@@ -294,6 +313,8 @@ def _over_time(
         if offload:
             add(sum(each[max(0, c - 1) : c]), share * sum(each[c:]), 0.0, each[c])
     add(0.0, each[0] + share * sum(each), 0.0)
+    if not offload:
+        add(0.0, share * sum(each), 0.0, sum(each))
     return found
 
 

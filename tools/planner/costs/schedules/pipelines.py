@@ -138,7 +138,7 @@ class OneFOneB(Schedule):
         stages: Sequence[StageTimes],
         transfers: Sequence[float],
         found: Pipeline,
-    ) -> list[float]:
+    ) -> Sequence[float]:
         """A later stage ends earlier by the backwards that the stage before it still holds."""
         if estimator.runtime.transfers_in_turn:
             return super().ends(estimator, candidate, stages, transfers, found)
