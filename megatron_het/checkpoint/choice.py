@@ -124,25 +124,17 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         needed = needed_bytes(folder)
     except Exception as error:  # a damaged pickle raises anything
         return [f".metadata cannot be read ({type(error).__name__}: {error})"]
-    found = [text for name, length in sorted(needed.items()) if (text := _short(folder / name, length))]
+    found = [text for name, length in sorted(needed.items()) if (text := _wrong(folder / name, least=length))]
     if not found:
         names = sorted(set(needed) & set(noted))
-        found = [text for name in names[part::parts] if (text := _changed(folder / name, noted[name]))]
+        found = [text for name in names[part::parts] if (text := _wrong(folder / name, noted[name]))]
     return found
 
 
 def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns what is wrong with the files that describe a checkpoint, before anything of them is believed."""
-    found = []
-    for name in (*_DESCRIPTION, _COMMON):
-        path = folder / name
-        try:
-            if name in noted and (text := _changed(path, noted[name])):
-                found.append(text)
-            elif path.exists():
-                check_regular(path, path.stat().st_mode)
-        except (FileError, OSError) as error:
-            found.append(f"{name} cannot be read ({getattr(error, 'problem', error)})")
+    names = (name for name in (*_DESCRIPTION, _COMMON) if name in noted or (folder / name).exists())
+    found = [text for name in names if (text := _wrong(folder / name, noted.get(name)))]
     if not found:
         try:
             settings = read_json(folder / _DESCRIPTION[1], _SETTINGS_BYTES)
@@ -153,25 +145,16 @@ def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> 
     return found
 
 
-def _short(path: Path, length: int) -> str:
+def _wrong(path: Path, noted: Mapping[str, int] | None = None, least: int = 0) -> str:
+    """Returns what is wrong with a file, by the checksum that was noted of it, and by the bytes that it must have."""
     try:
         check_regular(path, path.stat().st_mode)
-        size = path.stat().st_size
+        if (size := path.stat().st_size) < least:
+            return f"{path.name} has {size} bytes, at least {least} are needed"
+        is_other = noted is not None and checksum(path) != dict(noted)
     except (FileError, OSError) as error:
-        return _unreadable(path, error)
-    return f"{path.name} has {size} bytes, at least {length} are needed" if size < length else ""
-
-
-def _unreadable(path: Path, error: FileError | OSError) -> str:
-    return f"{path.name} cannot be read ({error.problem if isinstance(error, FileError) else error.strerror})"
-
-
-def _changed(path: Path, expected: Mapping[str, int]) -> str:
-    try:
-        now = checksum(path)
-    except (FileError, OSError) as error:
-        return _unreadable(path, error)
-    return "" if now == dict(expected) else f"{path.name} is not what was written (another checksum)"
+        return f"{path.name} cannot be read ({error.problem if isinstance(error, FileError) else error.strerror})"
+    return f"{path.name} is not what was written (another checksum)" if is_other else ""
 
 
 class ChecksumWriter:

@@ -356,13 +356,11 @@ def check_strictness(args: Any, folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
+def _with_matched_groups(optimizer: Any, args: Any) -> contextlib.AbstractContextManager[None]:
     """Let groups of parameters be found in a checkpoint that was trained with other learning rates."""
     keeps = bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))
     if optimizer is None or not (keeps or getattr(args, "override_opt_param_scheduler", False)):
-        yield
-        return
+        return contextlib.nullcontext()
 
     def load_state_dict(load: Callable[[Any], None], state_dict: Any) -> None:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -370,20 +368,16 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
         match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
-    with _calling(optimizer, "load_state_dict", load_state_dict):
-        yield
+    return _calling(optimizer, "load_state_dict", load_state_dict)
 
 
-@contextlib.contextmanager
-def _with_own_form(optimizer: Any) -> Iterator[None]:
+def _with_own_form(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Give each of a rank's optimizers its part of a state that has the form of one."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     is_experts = len(parts) == 2 and any(group.get("is_expert_parallel") for group in parts[1].param_groups)
     if optimizer is None or (len(parts) > 1 and not is_experts):
-        yield
-        return
-    with _calling(optimizer, "load_state_dict", lambda load, state: load(as_own_optimizers(state, len(parts)))):
-        yield
+        return contextlib.nullcontext()
+    return _calling(optimizer, "load_state_dict", lambda load, state: load(as_own_optimizers(state, len(parts))))
 
 
 @contextlib.contextmanager
@@ -399,8 +393,7 @@ def _calling(optimizer: Any, name: str, function: Callable[..., Any]) -> Iterato
             setattr(optimizer, name, method)
 
 
-@contextlib.contextmanager
-def _without_absent_moments(optimizer: Any, folder: Path | None) -> Iterator[None]:
+def _without_absent_moments(optimizer: Any, folder: Path | None) -> contextlib.AbstractContextManager[None]:
     """Ask for no moments where a checkpoint has none, because it was saved before the first update."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
@@ -408,13 +401,11 @@ def _without_absent_moments(optimizer: Any, folder: Path | None) -> Iterator[Non
 
     main = "optimizer.state.fp32_param."
     if optimizer is None or folder is None or not (folder / "metadata.json").exists():
-        yield
-        return
+        return contextlib.nullcontext()
     keys = set(dist_checkpointing.serialization.load_sharded_metadata(str(folder)))
     has_moments = any(key.startswith("optimizer.state.") and not key.startswith(main) for key in keys)
     if has_moments or not any(key.startswith(main) for key in keys):
-        yield
-        return
+        return contextlib.nullcontext()
 
     def is_absent(value: Any) -> bool:
         is_sharded = isinstance(value, ShardedBase | ShardedTensorFactory)
@@ -423,8 +414,7 @@ def _without_absent_moments(optimizer: Any, folder: Path | None) -> Iterator[Non
     def sharded_state_dict(ask: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         return extract_matching_values(ask(*positional, **keywords), is_absent)[1]
 
-    with _calling(optimizer, "sharded_state_dict", sharded_state_dict):
-        yield
+    return _calling(optimizer, "sharded_state_dict", sharded_state_dict)
 
 
 def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, keep_saved: bool) -> None:

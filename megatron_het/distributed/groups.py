@@ -118,8 +118,7 @@ def _not_split_from(world: dist.ProcessGroup) -> contextlib.AbstractContextManag
 Edge = tuple[int, int]  # (source, destination), world ranks
 
 
-@contextlib.contextmanager
-def sparing_groups_of_one() -> Iterator[None]:
+def sparing_groups_of_one() -> contextlib.AbstractContextManager[None]:
     """Leave out sums and broadcasts in groups of one rank: Megatron makes seven in every pass with data and loss.
 
     The host calls the communication library for each of them, also where nobody is told anything.
@@ -136,8 +135,7 @@ def sparing_groups_of_one() -> Iterator[None]:
 
         return call
 
-    with replaced(dist, all_reduce=spared(dist.all_reduce), broadcast=spared(dist.broadcast)):
-        yield
+    return replaced(dist, all_reduce=spared(dist.all_reduce), broadcast=spared(dist.broadcast))
 
 
 class Link(NamedTuple):

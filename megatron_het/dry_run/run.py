@@ -189,16 +189,14 @@ def _nothing(*positional: Any, **keywords: Any) -> None:
     """There is nobody to hear from."""
 
 
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
+def without_values() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside have a shape and a storage's size, but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _without_random_state()
     torch.tensor = _of_values(torch.tensor)
     torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _without_random_state() -> None:

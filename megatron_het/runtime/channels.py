@@ -15,9 +15,10 @@ Every wait is bounded by the timeout, and every failure names the operation and 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,17 +166,14 @@ class Channels:
         """Let go of what was sent; the groups belong to :class:`~megatron_het.distributed.PlanGroups`."""
         self._sends.clear()
 
-    @contextlib.contextmanager
-    def _ordered(self, after: Moment | None) -> Iterator[None]:
+    def _ordered(self, after: Moment | None) -> contextlib.AbstractContextManager[Any]:
         """NCCL begins with what is posted when the current stream has come so far: one that waits for a moment only."""
         if after is None:
-            yield
-            return
+            return contextlib.nullcontext()
         if self._posting is None:
             self._posting = torch.cuda.Stream()
         self._posting.wait_event(after)
-        with torch.cuda.stream(self._posting):
-            yield
+        return torch.cuda.stream(self._posting)
 
     def _drop_finished_sends(self, dst: int) -> None:
         """Let go of tensors that have left.

@@ -251,14 +251,12 @@ class ContextExchange:
                 self._answer(slot)
                 slot.done += 1
 
-    @contextlib.contextmanager
-    def joint(self, op: RankOp) -> Iterator[None]:
+    def joint(self, op: RankOp) -> contextlib.AbstractContextManager[Any]:
         """Around a FORWARD or BACKWARD: the gives and helps noted before it belong to it."""
         for give in self._gives:
             if give.key != op.key or (give.kind in _BACKWARD) != (op.kind in _BACKWARD):
                 raise ExchangeError(f"{give.label} is not for {op.label}, which follows it")
-        with self._run(op.kind in _BACKWARD):
-            yield
+        return self._run(op.kind in _BACKWARD)
 
     @contextlib.contextmanager
     def _run(self, is_backward: bool) -> Iterator[Slot]:

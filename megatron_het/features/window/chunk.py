@@ -158,15 +158,12 @@ class SideStream:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._stream = streams.of(device, "open")
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> contextlib.AbstractContextManager[Any]:
         """Queues what runs inside on the side stream."""
         if self._stream is None:
-            yield
-            return
+            return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind what the side stream has been given so far."""
