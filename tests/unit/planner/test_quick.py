@@ -89,8 +89,7 @@ def test_irregular_plans_take_the_simulated_time(order):
         for layers in ((7, 5), (4, 5, 3))[rng.randint(0, 1)]:
             counts = enumerate((rng.randint(1, 2), rng.randint(0, 4)))
             stages.append(Stage(layers, tuple(Group(pool, 1, n) for pool, n in counts if n)))
-        candidate = Candidate(tuple(stages), 1, order=order)
-        check_time(found, candidate)
+        check_time(found, Candidate(tuple(stages), 1, order=order))
 
 
 def test_a_window_is_simulated():
@@ -121,16 +120,11 @@ def test_layers_are_divided_at_best():
 
 
 def _best(seconds, ends, caps, wanted):
-    if not seconds:
-        return 0.0 if wanted == 0 else float("inf")
-    return (
-        min(
-            max((n + ends[0]) * seconds[0], _best(seconds[1:], ends[1:], caps[1:], wanted - n))
-            for n in range(1, min(caps[0], wanted) + 1)
-        )
-        if wanted > 0
-        else float("inf")
-    )
+    if not seconds or wanted <= 0:
+        return float("inf") if seconds or wanted else 0.0
+    rest = seconds[1:], ends[1:], caps[1:]
+    of_first = range(1, min(caps[0], wanted) + 1)
+    return min(max((n + ends[0]) * seconds[0], _best(*rest, wanted - n)) for n in of_first)
 
 
 @pytest.mark.parametrize("seed", range(1, 12))  # of 0 a stage of two kinds looks slower than it is
@@ -231,10 +225,8 @@ LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})
 
 
 def estimator_of_depths(latency_s: float, model: Model = MODEL, bytes_per_s: float = 1e9):
-    nodes = tuple(
-        NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, zone=zone, network_bytes_per_s=12.5e9)
-        for zone in ("a-1", "b-1")
-    )
+    node = {"gpu": "A100-40", "count": 2, "gpus_per_node": 1, "network_bytes_per_s": 12.5e9}
+    nodes = tuple(NodeGroup(zone=zone, **node) for zone in ("a-1", "b-1"))
     link = ZoneLink(between=("a-1", "b-1"), bytes_per_s=bytes_per_s, latency_s=latency_s)
     return estimator_of(Cluster(nodes=nodes, links=(link,)), model)
 
@@ -312,17 +304,14 @@ def test_a_lap_is_the_slowest_stage_or_the_way_around():
     assert laps_s([Visit(0, 1.0, 4.0, 0.0, 0.0, moved) for moved in (6.0, 5.0, 0.0)], [3.0]) == ([9 + 5 + 4], 3 + 2 + 1)
 
 
-EVEN = (((0, 2, 2),),) * 3
-
-
 @pytest.mark.parametrize(
     ("layers", "chunks", "batch", "rate", "groups"),
     [
-        ((8, 8, 8), 4, 24, 25e9, EVEN),
-        ((10, 8, 6), 4, 24, 25e9, EVEN),
-        ((7, 7, 10), 5, 6, 25e9, EVEN),
-        ((10, 4, 10), 4, 2, 25e9, EVEN),
-        ((4, 4, 4, 12), 4, 24, 1.25e9, (*EVEN, ((0, 2, 6),))),
+        ((8, 8, 8), 4, 24, 25e9, (((0, 2, 2),),) * 3),
+        ((10, 8, 6), 4, 24, 25e9, (((0, 2, 2),),) * 3),
+        ((7, 7, 10), 5, 6, 25e9, (((0, 2, 2),),) * 3),
+        ((10, 4, 10), 4, 2, 25e9, (((0, 2, 2),),) * 3),
+        ((4, 4, 4, 12), 4, 24, 1.25e9, (((0, 2, 2),),) * 3 + (((0, 2, 6),),)),
         ((24,), 4, 24, 1.25e9, (((0, 1, 16),),)),
         ((6, 18), 3, 24, 0.6e9, (((0, 1, 2),), ((0, 4, 4),))),
         ((24,), 4, 24, 1.25e9, (((0, 1, 2), (1, 1, 5)),)),
