@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,7 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
 
 _BY_PIPELINE = "use-tp-pp-dp-mapping"  # the ranks of one pipeline follow each other, in place of those of a stage
 _CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _UNEVEN_FLAGS = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
-    for name in _CHUNK_FLAGS:
+    for name in (*_CHUNK_FLAGS, _GROUP):
         parser.add_argument(name, type=int)
     for name in (
         "group-query-attention",
@@ -220,8 +221,12 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         recompute,
         flags.use_distributed_optimizer,
     )
+    group, is_interleaved = flags.microbatch_group_size_per_virtual_pipeline_stage, schedule.name == "interleaved"
+    taken = (*_CHUNK_FLAGS, _GROUP) if is_interleaved else _CHUNK_FLAGS
+    if is_interleaved and group is not None:
+        schedule = replace(schedule, parameters={"group": group, **schedule.parameters})
     # Chunks are in the plan, and Megatron takes them from the plan's layout.
-    left = [word for word in without_flags(words, *_CHUNK_FLAGS) if word != f"--{_BY_PIPELINE}"]
+    left = [word for word in without_flags(words, *taken) if word != f"--{_BY_PIPELINE}"]
     return Plan(model, training, stages, schedule), left
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from megatron_het.families import family_of
 from megatron_het.features.base import Feature, flag_of
-from megatron_het.features.experts.spec import GLOBAL, balancing_of
+from megatron_het.features.experts.spec import GLOBAL, SINKHORN, balancing_of
 from megatron_het.features.registry import cuts_sequences, features_of, packing_argument
 from megatron_het.plan import Plan, PlanError
 
@@ -143,8 +143,8 @@ def _problems_of_experts(
         problem = "the host waits for the number of tokens of every expert, and a graph cannot wait"
         yield _FLAG, kind, problem, f"Name what can be captured: {_PARTS_FLAG} attn moe_router, {_ASKED}"
     routed = not parts or parts & {"moe", "moe_router"}
-    if routed and (cuts_sequences(plan) or GLOBAL in balancing_of(args)):
-        problem = "balancing losses of several passes are put together by the host"
+    if routed and (cuts_sequences(plan) or {GLOBAL, SINKHORN} & set(balancing_of(args))):
+        problem = "balancing losses of several passes, and steps of sinkhorn, are put together by the host"
         yield (
             _PARTS_FLAG,
             " ".join(sorted(parts)) or "(whole layers)",

@@ -171,10 +171,11 @@ def test_even_plan() -> None:
     assert (made.model.num_query_groups, made.model.tied_embeddings) == (2, False)
     assert "--num-layers-per-virtual-pipeline-stage" not in rest and rest[-2:] == ["--lr", "1"]
     assert len(rest) == len(flags)
-    by_pipeline, rest = plan_from_flags([*flags, "--use-tp-pp-dp-mapping", "--lr", "1"], 8, made.schedule)
+    more = ["--use-tp-pp-dp-mapping", "--microbatch-group-size-per-virtual-pipeline-stage", "4", "--lr", "1"]
+    by_pipeline, rest = plan_from_flags([*flags, *more], 8, ScheduleSpec("interleaved"))
     check_plan(by_pipeline)
+    assert by_pipeline.schedule.parameters == {"group": 4} and len(rest) == len(flags)
     assert [[r.ranks for r in s.replicas] for s in by_pipeline.stages] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
-    assert "--use-tp-pp-dp-mapping" not in rest and rest[-2:] == ["--lr", "1"]
 
 
 def test_context_parallel_plan() -> None:
