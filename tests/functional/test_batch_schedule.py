@@ -56,7 +56,11 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     at = common.index("--global-batch-size")
     assert common[at + 1] == str(MICROBATCHES)
     del common[at : at + 2]
-    more = ("--train-samples", str(SAMPLES), *words("--eval-iters 0 --lr-warmup-samples 6"))
+    more = (
+        "--train-samples",
+        str(SAMPLES),
+        *words("--eval-iters 2 --eval-interval 2 --eval-global-batch-size 6 --lr-warmup-samples 6"),
+    )
     flags = (*common, *lab.start_flags(weights), *more, "--step-batch-size-schedule", SCHEDULE)
     files = [str(tmp_path / f"plan-{size}.json") for size in SIZES]
     for plan, file in zip(plans(), files, strict=True):
@@ -70,4 +74,6 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)
         assert norm == pytest.approx(stock_norm, abs=2e-3)  # the log has three decimals
+    evaluated = [[float(x) for x in re.findall(r"lm loss value: (\S+)", log)] for log in (stock.log(), turns.log(1))]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) > 3
     assert {file.name for file in (tmp_path / "report").iterdir()} == {"plan-0", "plan-1", "plan-2"}
