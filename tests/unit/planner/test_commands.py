@@ -426,6 +426,7 @@ def test_equal_stages_in_a_row_are_written_once():
     stages = (Stage(1, (Group(0, 1, 1),)), *[Stage(2, (Group(0, 2, 1),))] * 2)
     plan = Candidate(stages, 4, schedule="slimpipe", slices=8)
     assert describe(estimator, plan) == "slimpipe n8 mb4 1L 1xA100-40 / 2L 1xA100-40.tp2 (2 times)"
+    assert " recompute full offload " in describe(estimator, plan.with_(recompute="full", offload=True))
 
 
 def test_progress_is_said_where_nobody_sees_a_line_move(capsys):

@@ -27,11 +27,11 @@ GIB = 2.0**30
 ROUNDING = 1e-9  # share of an iteration below which a difference of two sums is nothing
 NOTATION = (
     "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
-    "microbatch, cp and ep ranks that share a sequence and experts; then the stages,\n"
-    "divided by /. 8L 3xA100.tp2+2xT4 is 8 layers on 3 replicas of 2 A100 (TP 2) and\n"
-    "2 replicas of one T4; @ names the zone of a kind that is in several; (4 times)\n"
-    "is 4 such stages one after the other. 1x[1xA100:70%|1xT4:30%] is a replica of both,\n"
-    "with so much of every sequence on each GPU."
+    "microbatch, cp and ep ranks that share a sequence and experts, offload what is in\n"
+    "main memory while nobody needs it; then the stages, divided by /. 8L 3xA100.tp2+2xT4\n"
+    "is 8 layers on 3 replicas of 2 A100 (TP 2) and 2 replicas of one T4; @ names the zone\n"
+    "of a kind that is in several; (4 times) is 4 such stages one after the other.\n"
+    "1x[1xA100:70%|1xT4:30%] is a replica of both, with so much of every sequence on each."
 )
 WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
 PARTLY = "partly recomputed"
@@ -407,7 +407,8 @@ def describe(estimator: Estimator, c: Candidate) -> str:
     repeated = ((text, len(list(alike))) for text, alike in groupby(stages))
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""
-    extra += "".join(f" {name}" for name in extras_in_words(c))
+    extra += f" recompute {c.recompute}" if c.recompute != "none" and c == c.keeping() else ""
+    extra += "".join(f" {name}" for name in [*["offload"] * c.offload, *extras_in_words(c)])
     shown = " / ".join(text + (f" ({count} times)" if count > 1 else "") for text, count in repeated)
     return f"{c.schedule}{extra} mb{c.micro_batch_size} {shown}"
 
