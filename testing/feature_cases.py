@@ -286,10 +286,8 @@ def with_recurrent(cases: Sequence[Case], seed: int) -> list[Case]:
 
 
 def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan], list[str]]) -> list[Case]:
-    found = []
-    for case in cases:
-        if case.plan.training.precision == "fp32":
-            found.append(as_hybrid(case, rng.choice(families(case.plan)), rng))
+    whole = [case for case in cases if case.plan.training.precision == "fp32"]
+    found = [as_hybrid(case, rng.choice(families(case.plan)), rng) for case in whole]
     return [case for case in found if not case.plan.schedule.parameters.get("context_exchange") or _attends(case.plan)]
 
 

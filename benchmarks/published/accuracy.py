@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -153,10 +154,7 @@ def measured_runs() -> list[MeasuredRun]:
 
 def run_cluster(run: MeasuredRun) -> Cluster:
     """Nodes as the run used them: one replica per node."""
-    counts: dict[str, int] = {}
-    for stage in run.stages:
-        for gpu in stage:
-            counts[gpu] = counts.get(gpu, 0) + 1
+    counts = Counter(gpu for stage in run.stages for gpu in stage)
     nodes = tuple(
         reference_nodes(
             gpu,

@@ -380,8 +380,8 @@ class ShardExchange:
                 continue
             theirs = _segments(parameter, cut, tp_rank)
             mine = _segments(parameter, my_cut, self.tp_rank)
-            for overlap in overlaps(theirs, mine):
-                parts.append(_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1))
+            shared = overlaps(theirs, mine)
+            parts += [_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1) for overlap in shared]
         return torch.cat(parts) if parts else bucket[0].tensor.new_empty(0)
 
 

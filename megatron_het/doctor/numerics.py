@@ -267,9 +267,8 @@ def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
     """The flags that any rank's machine asks for: what one node lacks, no node can use in a common run."""
     seat.store.put(f"flags/{seat.rank}", mine)
     if seat.rank == 0:
-        found: dict[str, list[str]] = {}
-        for rank in range(len(seat.hosts)):
-            found.update({words[0]: words for words in hear(seat.store, f"flags/{rank}", 30.0)})
+        ranks = range(len(seat.hosts))
+        found = {words[0]: words for rank in ranks for words in hear(seat.store, f"flags/{rank}", 30.0)}
         seat.store.put("flags", [word for words in found.values() for word in words])
     return list(hear(seat.store, "flags", 40.0))
 

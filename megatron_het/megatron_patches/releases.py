@@ -55,15 +55,8 @@ def find() -> Megatron:
 
 def _constants(source: str) -> dict[str, object]:
     """Module-level ``NAME = constant``."""
-    found: dict[str, object] = {}
-    for node in ast.parse(source).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            found[node.targets[0].id] = node.value.value
-    return found
+    assigned = ((n.targets[0], n.value) for n in ast.parse(source).body if isinstance(n, ast.Assign))
+    return {k.id: v.value for k, v in assigned if isinstance(k, ast.Name) and isinstance(v, ast.Constant)}
 
 
 _CORE, _TRAINING = "megatron.core", "megatron.training"

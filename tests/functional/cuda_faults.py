@@ -13,13 +13,6 @@ from megatron_het.dry_run.run import join_alone, without_values
 from megatron_het.dry_run.tracker import Tracker
 
 
-def waits_of(work: Callable[[], Any], tracker: Tracker) -> list[str]:
-    """The sorts of waits of the host that a piece of code leads to."""
-    tracker.waits.restart()
-    work()
-    return sorted(entry["what"] for entry in tracker.waits.as_json() for _ in range(entry["calls"]))
-
-
 def error_of(work: Callable[[], Any]) -> str:
     """The name of the error that a piece of code leads to."""
     try:
@@ -54,7 +47,12 @@ def host_waits(tracker: Tracker) -> dict[str, list[str]]:
         "on the device": lambda: (x * 2).to(torch.bfloat16).float().cuda(),
         "on the host": lambda: plain.sum().item(),
     }
-    return {name: waits_of(work, tracker) for name, work in works.items()}
+    found = {}
+    for name, work in works.items():
+        tracker.waits.restart()
+        work()
+        found[name] = sorted(entry["what"] for entry in tracker.waits.as_json() for _ in range(entry["calls"]))
+    return found
 
 
 def gradients_stay() -> bool:

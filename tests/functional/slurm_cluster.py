@@ -140,7 +140,9 @@ class SlurmCluster:
     def __exit__(self, *_: Any) -> None:
         if self._processes:
             self._run("scancel", "--user", _user(), check=False)
-            self._wait_for_empty_queue(20.0)
+            end = time.monotonic() + 20.0
+            while time.monotonic() < end and self._run("squeue", "--noheader", check=False).stdout.strip():
+                time.sleep(0.2)
         # slurmds first: each tells the controller that it leaves.
         for _, process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
@@ -288,11 +290,6 @@ class SlurmCluster:
             time.sleep(0.3)
         self._run("scancel", job_id, check=False)
         return "TIMEOUT_OF_TEST"
-
-    def _wait_for_empty_queue(self, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end and self._run("squeue", "--noheader", check=False).stdout.strip():
-            time.sleep(0.2)
 
 
 @contextlib.contextmanager

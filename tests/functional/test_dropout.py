@@ -13,12 +13,8 @@ from testing.runner import Job
 from tests.functional.selected import new_case, tiers
 
 STEPS = 3
+_SHARING = build_plan([[2], [2]], [1, 1], random.Random(0), sequence_parallel=True)
 DROPOUT, RANDOM = words("--attention-dropout 0.1 --hidden-dropout 0.1"), "--moe-router-force-biased 0.5"
-
-
-def chunks_and_tp(name: str) -> Case:
-    case = Case(name, build_plan([[2], [2]], [1, 1], random.Random(0), sequence_parallel=True))
-    return with_schedule(case, "interleaved", 2, {})
 
 
 CASES = {
@@ -29,7 +25,7 @@ CASES = {
     # One draw of one TP rank from the generator that all have alike, and their masks would differ.
     "TP": (Case("TP", build_plan([[2]], [4], random.Random(0))), "--tensor-model-parallel-size 2"),
     "chunks": (
-        chunks_and_tp("chunks"),
+        with_schedule(Case("chunks", _SHARING), "interleaved", 2, {}),
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--num-virtual-stages-per-pipeline-rank 2",
     ),

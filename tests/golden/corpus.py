@@ -234,13 +234,10 @@ def refusals() -> Corpus:
     cases = {case.kind: case for case in [*listed(random.Random(0)), *reported()]}
     wanted = [case for case in cases.values() if case.wrong and case.tool in ("planner", "schedule", "start")]
     with mock.patch.dict(os.environ, {"COLUMNS": "100", "HET_PLAN_VERIFY": "0"}):
-        return {_of_every_run(answer.case.kind): _message(answer.text) for answer in bad_input.run(wanted)}
-
-
-def _message(said: str) -> str:
-    """The message of a refusal, without how the command is used."""
-    found = max(said.find("error: "), said.find("megatron_het: "), 0)
-    return _of_every_run(said[found:]).strip()
+        said = [(answer.case.kind, answer.text) for answer in bad_input.run(wanted)]
+    # The message of a refusal, without how the command is used.
+    begins = [max(text.find("error: "), text.find("megatron_het: "), 0) for _, text in said]
+    return {_of_every_run(kind): _of_every_run(text[at:]).strip() for (kind, text), at in zip(said, begins)}
 
 
 def _of_every_run(text: str) -> str:

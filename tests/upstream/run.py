@@ -128,7 +128,9 @@ def run_files(files: Sequence[str], world: int, folder: Path, limit_s: float) ->
         out = folder / f"{rank}.json"
         found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         if not found:
-            found = {f"{' '.join(files)} (start)": {"outcome": "failed", "text": _end_of(folder / f"{rank}.log")}}
+            log = folder / f"{rank}.log"
+            text = log.read_text(errors="replace")[-1500:] if log.exists() else "no output"
+            found = {f"{' '.join(files)} (start)": {"outcome": "failed", "text": text}}
         for name, result in found.items():
             if name not in merged or _ORDER.index(result["outcome"]) < _ORDER.index(merged[name]["outcome"]):
                 merged[name] = {**result, "text": f"rank {rank}: {result['text']}"}
@@ -169,10 +171,6 @@ def _become(rank: int, world: int, files: Sequence[str], port: int, folder: Path
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))
-
-
-def _end_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-1500:] if log.exists() else "no output"
 
 
 def judge(outcomes: dict[str, dict[str, str]], expected: dict[str, str], whole: bool) -> list[str]:

@@ -95,11 +95,9 @@ class Team:
         by_first: bool = False,
     ) -> Arriving:
         """Post the receives of what the replica of another stage sends; arguments as in :meth:`send`."""
-        found = []
-        for piece in self._pieces(stage, self.where.stage, op, divided, by_first):
-            if piece.dst == self._rank:
-                found.append(channels.receive(buffer[self._rows(piece, op, sending=False)], piece.src, op.label))
-        return Arriving(buffer, found)
+        pieces = self._pieces(stage, self.where.stage, op, divided, by_first)
+        own = [(buffer[self._rows(piece, op, sending=False)], piece.src) for piece in pieces if piece.dst == self._rank]
+        return Arriving(buffer, [channels.receive(part, source, op.label) for part, source in own])
 
     def _pieces(self, sender: int, receiver: int, op: RankOp, divided: bool, by_first: bool) -> list[Piece]:
         """The pieces of a slice of nominal length."""

@@ -205,16 +205,19 @@ def test_a_group_has_the_name_that_it_was_given(world: None) -> None:
     assert group.group_name == creation.group_name("stage.fake", [0, 1]) + "/0"
 
 
-def test_a_torch_that_names_groups_otherwise_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "_named", lambda name: contextlib.nullcontext())
-    with pytest.raises(GroupError, match="does not name process groups as expected"):
-        creation.create_group("stage", [0, 1], "fake", 5.0)
+_GONE = TorchName("torch.distributed.distributed_c10d._no_such_name", (), "of a test")
 
 
-def test_a_torch_without_the_name_is_refused(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = TorchName("torch.distributed.distributed_c10d._no_such_name", (), "of a test")
-    monkeypatch.setattr(releases, "TORCH_NAMES", (gone,))
-    with pytest.raises(GroupError, match="_no_such_name is not there"):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((creation, "_named", lambda name: contextlib.nullcontext()), "does not name process groups as expected"),
+        ((releases, "TORCH_NAMES", (_GONE,)), "_no_such_name is not there"),
+    ],
+)
+def test_another_torch_is_refused(world: None, monkeypatch: pytest.MonkeyPatch, changed: Any, said: str) -> None:
+    monkeypatch.setattr(*changed)
+    with pytest.raises(GroupError, match=said):
         creation.create_group("stage", [0, 1], "fake", 5.0)
 
 

@@ -218,17 +218,13 @@ def test_plans_that_take_turns_are_for_one_training() -> None:
             check_turns([four, plan], ["a", "b"])
 
 
-def other_model() -> Plan:
-    return replace(made(), model=replace(made().model, hidden_size=128))
-
-
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
         (None, "plan file = .*second.json.*no such file"),
         ("{", "plan file = .*second.json"),
         ("{}", "second.json: format"),
-        (other_model(), "--het-plan = .*second.json.*its model is"),
+        (replace(made(), model=replace(made().model, hidden_size=128)), "--het-plan = .*second.json.*its model is"),
         (replace(made(), schedule=ScheduleSpec("1f1b", {"slack": -1})), "second.json: .*slack.*at least 0"),
     ],
 )

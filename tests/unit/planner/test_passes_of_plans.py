@@ -2,8 +2,10 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy.interpolate import PchipInterpolator
@@ -86,33 +88,36 @@ def test_passes_of_stages_chunks_and_slices(
     assert (Sketch(known, Goal()).value(groups, candidate) < float("inf")) == runs
 
 
-def test_the_error_says_that_larger_micro_batches_allow_more_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[dict[str, Any], dict[str, Any]], str]:
+    """Returns what the planner says of a model on a group of nodes that have no plan for it."""
+
+    def say(model: dict[str, Any], nodes: dict[str, Any]) -> str:
+        (tmp_path / "m.yaml").write_text(json.dumps(model | {"distributed_optimizer": True}))
+        (tmp_path / "c.yaml").write_text(json.dumps({"nodes": [nodes]}))
+        words = ["plan", "--cluster", f"{tmp_path}/c.yaml", "--model", f"{tmp_path}/m.yaml", "--out", f"{tmp_path}/p"]
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    return say
+
+
+def test_the_error_says_that_larger_micro_batches_allow_more_stages(refused: Any) -> None:
     """70 billion parameters on ten GPUs of 40 GB: two stages do not hold them, and more have too many passes."""
     model = {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
-    model |= {"vocab_size": 128000, "seq_length": 4096, "global_batch_size": 100_000, "distributed_optimizer": True}
-    (tmp_path / "m.yaml").write_text(json.dumps(model | {"micro_batch_sizes": [1], "recompute": ["full"]}))
-    nodes = [{"gpu": "A100-40", "count": 10, "gpus_per_node": 1, "network_bytes_per_s": 1e10}]
-    (tmp_path / "c.yaml").write_text(json.dumps({"nodes": nodes}))
-    words = ["plan", "--cluster", f"{tmp_path}/c.yaml", "--model", f"{tmp_path}/m.yaml", "--out", f"{tmp_path}/p"]
-    assert main(words) == 2
-    told = capsys.readouterr().err
+    model |= {"vocab_size": 128000, "seq_length": 4096, "global_batch_size": 100_000}
+    model |= {"micro_batch_sizes": [1], "recompute": ["full"]}
+    told = refused(model, {"gpu": "A100-40", "count": 10, "gpus_per_node": 1, "network_bytes_per_s": 1e10})
     assert "the model fits nowhere" in told
     assert "allow micro_batch_sizes of 4 or more, with which there may be 10 stages" in told
     assert "those of 1 leave room for 2 stages" in told
 
 
-def test_the_error_says_that_main_memory_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_says_that_main_memory_is_short(refused: Any) -> None:
     """What came nearest filled no GPU: the error said 20.8 GiB of 22.8 GiB usable, and to add about 0 GPUs."""
     model = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "num_attention_heads": 32}
-    model |= {"vocab_size": 32000, "seq_length": 1024, "global_batch_size": 16, "distributed_optimizer": True}
-    (tmp_path / "m.yaml").write_text(json.dumps(model))
-    nodes = [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": 2, "host_memory_bytes": 80e9}]
-    (tmp_path / "c.yaml").write_text(json.dumps({"nodes": nodes}))
-    words = ["plan", "--cluster", f"{tmp_path}/c.yaml", "--model", f"{tmp_path}/m.yaml", "--out", f"{tmp_path}/p"]
-    assert main(words) == 2
-    told = capsys.readouterr().err
+    model |= {"vocab_size": 32000, "seq_length": 1024, "global_batch_size": 16}
+    told = refused(model, {"gpu": "RTX-3090", "count": 1, "gpus_per_node": 2, "host_memory_bytes": 80e9})
     assert "to main memory per node, of 75 GiB" in told and "usable" not in told
     assert "Nearest changes: more main memory (host_memory_bytes in the cluster file" in told and "about" not in told
 

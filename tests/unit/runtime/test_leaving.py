@@ -19,11 +19,6 @@ from megatron_het.runtime.training import leaving_together, sum_indexer_losses
 _EVENTS = 8
 
 
-def _steps(folder: Path) -> list[int]:
-    (file,) = folder.iterdir()
-    return [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
-
-
 @pytest.fixture
 def alone(tmp_path: Path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -59,7 +54,9 @@ def test_all_events_are_in_the_file_and_no_group_is_left(
                 raise stop
     except SystemExit:
         assert stop is not None
-    assert _steps(tmp_path / "events") == list(range(_EVENTS))
+    (file,) = (tmp_path / "events").iterdir()
+    steps = [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+    assert steps == list(range(_EVENTS))
     assert not dist.is_initialized()
     writer.close()
 

@@ -357,9 +357,7 @@ def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[s
             raise PlannerError(file, f"{where}.{key}", group[key], "does not go with 'gpus'", hint)
     if not isinstance(group["gpus"], list) or not group["gpus"]:
         raise PlannerError(file, f"{where}.gpus", group["gpus"], "expected a list", "Like [{type: T4, count: 2}]")
-    entries: list[GpusOfNode] = []
-    for j, body in enumerate(group["gpus"]):
-        entries.append(validated(GpusOfNode, body, file, (where, "gpus", j)))
+    entries = [validated(GpusOfNode, body, file, (where, "gpus", j)) for j, body in enumerate(group["gpus"])]
     kinds: dict[str, list[int]] = {}
     total = 0
     for entry in entries:

@@ -12,7 +12,7 @@ from megatron_het.safe_io import add_options, amount, count
 
 from ..costs.estimate import Estimator
 from ..errors import PlannerError
-from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.cluster import Cluster
 from ..inputs.files import check_target, read_json
 from ..report.data import PageData
 from ..report.html import check_page, notes_of, write_page
@@ -146,10 +146,8 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
 
 def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
     """The cluster with the nodes of a pool; None where there is none."""
-    nodes: list[NodeGroup] = []
-    for group, size in zip(cluster.nodes, pool, strict=True):
-        if size:
-            nodes.append(group.model_copy(update={"count": size, "hosts": group.hosts[:size]}))
+    sizes = [(group, size) for group, size in zip(cluster.nodes, pool, strict=True) if size]
+    nodes = [group.model_copy(update={"count": size, "hosts": group.hosts[:size]}) for group, size in sizes]
     if not any(node.quota for node in nodes):
         return None
     places = {name for node in nodes for name in (node.zone, node.where)}
