@@ -57,11 +57,9 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     assert common[at + 1] == str(MICROBATCHES)
     del common[at : at + 2]
     more = (
-        "--train-samples",
-        str(SAMPLES),
-        *words("--eval-iters 2 --eval-interval 2 --eval-global-batch-size 6 --lr-warmup-samples 6"),
+        f"--train-samples {SAMPLES} --lr-warmup-samples 6 --eval-iters 2 --eval-interval 2 --eval-global-batch-size 6"
     )
-    flags = (*common, *lab.start_flags(weights), *more, "--step-batch-size-schedule", SCHEDULE)
+    flags = (*common, *lab.start_flags(weights), *words(more), "--step-batch-size-schedule", SCHEDULE)
     files = [str(tmp_path / f"plan-{size}.json") for size in SIZES]
     for plan, file in zip(plans(), files, strict=True):
         save_plan(plan, file)

@@ -87,12 +87,10 @@ def test_the_norm_of_the_parameters_counts_each_once(precision: str, distributed
     case = Case(f"params-norm-{precision}-{distributed}", plan, extra=("--log-params-norm",))
     expected = params_norms((lab.reference(case) / "rank-0.log").read_text())
     found = params_norms(lab.runner.run(lab.job(case)).log())
-    assert len(found) == len(expected) == lab.steps
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert len(found) == lab.steps and found == pytest.approx(expected, rel=1e-3)
 
 
-_EVALUATED = [
-    # Two times nine sequences, and six times two, in batches of six.
+_EVALUATED = [  # two times nine sequences, and six times two, in batches of six
     new_case("more", [[1, 1], [2]], [2, 3], extra="--eval-global-batch-size 9 --eval-iters 2", even_routing=False),
     sliced("fewer", _SPLIT, extra=words("--eval-global-batch-size 2 --eval-iters 6 --eval-micro-batch-size 2")),
 ]

@@ -151,10 +151,7 @@ def test_microbatches_of_different_size_are_cut_from_the_same_samples() -> None:
 def test_the_order_of_samples_does_not_depend_on_the_microbatches(
     loader: str, ahead: int, phases: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training may go on under a plan of other microbatches; 17 samples are no multiple of most sizes.
-
-    Each phase begins with the first sample of a dataset of its own.
-    """
+    """A training may go on under a plan of other microbatches; 17 samples are no multiple of most sizes."""
     from megatron import training
     from megatron.core import mpu
     from megatron.training.datasets import data_samplers
