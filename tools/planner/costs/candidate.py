@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import floor, gcd
+from math import floor, gcd, lcm
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_het.plan.schema import layers_of
@@ -412,6 +412,7 @@ class StageTimes:
     replica_f: list[float]
     replica_b: list[float]
     microbatches: list[int]
+    counts: list[int]  # replicas of each kind in one of the candidate's equal pipelines
     busy_s: float  # compute of the slowest replica over the iteration
     # forward_s, backward_s: means over the microbatches
     forward_s: float
@@ -432,7 +433,8 @@ class StageTimes:
         """The times of the stage as the compiled closed form wants them."""
         if not self._figures:
             found = array("d", (self.forward_s, self.backward_s, self.busy_s, len(self.replica_f)))
-            for kind in zip(self.replica_f, self.replica_b, self.microbatches, self.in_flight, strict=True):
+            times, held = (self.replica_f, self.replica_b, self.microbatches), self.in_flight
+            for kind in zip(*times, held, self.counts, strict=True):
                 found.extend(kind)
             self._figures = found.tobytes()
         return self._figures
@@ -470,6 +472,17 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     if s == candidate.head_stage:
         count += unit.head_parameters - unit.tied_parameters * (len(candidate.stages) == candidate.chunks == 1)
     return count
+
+
+def pairs_of(width: int, after: int, kinds: int) -> int:
+    """Pairs of replicas of two stages that exchange messages.
+
+    Args:
+        width: Replicas of the first stage.
+        after: Of the second one.
+        kinds: Of replicas, of both stages together; where there are several in a stage, any two may meet.
+    """
+    return lcm(width, after) if kinds == 2 else width * after
 
 
 def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:

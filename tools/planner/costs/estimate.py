@@ -146,8 +146,8 @@ def _pipeline(
 def _of_kind(stage: StageTimes, i: int) -> StageTimes:
     """A stage as one kind of its replicas is: the others are in pipelines of their own."""
     f, b, k = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i]
-    one = replace(stage, replica_f=[f], replica_b=[b], microbatches=[k], in_flight=stage.in_flight[i : i + 1])
-    return replace(one, busy_s=k * (f + b), forward_s=f, backward_s=b)
+    one = replace(stage, replica_f=[f], replica_b=[b], microbatches=[k], counts=[stage.counts[i]])
+    return replace(one, in_flight=stage.in_flight[i : i + 1], busy_s=k * (f + b), forward_s=f, backward_s=b)
 
 
 __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]

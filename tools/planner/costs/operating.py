@@ -85,20 +85,31 @@ class Network:
             found[pool] = latency, node, single, any(e[2] for e in ends)
         return found
 
-    def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
-        """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
+    def _transfer_s(
+        self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool, units: int
+    ) -> float:
+        """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage.
+
+        Args:
+            units: Replicas that send at once, or parts of them; those of one node share its network.
+        """
         runtime, nodes = self.runtime, self.cluster.nodes
+        ends = (first, first_tp), (second, second_tp)
+        beside = max(1, *[min(units, nodes[pool].gpus_per_node // tp) for pool, tp in ends])
         local = local or self.cluster.in_one_node(nodes[first], nodes[second])
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
         if link is not None:
             copies = 1 if local or runtime.split_transfers or runtime.leader_transfers else second_tp
-            return runtime.transfer_latency_s + link.latency_s + copies * size / link.bytes_per_s
+            rate = link.bytes_per_s  # of one pair alone
+            if not local:
+                rate = min(rate, max(rate, self.pair(first, second)[0]) / beside)
+            return runtime.transfer_latency_s + link.latency_s + copies * size / rate
         if local:
             return runtime.transfer_latency_s + size / min(self.intra[first], self.intra[second])
         _, latency, _ = self.pair(first, second)
         once = runtime.split_transfers or runtime.leader_transfers
         streams = 1 if runtime.leader_transfers else min(first_tp, second_tp)
-        rate = self.rate(first, second, streams, size / streams if once else size)
+        rate = self.rate(first, second, beside * streams, size / streams if once else size) / beside
         seconds = runtime.transfer_latency_s + latency + (1 if once else second_tp) * size / rate
         if once and second_tp > 1:
             seconds += size * (second_tp - 1) / second_tp / self.intra[second]
@@ -411,8 +422,7 @@ class OperatingPoints:
                 local = before // per_node == (before + both - 1) // per_node
         known, key = self.known_ways[size], way if local is None else (*way, local)
         if key not in known:
-            pairs = [self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, bool(local)) for g in a for h in b]
-            known[key] = max(pairs)
+            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local)) for g in a for h in b])
         return known[key]
 
     def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool) -> float:
@@ -424,10 +434,11 @@ class OperatingPoints:
             size: Bytes of an equal part of ``cp``.
             local: Whether they share a node.
         """
+        units = cp * min(a.count, b.count)
         if not (a.parts or b.parts):
-            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local)
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, units)
         return max(
-            self.network.transfer_s(pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local)
+            self.network.transfer_s(pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, units)
             for first, end, pool in _places(a, cp)
             for start, last, other in _places(b, cp)
             if min(end, last) - max(first, start) > 1e-9

@@ -350,9 +350,9 @@ int32_t het_stages(int32_t count, const double *stages, const int32_t *caps, int
 
 /* The closed form of a pipeline (schedules/base.py, schedules/pipelines.py).  A stage in figures: seconds of a forward
  * and of a backward, of all it computes, and its kinds of replicas; of each kind, seconds of a forward and of a
- * backward, microbatches, and those in flight.
+ * backward, microbatches, those in flight, and how many replicas of that kind there are.
  */
-enum { FORWARD, BACKWARD, BUSY, KINDS, HEAD, MINE = 2, HELD, KIND };
+enum { FORWARD, BACKWARD, BUSY, KINDS, HEAD, MINE = 2, HELD, COUNT, KIND };
 
 static double larger(double a, double b) { return b > a ? b : a; }
 
@@ -376,22 +376,59 @@ static double slowest_pass(const double *stage) {
     return slowest;
 }
 
-/* `_loops_s`: the loops over each stage and later ones. */
-int32_t het_loops(int32_t count, const double *both, const double *ways, const double *ahead, double *out) {
+/* Replicas of a stage, and how many passes they are ahead of their backwards together, or have in all. */
+static double sum_of(const double *stage, int32_t figure) {
+    const double *kind = stage + HEAD;
+    double sum = 0.0;
+    for (int32_t i = 0; i < (int32_t)stage[KINDS]; i++, kind += KIND) {
+        sum += kind[COUNT] * (figure == COUNT ? 1.0 : kind[figure]);
+    }
+    return sum;
+}
+
+/* `_loops_s`.  Returns 0 if there are too many stages. */
+int32_t het_loops(int32_t count, const double *figures, const double *ways, int32_t cut, double *out) {
+    const double *stages[MOST_STAGES];
+    double both[MOST_STAGES], widths[MOST_STAGES], ahead[MOST_STAGES], total;
+    if (!begin(count, figures, stages)) return 0;
     for (int32_t s = 0; s < count; s++) {
-        double loop = both[s];
-        out[s] = loop;
+        both[s] = (stages[s][FORWARD] + stages[s][BACKWARD]) / cut;
+        widths[s] = cut > 1 ? 1.0 : sum_of(stages[s], COUNT);
+        ahead[s] = cut > 1 ? 2.0 * (count - s) : sum_of(stages[s], HELD);
+    }
+    total = cut > 1 ? cut * stages[0][HEAD + MINE] : sum_of(stages[0], MINE);
+    for (int32_t s = 0; s < count; s++) {
+        double loop = both[s], worst = loop / widths[s];
         for (int32_t e = s + 1; e < count; e++) {
             loop += 2 * ways[e - 1] + both[e];
-            out[s] = larger(out[s], loop / (ahead[s] - ahead[e] + 1));
+            worst = larger(worst, loop / (ahead[s] - ahead[e] + widths[e]));
         }
+        out[s] = total * worst;
     }
     return 1;
 }
 
+static double most_of(const double *stage) {
+    double most = stage[HEAD + MINE];
+    for (int32_t i = 1; i < (int32_t)stage[KINDS]; i++) most = larger(most, stage[HEAD + KIND * i + MINE]);
+    return most;
+}
+
+/* `_links_s`: of one boundary. */
+static double link_of(const double *stage, const double *after, double transfer, double total) {
+    double width = stage[HEAD + COUNT], more = after[HEAD + COUNT], a = width, b = more;
+    if (stage[KINDS] > 1 || after[KINDS] > 1) return most_of(stage) * most_of(after) / total * transfer;
+    while (b > 0) {
+        double rest = fmod(a, b);
+        a = b;
+        b = rest;
+    }
+    return total / (width / a * more) * transfer;
+}
+
 /* `_stall_s`: how long a stage waits, beyond the compute of its slowest replica. */
 static double stall_of(const double *stage, double trip, double slowest, double cut, double link, double chunks,
-                       double period) {
+                       double loop, double arrive, double leave) {
     double stall = 0.0;
     const double *kind = stage + HEAD;
     for (int32_t i = 0; i < (int32_t)stage[KINDS]; i++, kind += KIND) {
@@ -399,15 +436,20 @@ static double stall_of(const double *stage, double trip, double slowest, double 
         double ahead = (held - 1) * cut, own = (f + b) * cut * k;
         double idle = larger(0.0, trip - ahead * f) + larger(0.0, trip - ahead * b);
         if (cut > 1) {
-            idle = trip + k * larger(0.0, period - (f + b) * cut);
+            idle = trip + larger(0.0, loop - own);
         } else if (k <= held) {
             idle = larger(0.0, trip + larger(f + k * b, k * f + b) - own);
         } else {
-            double late = (idle < trip ? idle : trip) + (k - held) * (period - f - b);
-            if (period > f + b) idle = larger(idle, late);
+            double late = (idle < trip ? idle : trip) + (k - held) * (loop / k - f - b);
+            if (loop / k > f + b) idle = larger(idle, late);
             idle = larger(idle, (k - held) * (f + b + (trip + slowest) / 2) / held + f + b + trip - own);
         }
-        idle = larger(idle, link * k * chunks - own);
+        if (cut == 1) {
+            double come = larger(f, arrive / k), go = larger(b, leave / k), first = held < k ? held : k;
+            double pair = larger(f + b, larger(come, go));
+            idle = larger(idle, (first - 1) * come + f + (k - first) * pair + first * go - own);
+        }
+        idle = larger(idle, link * chunks - own);
         stall = larger(stall, own + idle - stage[BUSY]);
     }
     return stall;
@@ -415,17 +457,19 @@ static double stall_of(const double *stage, double trip, double slowest, double 
 
 /* `Schedule.pipeline`.
  *
- * at_once, transfers, periods, waits: as there; transfers come in turn where in_turn is not 0.
+ * at_once, transfers, loops, waits: as there; transfers come in turn where in_turn is not 0.
  * out: by stage, the earliest end of its last backward; then the end of all.
  * Returns the stage that decides it, negative if there are too many.
  */
 int32_t het_pipeline(int32_t count, const double *figures, const double *at_once, const double *transfers,
-                     const double *periods, double waits, double slices, double chunks, int32_t in_turn, double *out) {
+                     const double *loops, double waits, double slices, double chunks, int32_t in_turn, double *out) {
     const double *stages[MOST_STAGES];
     double trips[MOST_STAGES], slowest[MOST_STAGES], cut = chunks * slices, sooner = 0.0, drain = 0.0, worst = 0.0;
     double longest = at_once[0];
+    double total, there = 0.0, back = 0.0, before = 0.0, beyond = 0.0;  /* links to the stages before and after */
     int32_t which = 0, last = count - 1;
     if (!begin(count, figures, stages)) return -1;
+    total = sum_of(stages[0], MINE);
     for (int32_t s = 1; s < count; s++) longest = larger(longest, at_once[s]);
     trips[last] = slowest[last] = 0.0;
     for (int32_t s = last - 1; s >= 0; s--) {
@@ -435,11 +479,13 @@ int32_t het_pipeline(int32_t count, const double *figures, const double *at_once
     }
     for (int32_t s = 0; s < count; s++) {
         const double *stage = stages[s], way = s < last ? transfers[s] / slices : 0.0;
-        double stall = trips[s] - (s ? 2 * (transfers[s - 1] / slices) : 0.0);
+        double stall = trips[s] - (s ? 2 * (transfers[s - 1] / slices) : 0.0), width = sum_of(stage, COUNT);
+        beyond = s < last ? link_of(stage, stages[s + 1], transfers[s], total) : 0.0;
         if (!in_turn) {
-            double link = larger(s ? transfers[s - 1] : 0.0, s < last ? transfers[s] : 0.0);
             double met = longest - at_once[s];
-            stall = stall_of(stage, trips[s] + met, slowest[s] + met, cut, link, chunks, periods[s]) + waits;
+            stall = stall_of(stage, trips[s] + met, slowest[s] + met, cut, larger(before, beyond), chunks, loops[s],
+                             there, back);
+            stall += waits;
         }
         double end = sooner + stage[BUSY] + stall;
         out[s] = end - drain;
@@ -449,6 +495,9 @@ int32_t het_pipeline(int32_t count, const double *figures, const double *at_once
             which = s;
         }
         sooner += (stage[FORWARD] + stage[BACKWARD] - at_once[s]) / cut + 2 * way;
+        there = larger(larger(there, total * stage[FORWARD] / width), beyond);
+        back = larger(larger(back, total * stage[BACKWARD] / width), beyond);
+        before = beyond;
     }
     out[count] = worst;
     return which;

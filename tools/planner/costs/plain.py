@@ -104,7 +104,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     row, real = ctypes.c_char_p, ctypes.c_double  # doubles, or ints, as bytes
     found.het_stages.argtypes = [ctypes.c_int32, row, row, ctypes.c_int32, real, address]
     found.het_stages.restype = ctypes.c_int32
-    found.het_loops.argtypes = [ctypes.c_int32, row, row, row, doubles]
+    found.het_loops.argtypes = [ctypes.c_int32, row, row, ctypes.c_int32, doubles]
     found.het_pipeline.argtypes = [ctypes.c_int32, *[row] * 4, real, real, real, ctypes.c_int32, doubles]
     found.het_ends.argtypes = [ctypes.c_int32, row, row, real, row, doubles]
     return found
@@ -262,7 +262,7 @@ class Wiring:
     """Links between replicas, which depend on their kinds and on whether they share a node.
 
     Attributes:
-        groups: By device, what kind of replica it is (of one).
+        groups: By device, the replicas of its stage that are of its kind.
         places: By device, its node.
 
     Args:

@@ -169,7 +169,10 @@ def costs_of(
 
     # Parts of their own are in one node only where all are.
     places = [tuple(seat.host for seat in mine) if g.parts else mine[0].host for (_, g, _), mine in zip(devices, flat)]
-    link = Wiring([g for _, g, _ in devices], places, price)
+    kinds = {
+        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): g for s, stage in enumerate(whole.stages) for g in stage.groups
+    }
+    link = Wiring([kinds[s, g] for s, g, _ in devices], places, price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {
         # The part whose activations fill its GPU most, as in the figures of a replica.

@@ -467,6 +467,7 @@ def _stage(
         forward,
         backward,
         shares,
+        counts,
         busy,
         forward_s=forward_s,
         backward_s=backward_s,

@@ -72,11 +72,13 @@ MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160
 """For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
 LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=2, simulated_operations=30_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
+VAST = replace(LARGE, steps=60)
+"""For clusters of more than 200 GPUs, where local search gains little with single replicas."""
 
 
 def effort_for(gpus: int) -> Effort:
     """Returns what suits a cluster of this size."""
-    return LARGE if gpus > 160 else MEDIUM if gpus > 64 else NORMAL
+    return VAST if gpus > 200 else LARGE if gpus > 160 else MEDIUM if gpus > 64 else NORMAL
 
 
 # What to optimise, and what a plan must respect.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from ctypes import c_double
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, lcm, log2
 from typing import ClassVar
 
 import numpy as np
@@ -114,7 +114,9 @@ class Schedule:
         take at least one round trip, halfway between mean and slowest replicas: backwards run in the
         order of the microbatches, so one on a slow replica holds up those after it.  Chunks and slices cut the
         pieces that fill the pipeline, slices what is sent as well; later chunks begin when the ones before have gone
-        around.  Neighbours that wait for each other's messages in turn are no faster than their loop.  Parts of a split
+        around.  Stages that wait for each other's messages in turn are no faster than their loop.  Before its first
+        backward a stage has run all forwards that it may be ahead, which come no faster than earlier stages compute
+        and send them; its gradients leave no faster than these take them.  Parts of a split
         output layer fill nothing: stages compute them at one time.  A microbatch has come around no stage before the
         longest part is done.
 
@@ -127,17 +129,19 @@ class Schedule:
         ways = [t / candidate.slices for t in transfers]
         rows = candidate.rows
         at_once = [stage.units[0].ends_s(*rows[s]) if rows else 0.0 for s, stage in enumerate(stages)]
-        periods = self.periods_s(candidate, stages, ways)
+        loops_s = self.loops_s(candidate, stages, ways)
         waits_s = self.waits_s(estimator, candidate, stages, ways)
         compiled = loops()
         if compiled is not None and len(stages) <= MOST_STAGES:
             out = (c_double * (len(stages) + 1))()
-            rows_of_stages = figures_of(stages), row_of(at_once), row_of(transfers), row_of(periods)
+            rows_of_stages = figures_of(stages), *map(row_of, (at_once, transfers, loops_s))
             setting = waits_s, candidate.slices, candidate.chunks, estimator.runtime.transfers_in_turn
             which = compiled.het_pipeline(len(stages), *rows_of_stages, *setting, out)
             *alone, worst = out
             return Pipeline(worst, stages[which].busy_s, which, 0.0, alone)
         round_trip, slowest = _round_trips(stages, ways, cut, at_once)
+        links_s = _links_s(stages, transfers)
+        arrive_s, leave_s = _paces_s(stages, links_s)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
         drain, alone, longest_s = 0.0, [], max(at_once)
         for s, stage in enumerate(stages):
@@ -145,11 +149,11 @@ class Schedule:
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
                 stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
-                # Each direction of each boundary carries one transfer per microbatch.
-                link_s = max([0.0, *transfers[max(0, s - 1) : s + 1]])
+                link_s = max([0.0, *links_s[max(0, s - 1) : s + 1]])
                 met_s = longest_s - at_once[s]
                 trips = rt + met_s, slowest[s] + met_s
-                stall = _stall_s(stage, *trips, cut, link_s, chunks=candidate.chunks, period_s=periods[s]) + waits_s
+                flow = {"loop_s": loops_s[s], "arrive_s": arrive_s[s], "leave_s": leave_s[s]}
+                stall = _stall_s(stage, *trips, cut, link_s, chunks=candidate.chunks, **flow) + waits_s
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
@@ -159,21 +163,21 @@ class Schedule:
             before += (stage.forward_s + stage.backward_s - at_once[s]) / cut + 2 * way
         return Pipeline(worst, busy, which, 0.0, alone)
 
-    def periods_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
-        """Least time from a microbatch to the next one, per stage, where all have enough to do.
+    def loops_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
+        """Least time of all microbatches, per stage, where all have enough to do: what its loops let through.
 
         Args:
             ways: Seconds of a message over each boundary.
         """
         cut = candidate.chunks * candidate.slices
-        if max(ways, default=0.0) <= 0 or max([len(stage.units) for stage in stages]) > 1:
+        if max(ways, default=0.0) <= 0 or (cut > 1 and len({k for stage in stages for k in stage.microbatches}) > 1):
             return [0.0] * len(stages)
-        if len({stage.microbatches[0] for stage in stages}) > 1:
-            return [0.0] * len(stages)
-        both = [(stage.forward_s + stage.backward_s) / cut for stage in stages]
-        # A stage that is one nearer to the end holds one message less, or one pass forward and one back if cut.
-        ahead = [stage.in_flight[0] for stage in stages] if cut == 1 else range(2 * len(stages), 0, -2)
-        return [cut * period for period in _loops_s(both, ways, ahead)]
+        compiled = loops()
+        if compiled is not None and len(stages) <= MOST_STAGES:
+            found = (c_double * len(stages))()
+            compiled.het_loops(len(stages), figures_of(stages), row_of(ways), cut, found)
+            return found[:]
+        return _loops_s(stages, ways, cut)
 
     def waits_s(
         self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
@@ -364,31 +368,66 @@ def _round_trips(
     return round_trip, slowest
 
 
-def _loops_s(both: Sequence[float], ways: Sequence[float], ahead: Sequence[int]) -> list[float]:
-    """Least time between passes, per stage, of the loops over it and later ones: it goes on when these have answered.
+def _links_s(stages: Sequence[StageTimes], transfers: Sequence[float]) -> list[float]:
+    """Seconds in which all microbatches go over each boundary: pairs of replicas have connections of their own."""
+    total, out = _passes(stages[0]), []
+    for stage, after, way in zip(stages, stages[1:], transfers):
+        messages = max(stage.microbatches) * max(after.microbatches) / total  # of any two replicas
+        if len(stage.counts) == len(after.counts) == 1:
+            messages = total / lcm(stage.counts[0], after.counts[0])
+        out.append(messages * way)
+    return out
+
+
+def _paces_s(stages: Sequence[StageTimes], links_s: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Least time in which all microbatches come to a stage, and in which all gradients leave it, by stage."""
+    total, there, back = _passes(stages[0]), [0.0], [0.0]
+    for stage, link_s in zip(stages, links_s):
+        width = sum(stage.counts)
+        there.append(max(there[-1], total * stage.forward_s / width, link_s))
+        back.append(max(back[-1], total * stage.backward_s / width, link_s))
+    return there, back
+
+
+def _passes(stage: StageTimes) -> int:
+    """Microbatches of all replicas of a stage."""
+    return sum([n * k for n, k in zip(stage.counts, stage.microbatches)])
+
+
+def _loops_s(stages: Sequence[StageTimes], ways: Sequence[float], cut: int) -> list[float]:
+    """What :meth:`Schedule.loops_s` says: a stage goes on when the later ones of a loop have answered.
 
     Args:
-        both: Seconds of a pass forward and back of each stage.
         ways: Seconds of a message over each boundary.
-        ahead: Passes that each stage is ahead of its backwards.
+        cut: Pieces of a microbatch.
     """
-    compiled = loops()
-    if compiled is not None:
-        found = (c_double * len(both))()
-        compiled.het_loops(len(both), row_of(both), row_of(ways), row_of(ahead), found)
-        return found[:]
+    both = [(stage.forward_s + stage.backward_s) / cut for stage in stages]
+    total, widths = _passes(stages[0]), [sum(stage.counts) for stage in stages]
+    ahead = [sum([n * held for n, held in zip(stage.counts, stage.in_flight)]) for stage in stages]
+    if cut > 1:  # a stage that is one nearer to the end is ahead by one pass forward and one back less
+        total, widths = cut * stages[0].microbatches[0], [1] * len(stages)
+        ahead = list(range(2 * len(stages), 0, -2))
     out = []
     for s, own in enumerate(both):
-        worst = loop = own
+        loop, worst = own, own / widths[s]
         for e in range(s + 1, len(both)):
             loop += 2 * ways[e - 1] + both[e]
-            worst = max(worst, loop / (ahead[s] - ahead[e] + 1))
-        out.append(worst)
+            worst = max(worst, loop / (ahead[s] - ahead[e] + widths[e]))
+        out.append(total * worst)
     return out
 
 
 def _stall_s(
-    stage: StageTimes, rt: float, slowest: float, cut: int, link_s: float, chunks: int, period_s: float
+    stage: StageTimes,
+    rt: float,
+    slowest: float,
+    cut: int,
+    link_s: float,
+    *,
+    chunks: int,
+    loop_s: float,
+    arrive_s: float,
+    leave_s: float,
 ) -> float:
     """How long a stage waits, beyond the compute of its slowest replica."""
     stall = 0.0
@@ -400,10 +439,13 @@ def _stall_s(
         if cut == 1 and k <= held:  # all microbatches in flight at once: one round trip, not two
             idle = max(0.0, rt + max(f + k * b, k * f + b) - own)
         elif cut == 1:
-            late = min(idle, rt) + (k - held) * (period_s - f - b) if period_s > f + b else 0.0
+            late = min(idle, rt) + (k - held) * (loop_s / k - f - b) if loop_s / k > f + b else 0.0
             idle = max(idle, late, (k - held) * (f + b + (rt + slowest) / 2) / held + f + b + rt - own)
         else:
-            idle = rt + k * max(0.0, period_s - (f + b) * cut)
-        idle = max(idle, link_s * k * chunks - own)
+            idle = rt + max(0.0, loop_s - own)
+        if cut == 1:
+            come, go, first = max(f, arrive_s / k), max(b, leave_s / k), min(held, k)
+            idle = max(idle, (first - 1) * come + f + (k - first) * max(f + b, come, go) + first * go - own)
+        idle = max(idle, link_s * chunks - own)
         stall = max(stall, own + idle - stage.busy_s)
     return stall

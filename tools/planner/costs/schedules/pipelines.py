@@ -124,8 +124,9 @@ class OneFOneB(Schedule):
             apart_s += forward[0]
         ends_s = max([unit.ends_s(*candidate.ends_of(s)) for s, unit in enumerate(units)])
         least_s = max([f + b for f, b in zip(forward, backward)])
-        least_s = max([least_s, *[period - ends_s for period in self.periods_s(candidate, stages, ways)]])
-        return (max([stage.microbatches[0] for stage in stages]) - 1) * max(0.0, apart_s - least_s)
+        most = max([stage.microbatches[0] for stage in stages])
+        least_s = max([least_s, max(self.loops_s(candidate, stages, ways)) / most - ends_s])
+        return (most - 1) * max(0.0, apart_s - least_s)
 
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
         """Returns what the meetings of stages take longer than a forward and a backward of each."""
@@ -239,17 +240,17 @@ class SlimPipe(Schedule):
         found = super().waits_s(estimator, candidate, stages, ways)
         return found + 2 * sum(ways) * candidate.slices / len(stages) if candidate.rows else found
 
-    def periods_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
+    def loops_s(self, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]) -> list[float]:
         """Returns no less than a stage takes that meets all others for the output layer of every slice."""
-        found = super().periods_s(candidate, stages, ways)
+        found = super().loops_s(candidate, stages, ways)
         if not candidate.rows:
             return found
         lost = [
             self.vocabulary_loss_s(candidate, stage.units[0], len(stages), its.layers)
             for stage, its in zip(stages, candidate.stages)
         ]
-        own = [stage.forward_s + stage.backward_s for stage in stages]
-        return [max(period, t + loss_s) for period, t, loss_s in zip(found, own, lost)]
+        own = [stage.microbatches[0] * (stage.forward_s + stage.backward_s + t) for stage, t in zip(stages, lost)]
+        return [max(loop_s, t) for loop_s, t in zip(found, own)]
 
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
         """Stages that meet for every slice wait for the one whose slice attends to the most keys."""
