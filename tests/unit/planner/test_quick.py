@@ -264,7 +264,7 @@ def test_fast_links_keep_megatrons_order():
 
 def test_wide_stages_are_not_slow_links():
     """A stage of many replicas takes a microbatch every moment, yet each replica takes as long as ever."""
-    prices = estimator_of(cluster_of(("A100-40", 12, 4, 12.5e9)), MODEL)
+    prices = estimator_of(cluster_of(("A100-40", 12, 4, 50e9)), MODEL)
     candidate = Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1)
     estimate = prices.estimate(candidate)
     wide = Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)

@@ -408,6 +408,13 @@ class OperatingPoints:
             out = [self._way_s(stages, i, size, cp) if way is None else way for i, way in enumerate(out)]
         return out
 
+    def around_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> float:
+        """Seconds of one transfer from the last stage to the first one."""
+        size, groups = self.boundary_bytes_per_sequence * micro_batch_size / cp, [g for stage in stages for g in stage]
+        pool, gpus = groups[0].pool, cp * sum([g.tp * g.count for g in groups])
+        local = {g.pool for g in groups} == {pool} and gpus <= self.cluster.nodes[pool].gpus_per_node
+        return max([self.hand_over_s(g, h, size, cp, local) for g in stages[-1] for h in stages[0]])
+
     def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
         """Seconds of one transfer over the boundary after stage ``i``."""
         a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])

@@ -185,8 +185,8 @@ class Schedule:
         """Seconds that any stage waits beside that: until the chunks before have gone around, forward and back."""
         if candidate.chunks == 1 or len(stages) == 1:
             return 0.0
-        groups = [candidate.stages[-1].groups, candidate.stages[0].groups]
-        back_s = estimator.ways_s(groups, candidate.micro_batch_size, candidate.cp)[0] / candidate.slices
+        groups = [stage.groups for stage in candidate.stages]
+        back_s = estimator.around_s(groups, candidate.micro_batch_size, candidate.cp) / candidate.slices
         return 2 * (candidate.chunks - 1) * (sum(ways) + max(back_s, *ways))
 
     def mismatch_loss(self, candidate: Candidate) -> float:

@@ -111,10 +111,9 @@ class Ministage(Schedule):
         which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
         groups, at = [stage.groups for stage in candidate.stages], (candidate.micro_batch_size, candidate.cp)
-        around = [groups[-1], groups[0]]
-        ways = [[*transfers, *estimator.ways_s(around, *at)]] * 2
+        ways = [[*transfers, estimator.around_s(groups, *at)]] * 2
         if len({g.tp for own in groups for g in own}) > 1:  # each rank of the target gets all: not the same both ways
-            ways[1] = [*estimator.ways_s(groups[::-1], *at)[::-1], *estimator.ways_s(around[::-1], *at)]
+            ways[1] = [*estimator.ways_s(groups[::-1], *at)[::-1], estimator.around_s(groups[::-1], *at)]
         figures = [_figures(estimator, candidate, stage, s) for s, stage in enumerate(stages)]
         visits: list[Visit] = []
         for back, places in enumerate((candidate.path, candidate.path[::-1])):
