@@ -174,8 +174,10 @@ def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:
 
 
 def test_the_exchange_pays_where_slices_are_few() -> None:
-    """Late slices attend to more keys than early ones; stages share that out."""
+    """Late slices attend to more keys than early ones; stages share that out, over a network of a link per GPU."""
     priced = estimator(seq_length=131072, global_batch_size=2, recompute=("full",))
+    nodes = tuple(node.model_copy(update={"network_bytes_per_s": 400e9}) for node in priced.cluster.nodes)
+    priced = priced.on(priced.cluster.model_copy(update={"nodes": nodes}))
     plain = Candidate(two_stages(), 1, "full", "slimpipe", slices=4, zero_stage=1)
     found = chosen(priced, plain)
     assert found.candidate.exchange

@@ -127,7 +127,7 @@ def _best(seconds, ends, caps, wanted):
     return min(max((n + ends[0]) * seconds[0], _best(*rest, wanted - n)) for n in of_first)
 
 
-@pytest.mark.parametrize("seed", range(1, 12))  # of 0 a stage of two kinds looks slower than it is
+@pytest.mark.parametrize("seed", range(12))
 def test_the_best_seed_looks_good(seed):
     """Of all seeds that fit, the best by the closed form or one as good is among the first by the sketches."""
     cluster, model = random_case(seed)
@@ -327,6 +327,40 @@ def test_the_closed_form_of_ministages(layers, chunks, batch, rate, groups):
     simulated = simulate_block(estimator, candidate, estimator.estimate(candidate))
     assert simulated.iteration_s == pytest.approx(estimator.time_s(candidate), rel=0.03)
     assert {Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.GRAD_REDUCE} <= simulated.result.program.kinds
+
+
+H100, A100 = 0, 1
+TAPERED = ((2, H100, 2),) * 6 + ((4, A100, 8),) * 3
+"""Layers, pool and replicas of each stage."""
+SLOWLY = {"layers": 24, "hidden": 4096, "heads": 32, "tokens": 2048, "batch": 64, "micro_batch_sizes": (1,)}
+SLOWLY |= {"precision": "bf16", "distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth"), [(TAPERED, 1), (TAPERED, 2), (((2, H100, 1), *((4, H100, 2),) * 4, (6, A100, 6)), 1)]
+)
+def test_unequal_stages_over_slow_links(rows, depth):
+    """Messages come as fast as links let them, before the first backward too; the closed form was up to 41 % short."""
+    model = model_of(**SLOWLY)
+    estimator = estimator_of(cluster_of(("H100-SXM", 12, 2, 0.6e9), ("A100-80", 24, 1, 25e9)), model)
+    stages = tuple(Stage(layers, (Group(pool, 1, count),)) for layers, pool, count in rows)
+    candidate = Candidate(stages, 1, zero_stage=1, depths=(depth,) * (len(stages) - 1))
+    simulated = simulate_block(estimator, candidate, estimator.estimate(candidate)).iteration_s
+    assert estimator.time_s(candidate) == pytest.approx(simulated, rel=0.05)
+
+
+def test_replicas_of_a_node_share_its_network():
+    """All replicas of a stage send at once, in the closed form and in the simulation."""
+    model = model_of(**SLOWLY)
+
+    def times(per_node, rate):
+        made = estimator_of(cluster_of(("A100-80", 16 // per_node, per_node, rate)), model)
+        candidate = Candidate((Stage(12, (Group(0, 1, 8),)),) * 2, 1, zero_stage=1)
+        link = simulate_block(made, candidate, made.estimate(candidate)).result.costs.link(0, 1)
+        return *made.transfer_times(candidate), 1 / link.bytes_per_s
+
+    assert times(8, 8e9) == pytest.approx(times(1, 1e9))
+    assert times(4, 8e9) == pytest.approx([0.5 * seconds for seconds in times(8, 8e9)], rel=0.01)
 
 
 # ``--limit-s`` counts from the start of the command, not from that of the search.

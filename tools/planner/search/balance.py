@@ -2,11 +2,11 @@
 
 from functools import cache
 from itertools import accumulate, pairwise
-from math import gcd, inf
+from math import ceil, gcd, inf
 from typing import NamedTuple
 
 from megatron_het.plan.schema import WITH_ATTENTION, layers_of
-from megatron_het.schedule.generators.one_f_one_b import SLACK
+from megatron_het.schedule.generators.one_f_one_b import NOTICEABLE, SLACK
 
 from ..costs.candidate import MEETING, Candidate, Group, GroupMemory, Stage
 from ..costs.estimate import Estimator
@@ -356,3 +356,21 @@ def _split(loads: list[Load], caps: list[int], wanted: int) -> list[int]:
             return layers
         change(worst, -1)
         change(best, 1)
+
+
+def passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
+    """By stage, seconds of one microbatch, forward and backward, on its quickest replica.
+
+    What is in flight is counted per replica, so a stage of many replicas has no more need of it than one of few.
+    """
+    out = []
+    for s, stage in enumerate(candidate.stages):
+        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
+        out.append(min(u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None))
+    return out
+
+
+def hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
+    """Returns as many more passes as hide each transfer, there and back, and one of reserve where that is any."""
+    hidden = [ceil(2 * seconds / max(passes)) if 2 * seconds > NOTICEABLE * max(passes) else 0 for seconds in transfers]
+    return tuple(2 + n if n else 1 for n in hidden)

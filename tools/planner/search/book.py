@@ -17,7 +17,7 @@ from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s
-from .balance import Rooms, balance, ends_of, layer_rooms, relieved, stage_load
+from .balance import Rooms, balance, ends_of, hiding, layer_rooms, passes_s, relieved, stage_load
 from .outcome import PENALTY, Goal, Progress
 from .pools import Limits, all_gpus
 
@@ -382,6 +382,7 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
     return layers
 
 
+WAITING = 0.5  # of an iteration: plans that wait for so long get more microbatches in flight
 LESS = (0.5, 0.0)  # slack to try, in this order, where the full slack does not fit
 RELIEVED, NEARBY = 1.25, 1.03
 """Plans within the first factor of the best may keep layers; of use are those that get within the second by it."""
@@ -472,6 +473,7 @@ class Book:
             found = inf, None
             if candidate is not None:
                 found = self.try_slack(candidate, lambda slack: self._balance(key, groups, like, slack))
+            found = self.try_deeper(*found)
             if found[0] <= RELIEVED * self.to_beat:
                 found = self.try_relieved(*found)
             candidate = found[1]
@@ -481,6 +483,16 @@ class Book:
                     best[len(groups)] = found[0], candidate
             self.scores[key] = found
         return found
+
+    def try_deeper(self, score: float, candidate: Candidate | None) -> tuple[float, Candidate | None]:
+        """A usable candidate with as many microbatches in flight as hide its transfers, if that is better."""
+        if candidate not in self.good or not schedule_of(candidate).has_depths or len(candidate.stages) == 1:
+            return score, candidate
+        if self.good[candidate][1].fill_s >= WAITING * self.good[candidate][1].iteration_s:
+            depths = hiding(passes_s(self.estimator, candidate), self.estimator.transfer_times(candidate))
+            deep = relieved(self.estimator, candidate.with_(depths=depths))
+            return min((score, candidate), (self.try_candidate(deep), deep), key=lambda f: f[0])
+        return score, candidate
 
     def try_relieved(self, score: float, candidate: Candidate | None) -> tuple[float, Candidate | None]:
         """A usable candidate that keeps what its memory holds, its layers balanced anew for that, if that is better."""

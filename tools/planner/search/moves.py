@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, permutations
-from math import ceil
 
-from megatron_het.schedule.generators.one_f_one_b import FASTER, NOTICEABLE, choose_depths
+from megatron_het.schedule.generators.one_f_one_b import FASTER, choose_depths
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator, allocate
@@ -13,7 +12,7 @@ from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
 from ..errors import PlannerError
-from .balance import relieved
+from .balance import hiding, passes_s, relieved
 from .book import Book, Groups
 from .outcome import Found, Goal
 from .pools import Limits, power_below
@@ -78,15 +77,15 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
         fitting = (candidate, found.estimate) if depths == plain else _fitting(estimator, goal, candidate, depths)
         return None if fitting is None else fitting[1].iteration_s
 
-    passes, transfers = _passes_s(estimator, candidate), estimator.transfer_times(candidate)
+    passes, transfers = passes_s(estimator, candidate), estimator.transfer_times(candidate)
     if briefly:
-        hidden_s = simulated(_hiding(passes, transfers))
+        hidden_s = simulated(hiding(passes, transfers))
         if hidden_s is None or hidden_s >= found.iteration_s:
             return found
     if work_of(estimator, candidate) <= MOST_OPERATIONS:
         chosen = choose_depths(passes, transfers, simulated)
         return tried[chosen] if chosen else found
-    for depths in dict.fromkeys((choose_depths(passes, transfers, estimated), _hiding(passes, transfers))):
+    for depths in dict.fromkeys((choose_depths(passes, transfers, estimated), hiding(passes, transfers))):
         if depths and depths != plain:
             simulated(depths)
     best = min(tried.values(), key=lambda f: f.iteration_s)
@@ -104,16 +103,10 @@ def hide_transfers(book: Book) -> None:
         if kind not in best or score < best[kind][0]:
             best[kind] = score, candidate
     for score, candidate in best.values():
-        depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
+        depths = hiding(passes_s(estimator, candidate), estimator.transfer_times(candidate))
         fitting = _fitting(estimator, book.goal, candidate, depths) if max(depths) > 1 else None
         if fitting is not None and book.goal.value(fitting[1]) < score * (1 - FASTER):
             book.try_candidate(fitting[0])
-
-
-def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
-    """Returns as many more passes as hide each transfer, there and back, and one of reserve where that is any."""
-    hidden = [ceil(2 * seconds / max(passes)) if 2 * seconds > NOTICEABLE * max(passes) else 0 for seconds in transfers]
-    return tuple(2 + n if n else 1 for n in hidden)
 
 
 def _fitting(
@@ -144,18 +137,6 @@ def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
         groups = tuple([g._replace(count=n) for g, n in zip(stage.groups, counts)])
         stages.append(Stage(stage.layers, groups))
     return candidate.with_(stages=tuple(stages), shares=None)
-
-
-def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
-    """By stage, seconds of one microbatch, forward and backward, on its quickest replica.
-
-    What is in flight is counted per replica, so a stage of many replicas has no more need of it than one of few.
-    """
-    out = []
-    for s, stage in enumerate(candidate.stages):
-        units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
-        out.append(min(u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None))
-    return out
 
 
 Stages = list[dict[tuple[int, int], int]]
