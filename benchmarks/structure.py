@@ -125,8 +125,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 72_560,
-    "all_lines": 137_040,
+    "product_lines": 72_660,
+    "all_lines": 137_200,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_220,

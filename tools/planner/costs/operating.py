@@ -443,9 +443,11 @@ class OperatingPoints:
         """
         units = cp * min(a.count, b.count)
         if not (a.parts or b.parts):
-            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, units)
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, units=units)
         return max(
-            self.network.transfer_s(pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, units)
+            self.network.transfer_s(
+                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, units=units
+            )
             for first, end, pool in _places(a, cp)
             for start, last, other in _places(b, cp)
             if min(end, last) - max(first, start) > 1e-9

@@ -395,7 +395,7 @@ def _passes(stage: StageTimes) -> int:
 
 
 def _loops_s(stages: Sequence[StageTimes], ways: Sequence[float], cut: int) -> list[float]:
-    """What :meth:`Schedule.loops_s` says: a stage goes on when the later ones of a loop have answered.
+    """Returns :meth:`Schedule.loops_s`: a stage goes on when the later ones of a loop have answered.
 
     Args:
         ways: Seconds of a message over each boundary.
