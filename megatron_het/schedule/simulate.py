@@ -152,7 +152,7 @@ class _Engine:
     """Queues of operations that work in order; see the module's text.
 
     The receive stands for the whole transfer: it waits for what its send waits for.  Where links share
-    resources, transfers are served first come, first served: those that could start are kept in a heap and
+    resources, transfers are served first come, first served: those whose data is there are kept in a heap and
     the earliest starts when nothing else can move, for whatever becomes ready later starts later.
     """
 
@@ -297,7 +297,7 @@ class _Engine:
             return
         self.offered.add(i)
         if i in self.link:
-            heapq.heappush(self.heap, (begin, i, q, why))
+            heapq.heappush(self.heap, (max([0.0, *(self.end[j] for j in self.waits[i])]), i, q, why))
             return
         team = self.team_of[i]
         members = self.arrived.setdefault(team[0], [])
@@ -310,7 +310,7 @@ class _Engine:
 
     def _start_shared(self, begin: float, i: int, q: int, why: int) -> None:
         occupied, names = self.link[i]
-        start = max([begin] + [self.resources.get(name, 0.0) for name in names])
+        start = max([begin, self.free[q], *[self.resources.get(name, 0.0) for name in names]])
         for name in names:
             self.resources[name] = start + occupied
         self._finish(q, i, start, start + self.duration[i], start + occupied, why)

@@ -67,7 +67,7 @@ def some_costs(rng: random.Random, shape: Shape) -> Costs:
         forward_s=times[0],
         backward_s=times[1],
         message_bytes=1e6,
-        link=Wiring(groups, places, price),
+        link=Wiring(groups, places, price, rng.choice(([], [d.stage for d in shape.devices]))),
         operation_s=rng.choice((0.0, 0.01)),
         tail_s=tuple(rng.random() for _ in shape.devices),
     )

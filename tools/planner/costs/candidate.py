@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import floor, gcd, lcm
+from math import floor, gcd
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_het.plan.schema import layers_of
@@ -472,17 +472,6 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     if s == candidate.head_stage:
         count += unit.head_parameters - unit.tied_parameters * (len(candidate.stages) == candidate.chunks == 1)
     return count
-
-
-def pairs_of(width: int, after: int, kinds: int) -> int:
-    """Pairs of replicas of two stages that exchange messages.
-
-    Args:
-        width: Replicas of the first stage.
-        after: Of the second one.
-        kinds: Of replicas, of both stages together; where there are several in a stage, any two may meet.
-    """
-    return lcm(width, after) if kinds == 2 else width * after
 
 
 def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:

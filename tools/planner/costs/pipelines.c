@@ -408,22 +408,10 @@ int32_t het_loops(int32_t count, const double *figures, const double *ways, int3
     return 1;
 }
 
-static double most_of(const double *stage) {
-    double most = stage[HEAD + MINE];
-    for (int32_t i = 1; i < (int32_t)stage[KINDS]; i++) most = larger(most, stage[HEAD + KIND * i + MINE]);
-    return most;
-}
-
 /* `_links_s`: of one boundary. */
 static double link_of(const double *stage, const double *after, double transfer, double total) {
-    double width = stage[HEAD + COUNT], more = after[HEAD + COUNT], a = width, b = more;
-    if (stage[KINDS] > 1 || after[KINDS] > 1) return most_of(stage) * most_of(after) / total * transfer;
-    while (b > 0) {
-        double rest = fmod(a, b);
-        a = b;
-        b = rest;
-    }
-    return total / (width / a * more) * transfer;
+    double width = sum_of(stage, COUNT), more = sum_of(after, COUNT);
+    return total / (more < width ? more : width) * transfer;
 }
 
 /* `_stall_s`: how long a stage waits, beyond the compute of its slowest replica. */

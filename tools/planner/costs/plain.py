@@ -15,6 +15,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -264,15 +265,21 @@ class Wiring:
     Attributes:
         groups: By device, the replicas of its stage that are of its kind.
         places: By device, its node.
+        stages: By device, its stage, where what a device sends to several others of a stage goes one after the other;
+            empty where each has one to send to.
 
     Args:
         price: The link between two kinds, and whether within a node; one that nobody shares.
     """
 
     def __init__(
-        self, groups: Sequence[Group], places: Sequence[object], price: Callable[[Group, Group, bool], Link]
+        self,
+        groups: Sequence[Group],
+        places: Sequence[object],
+        price: Callable[[Group, Group, bool], Link],
+        stages: Sequence[int] = (),
     ) -> None:
-        self.groups, self.places, self._price = groups, places, price
+        self.groups, self.places, self._price, self.stages = groups, places, price, stages
         self._known: dict[tuple[Group, Group, bool], Link] = {}
 
     def between(self, source: Group, target: Group, local: bool) -> Link:
@@ -283,7 +290,9 @@ class Wiring:
         return self._known[key]
 
     def __call__(self, source: int, target: int) -> Link:
-        return self.between(self.groups[source], self.groups[target], self.places[source] == self.places[target])
+        local = self.places[source] == self.places[target]
+        link = self.between(self.groups[source], self.groups[target], local)
+        return link if local or not self.stages else replace(link, shared=(f"{source} to {self.stages[target]}",))
 
 
 class _Timing:
@@ -296,6 +305,7 @@ class _Timing:
     def __init__(self, shape: Shape, devices: Sequence[int], costs: Costs) -> None:
         wiring, self._shape = costs.link, shape
         assert isinstance(wiring, Wiring)  # the caller knows
+        self._is_shared = bool(wiring.stages)
         self._stage = np.array([d.stage for d in shape.devices])
         self._runner = np.array(shape.route) + np.array(shape.first_device)[:, None]
         self._passes_s = _passes_s(shape, devices, costs)
@@ -329,7 +339,9 @@ class _Timing:
         is_sent = (to >= 0) & (to < places)
         target = self._runner[to % shape.stages, microbatch]
         price = (self._node[device] == self._node[target]).astype(int), self._kind[device], self._kind[target]
-        pair, pairs = device * count + target, count * count
+        pair, pairs = device * count + target, count * (count + shape.stages)
+        if self._is_shared:
+            pair = np.where(price[0] == 1, pair, count * count + device * shape.stages + self._stage[target])
         if pairs > MOST_PAIRS:
             used, pair = np.unique(pair, return_inverse=True)
             pairs = len(used)

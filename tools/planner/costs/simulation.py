@@ -172,7 +172,9 @@ def costs_of(
     kinds = {
         (s, g._replace(count=1, ep=whole.cut_of(g)[0])): g for s, stage in enumerate(whole.stages) for g in stage.groups
     }
-    link = Wiring([kinds[s, g] for s, g, _ in devices], places, price)
+    is_alike = len({tuple(replica.microbatches for replica in stage.replicas) for stage in plan.stages}) == 1
+    stage_of = [] if is_alike else [s for s, _, _ in devices]
+    link = Wiring([kinds[s, g] for s, g, _ in devices], places, price, stage_of)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {
         # The part whose activations fill its GPU most, as in the figures of a replica.

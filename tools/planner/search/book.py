@@ -5,14 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from ctypes import addressof, c_double
 from math import inf
-from operator import add
 from struct import Struct
 from typing import Any, Literal, NamedTuple
 
 from megatron_het.plan.validate import most_chunks
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..costs.candidate import Candidate, Group, Stage, pairs_of
+from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
@@ -243,9 +242,7 @@ class Sketch:
         ways = self.estimator.ways_s(groups, like.micro_batch_size, like.cp)
         widths = [k.width for k in found]
         each = point.total * like.chunks
-        kinds = [*map(len, groups)]
-        ends = zip(widths, widths[1:], map(add, kinds, kinds[1:]))
-        link_s = max([way * each / pairs_of(*pair) for way, pair in zip(ways, ends)])
+        link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, max(map(len, groups)) > 1)
         if like.rows and not (schedule.has_depths and min(widths) == max(widths)):  # these have depths to meet with
             unit, layers = self.estimator.unit_of(like, groups[0][0]), self.estimator.model.num_layers / len(groups)

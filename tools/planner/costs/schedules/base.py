@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from ctypes import c_double
 from functools import lru_cache
-from math import ceil, lcm, log2
+from math import ceil, log2
 from typing import ClassVar
 
 import numpy as np
@@ -369,14 +369,9 @@ def _round_trips(
 
 
 def _links_s(stages: Sequence[StageTimes], transfers: Sequence[float]) -> list[float]:
-    """Seconds in which all microbatches go over each boundary: pairs of replicas have connections of their own."""
-    total, out = _passes(stages[0]), []
-    for stage, after, way in zip(stages, stages[1:], transfers):
-        messages = max(stage.microbatches) * max(after.microbatches) / total  # of any two replicas
-        if len(stage.counts) == len(after.counts) == 1:
-            messages = total / lcm(stage.counts[0], after.counts[0])
-        out.append(messages * way)
-    return out
+    """Seconds in which all microbatches go over each boundary: a replica sends one message after the other."""
+    total, widths = _passes(stages[0]), [sum(stage.counts) for stage in stages]
+    return [total / min(pair) * way for pair, way in zip(zip(widths, widths[1:]), transfers)]
 
 
 def _paces_s(stages: Sequence[StageTimes], links_s: Sequence[float]) -> tuple[list[float], list[float]]:

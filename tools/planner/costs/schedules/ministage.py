@@ -1,7 +1,7 @@
 """Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
 
 from collections.abc import Iterator, Sequence
-from math import inf, lcm
+from math import inf
 from typing import NamedTuple
 
 from megatron_het.features import host_parameters, switches
@@ -126,7 +126,7 @@ class Ministage(Schedule):
                     continue
                 before = visits[-1].stage if visits else s
                 way = ways[back][min(before, s) if abs(before - s) == 1 else -1] if before != s else 0.0
-                visits.append(Visit(s, one, every, way, way * total / lcm(widths[s], widths[before]), moved_s[c]))
+                visits.append(Visit(s, one, every, way, way * total / min(widths[s], widths[before]), moved_s[c]))
         ends, waits_s = laps_s(visits, [first for _, first in figures])
         return Pipeline(max(ends), stages[which].busy_s, which, waits_s, ends)
 
