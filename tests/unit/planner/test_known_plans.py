@@ -102,11 +102,11 @@ def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
     """Across zones the best plan is half again as slow in Megatron's order, and 18 % of the time hangs on it.
 
     Beside SlimPipe, whose plans need no more in flight, it was lost: the plan found was 9 % slower.  The GPUs of a node
-    share what it reaches in another zone; where local search priced only Megatron's order it ended 7 % above this.
+    share what it reaches in another zone, and send one message after the other.
     """
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     best = search_auto(estimator, goal).best
-    assert best.iteration_s < 1.85 and (best.candidate.depths or best.candidate.schedule != "1f1b")
+    assert best.iteration_s < 2.13 and (best.candidate.depths or best.candidate.schedule != "1f1b")
 
 
 SIX = ((5, {3: 312}), (6, {7: 312}), (6, {11: 312}), (6, {15: 311, 23: 39}), (5, {19: 312}), (4, {15: 1, 23: 273}))
@@ -120,7 +120,7 @@ def test_the_best_known_plan_of_10_000_gpus_is_found():
     known = Candidate(stages, 1, "none", depths=(1, 1, 5, 1, 1), slack=1.0)
     best = search_auto(estimator, Goal(schedules=("1f1b",))).best
     assert_found(estimator, known, best)
-    assert best is not None and best.iteration_s <= 1.81
+    assert best is not None and best.iteration_s <= 2.13
 
 
 def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
