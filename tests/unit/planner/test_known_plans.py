@@ -106,7 +106,8 @@ def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
     """
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
     best = search_auto(estimator, goal).best
-    assert best.iteration_s < 2.13 and (best.candidate.depths or best.candidate.schedule != "1f1b")
+    has_more = best.candidate.depths or best.candidate.schedule != "1f1b"
+    assert best.iteration_s < 2.13 and (has_more or goal.schedules == ("1f1b",))
 
 
 SIX = ((5, {3: 312}), (6, {7: 312}), (6, {11: 312}), (6, {15: 311, 23: 39}), (5, {19: 312}), (4, {15: 1, 23: 273}))
