@@ -13,7 +13,7 @@ from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
 from ..errors import PlannerError
 from .balance import hiding, passes_s, relieved
-from .book import Groups
+from .book import Book, Groups
 from .outcome import Found, Goal
 from .pools import Limits, power_below
 from .seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
@@ -90,6 +90,23 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
             simulated(depths)
     best = min(tried.values(), key=lambda f: f.iteration_s)
     return best if best.iteration_s < found.iteration_s * (1 - FASTER) else found
+
+
+def hide_transfers(book: Book) -> None:
+    """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster."""
+    estimator = book.estimator
+    best: dict[tuple[int, bool], tuple[float, Candidate]] = {}
+    for candidate, (score, _) in book.good.items():
+        if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
+            continue
+        kind = len(candidate.stages), len({sum([g.count for g in s.groups]) for s in candidate.stages}) == 1
+        if kind not in best or score < best[kind][0]:
+            best[kind] = score, candidate
+    for score, candidate in best.values():
+        depths = hiding(passes_s(estimator, candidate), estimator.transfer_times(candidate))
+        fitting = _fitting(estimator, book.goal, candidate, depths) if max(depths) > 1 else None
+        if fitting is not None and book.goal.value(fitting[1]) < score * (1 - FASTER):
+            book.try_candidate(fitting[0])
 
 
 def _fitting(

@@ -14,7 +14,7 @@ from .balance import relieved
 from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
-from .moves import neighbours, schedule_variants, trimmed
+from .moves import hide_transfers, neighbours, schedule_variants, trimmed
 from .outcome import Effort, Goal, Outcome, Progress, effort_for
 from .pools import (
     MOST_POOLS,
@@ -231,6 +231,7 @@ def thorough(
         _walk(book, effort, limits, PAST, min(book.bound, bound))
         _variants(book, effort, limits)
         _polish(book)
+        hide_transfers(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
