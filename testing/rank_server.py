@@ -189,6 +189,9 @@ class Server:
 
     def _start(self, job: dict[str, Any]) -> Rank | None:
         port = free_port()
+        # Two workers of pytest may come by the same numbers at one time: each has its own half.
+        while port % 2 != int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
+            port = free_port()
         pids: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
