@@ -169,20 +169,20 @@ def costs_of(
 
     # Parts of their own are in one node only where all are.
     places = [tuple(seat.host for seat in mine) if g.parts else mine[0].host for (_, g, _), mine in zip(devices, flat)]
-    kinds = {
-        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): g for s, stage in enumerate(whole.stages) for g in stage.groups
-    }
-    is_alike = len({tuple(replica.microbatches for replica in stage.replicas) for stage in plan.stages}) == 1
-    stage_of = [] if is_alike else [s for s, _, _ in devices]
-    link = Wiring([kinds[s, g] for s, g, _ in devices], places, price, stage_of)
-    forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {
         # The part whose activations fill its GPU most, as in the figures of a replica.
-        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): max(of, key=lambda m: m.activation_bytes / m.capacity_bytes)
+        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): (
+            g,
+            max(of, key=lambda m: m.activation_bytes / m.capacity_bytes),
+        )
         for s, stage in enumerate(whole.stages)
         for g, of in zip(stage.groups, estimate.memory_of(whole, s), strict=True)
     }
-    memories = [by_group[s, g] for s, g, _ in devices]
+    groups, memories = zip(*[by_group[s, g] for s, g, _ in devices])
+    routes = [[replica.microbatches for replica in stage.replicas] for stage in plan.stages]
+    stage_of = [] if all(mine == routes[0] for mine in routes) else [s for s, _, _ in devices]
+    link = Wiring(groups, places, price, stage_of)
+    forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
         attention = [
