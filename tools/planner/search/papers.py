@@ -1,9 +1,9 @@
 """Planners of Zorse (splitting the bandwidth graph) and Sailor (dynamic programming over stages and resources)."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import combinations, product
 from math import inf
 
 from ..costs.build import chunk_layers
@@ -22,6 +22,7 @@ Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
 
 MAX_GROUPS = 32
+MOST_CLASSES = 8  # of which all cuts are looked at
 
 
 def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None) -> Part:
@@ -60,20 +61,20 @@ def minimum_cut(estimator: Estimator, part: Part) -> tuple[float, Part, Part]:
             options.append((outside, {kind: 1}, _less(part, kind, size)))
         if size > 1:
             options.append((outside / size + (size - 1) * network.intra[pool], {(pool, 1): 1}, _less(part, kind, 1)))
-    if len(part) > 2:
+    kinds = list(part)
+    between = {(a, b): part[a] * part[b] * weight(a, b) for a, b in combinations(kinds, 2)}
+    if len(kinds) > MOST_CLASSES:
         import networkx as nx  # of this method only
 
         graph = nx.Graph()
-        kinds = list(part)
-        for i, a in enumerate(kinds):
-            for b in kinds[i + 1 :]:
-                graph.add_edge(a, b, weight=part[a] * part[b] * weight(a, b))
-        value, sides = nx.stoer_wagner(graph)
-        first, second = ({kind: part[kind] for kind in side} for side in sides)
+        graph.add_weighted_edges_from((a, b, between[a, b]) for a, b in between)
+        sides = [set(nx.stoer_wagner(graph)[1][0])]
+    else:  # all sides without the first class: to import networkx takes longer
+        sides = [set(side) for n in range(1, len(kinds)) for side in combinations(kinds[1:], n)]
+    for side in sides:
+        value = sum(between[pair] for pair in between if len(side.intersection(pair)) == 1)
+        first, second = ({kind: n for kind, n in part.items() if (kind in side) == inside} for inside in (False, True))
         options.append((value, first, second))
-    elif len(part) == 2:
-        (a, m), (b, n) = part.items()
-        options.append((m * n * weight(a, b), {a: m}, {b: n}))
     return min(options, key=lambda option: option[0])
 
 
@@ -212,7 +213,7 @@ def search_sailor(
 
     def look() -> None:
         counts = [stages for stages in STAGES if stages <= model.num_layers]
-        for stages, batch, recompute in itertools.product(counts, model.batch_sizes, model.recompute):
+        for stages, batch, recompute in product(counts, model.batch_sizes, model.recompute):
             book.progress.text = f"{stages} stage(s), micro batch {batch}"
             _degrees(book, stages, Candidate((), batch, recompute, even=True), bound_s)
             if book.progress.out_of_time:
@@ -296,7 +297,7 @@ def _combinations(degree: int, pools: list[int]) -> Iterator[tuple[tuple[int, in
     """Ways to deal ``degree`` replicas to at most two pools, in quarters: ((pool, replicas), ...)."""
     for p in pools:
         yield ((p, degree),)
-    for p, q in itertools.combinations(pools, 2):
+    for p, q in combinations(pools, 2):
         for k in range(1, PARTS):
             n = degree * k // PARTS
             if 0 < n < degree:
