@@ -23,7 +23,7 @@ _MOST_PARTS = 256  # rows are given to stages in so many equal parts at most; so
 
 
 def vocabulary_shares(plan: Plan) -> tuple[int, ...] | None:
-    """Returns what each stage holds of the rows, relative to the others; None if all hold as many."""
+    """Returns what each stage holds of the rows, relative to the others; None if all hold as many, but for a part."""
     given = plan.schedule.parameters.get(PARAMETER)
     return None if given is None else tuple(given)
 
@@ -42,15 +42,13 @@ def stage_rows(plan: Plan, total: int) -> tuple[int, ...]:
 
     Returns:
         One number per stage, together ``total``: as near the shares as equal parts of the rows allow, each at least
-        one part and a multiple of all TP sizes.
+        one part and a multiple of all TP sizes. Without shares equal ones, where the rows divide.
 
     Raises:
-        ValueError: The rows do not divide so.
+        ValueError: There are fewer such parts than stages.
     """
     stages, tp, shares = len(plan.stages), tp_unit(plan), vocabulary_shares(plan)
-    if shares is None:
-        if total % (stages * tp):
-            raise ValueError(f"a vocabulary of {total} rows does not divide over {stages} stages of {tp} TP ranks")
+    if shares is None and total % (stages * tp) == 0:
         return (total // stages,) * stages
     units = total // tp
     parts = 0 if total % tp else next(n for n in range(min(units, _MOST_PARTS), 0, -1) if units % n == 0)
@@ -58,7 +56,7 @@ def stage_rows(plan: Plan, total: int) -> tuple[int, ...]:
         raise ValueError(
             f"a vocabulary of {total} rows has {parts} equal parts that {tp} TP ranks divide, for {stages} stages"
         )
-    return tuple(count * (total // parts) for count in _rounded(parts, shares))
+    return tuple(count * (total // parts) for count in _rounded(parts, shares or (1,) * stages))
 
 
 def _rounded(parts: int, shares: Sequence[int]) -> list[int]:

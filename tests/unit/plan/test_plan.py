@@ -342,8 +342,9 @@ def plan(tp: tuple[int, ...], shares: Any = None, **parameters: Any) -> Plan:
 
 def test_equal_without_shares() -> None:
     assert stage_rows(plan((1, 2)), 64) == (32, 32)
-    with pytest.raises(ValueError, match="66 rows does not divide over 2 stages of 2 TP ranks"):
-        stage_rows(plan((1, 2)), 66)
+    assert stage_rows(plan((1, 2)), 66) == (34, 32)  # 33 pairs of rows
+    with pytest.raises(ValueError, match="6 rows has 3 equal parts that 2 TP ranks divide, for 4 stages"):
+        stage_rows(plan((1, 2, 2, 1)), 6)
 
 
 def test_as_the_shares_say() -> None:

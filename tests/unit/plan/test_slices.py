@@ -298,8 +298,8 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
     ("more", "changed", "reason"),
     [
         (PP4, {"fp16_lm_cross_entropy": True}, "--fp16-lm-cross-entropy.*computed in fp32"),
-        (PP4, {"make_vocab_size_divisible_by": 30}, "does not divide over 4 stages"),
-        (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of 2 TP ranks"),
+        (PP4, {"make_vocab_size_divisible_by": 3}, "3 equal parts .* for 4 stages.*Use a multiple of 4"),
+        (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 131}, "0 equal parts that 2 TP ranks divide"),
     ],
 )
 def test_split_vocabulary_refused(more: str, changed: dict[str, Any], reason: str) -> None:
@@ -313,9 +313,9 @@ def test_split_vocabulary_divides_over_the_largest_tp_size() -> None:
     made = plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
     first = replace(made.stages[0], replicas=(replace(made.stages[0].replicas[0], ranks=(0,)),))
     made = replace(made, stages=(first, made.stages[1]), schedule=ScheduleSpec("slimpipe", VOCABULARY))
-    check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=132))
-    with pytest.raises(PlanError, match="over 2 stages of 2 TP ranks"):
-        check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=130))
+    check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=130))
+    with pytest.raises(PlanError, match="0 equal parts that 2 TP ranks divide"):
+        check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=131))
 
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5, True, "half"])

@@ -111,5 +111,6 @@ def test_replicas_of_a_stage_hold_the_same_rows_and_a_stage_may_hold_more(
 
 
 def test_rows_divide_over_stages_and_ranks() -> None:
-    with pytest.raises(ValueError, match="does not divide over 2 stages of 4 TP ranks"):
-        VocabularyShard.of(_mixed(), 0, 36)
+    assert VocabularyShard.of(_mixed(), 0, 36).rows == 20
+    with pytest.raises(ValueError, match="0 equal parts that 4 TP ranks divide"):
+        VocabularyShard.of(_mixed(), 0, 38)
