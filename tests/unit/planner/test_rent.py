@@ -69,6 +69,23 @@ def test_what_brings_most_for_its_price_comes_first(searched: Pools, tmp_path: P
     assert "no plan with 1 node of 2 T4 more was found to be faster" in text and "1: plan of (2, 0, 0)" in text
 
 
+def test_nodes_that_a_plan_leaves_idle_are_given_back(
+    searched: Pools, tmp_path: Path, capsys: Said, monkeypatch: Patch
+) -> None:
+    """Plans with A100 use no A10G, which were the cheaper ones to begin with."""
+
+    def search(_: Any, goal: Any, method: str, pool: tuple[int, ...], limit_s: float) -> command.PoolPlan:
+        used = (pool[0], 0, 0) if pool[0] else (0, pool[1], 0)
+        return command.PoolPlan(pool, 1 / (5 * used[0] + 2 * used[1]) if any(used) else None, used=used)
+
+    monkeypatch.setattr(command, "_search_pool", search)
+    _write(tmp_path, [NODES[0] | {"usd_per_gpu_hour": 4.0}, *NODES[1:]])
+    rungs = _answer(capsys, _words(tmp_path))["rungs"]
+    assert [rung["nodes"] for rung in rungs] == [[0, 1, 0], [0, 2, 0], [4, 0, 0]]
+    assert rungs[-1]["added"] == "4 nodes of 2 A100-40, without 2 nodes of 2 A10G"
+    assert rungs[-1]["usd_per_hour"] == pytest.approx(4 * 2 * 4.0)
+
+
 def test_nodes_at_two_prices_are_told_apart(searched: Pools, tmp_path: Path, capsys: Said) -> None:
     _write(tmp_path, [NODES[0] | {"count": 2}, NODES[0] | {"count": 2, "usd_per_gpu_hour": 2.5}])
     added = [rung["added"] for rung in _answer(capsys, _words(tmp_path))["rungs"]]

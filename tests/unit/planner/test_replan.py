@@ -188,8 +188,6 @@ def test_the_corrected_plan_is_priced_on_the_corrected_cluster(tmp_path: Path) -
     assert predicted_s(estimator, found.plan) == pytest.approx(found.after_s, rel=1e-6)
 
 
-# A job's course under a trace: counted by hand, and what a bad trace says.
-
 COSTS = Costs(join_s=3.0, leave_s=2.0, death_s=4.0, start_s=10.0, restart_s=20.0, save_every=5)
 
 

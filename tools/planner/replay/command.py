@@ -90,9 +90,6 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> N
     figure.savefig(file, dpi=130)
 
 
-# Iteration times of pools: the best plan that the planner's search finds for the nodes that are there.
-
-
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """Holds what was found for a pool."""
@@ -102,6 +99,7 @@ class PoolPlan:
     plan: str = ""  # in one line
     state_bytes: float = 0.0  # parameters and optimizer state of the rank that holds most
     grows_s: float = 0.0  # seconds of a change to it that grow with state, links and groups
+    used: Pool = ()  # nodes with ranks of the plan, where that is known
 
 
 def plan_of_pool(
@@ -141,7 +139,10 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
     # The ranks of a node share its network.
     share_bytes_per_s = min(node.network_bytes_per_s / node.gpus_per_node for node in cluster.nodes)
     seconds = grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in memory))
-    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), state_bytes, seconds)
+    gpus = best.candidate.gpus()
+    kinds = (-(-gpus.get(i, 0) // node.gpus_per_node) for i, node in enumerate(cluster.nodes))
+    used = tuple(next(kinds) if n else 0 for n in pool)  # the part has no kinds without nodes
+    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), state_bytes, seconds, used)
 
 
 def limited(cluster: Cluster, pool: Pool) -> Cluster | None:

@@ -32,7 +32,7 @@ class Rung:
     """Nodes that are rented together."""
 
     pool: Pool  # all nodes so far, by group of the cluster file
-    added: Pool  # those that the rung before has not
+    added: Pool  # those that the rung before has not, less those that its plan needs no more
     plan: PoolPlan  # the best plan on them
     usd_per_h: float  # of all GPUs of the nodes, used or not
     goodput: float  # share of the time in which iterations count, with the interruptions that are expected
@@ -125,7 +125,7 @@ class Ladder:
             if hope.tokens_per_s <= least or (best and hope.more_per_usd(before) <= best.more_per_usd(before)):
                 continue
             seconds = self._plan(pool).iteration_s
-            rung = self._rung(pool, inf if seconds is None else seconds, before)
+            rung = self._rung(self._worked(pool), inf if seconds is None else seconds, before)
             more = rung.more_per_usd(before)
             if rung.tokens_per_s > least and (best is None or more > best.more_per_usd(before)):
                 best = rung
@@ -146,6 +146,16 @@ class Ladder:
             limit_s = max(1.0, left / SHARE)
             plan_of_pool(self._found, self.estimator, self._goal, self._options.search, pool, limit_s)
         return self._found[pool]
+
+    def _worked(self, pool: Pool) -> Pool:
+        """Returns a pool without the nodes that its plan leaves idle, which nobody rents."""
+        plan = self._found.get(pool)
+        if plan is None or not plan.used:
+            return pool
+        most = {i: max(plan.used[j] for j in unit) for unit in self._units for i in unit}
+        worked = tuple(min(n, most[i]) for i, n in enumerate(pool))
+        self._found[worked] = replace(plan, pool=worked)
+        return worked
 
     def _rung(self, pool: Pool, iteration_s: float, before: Rung | None) -> Rung:
         cluster, model = self.estimator.cluster, self.estimator.model
@@ -256,10 +266,14 @@ def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimat
     nodes, rows = estimator.cluster.nodes, []
     for rung, before in zip(rungs, [None, *rungs]):
         hours = rung.hours(options.train_iters) if options.train_iters else None
+        added = nodes_in_words([max(0, n) for n in rung.added], estimator.cluster)
+        if any(idle := [max(0, -n) for n in rung.added]):
+            added += f", without {nodes_in_words(idle, estimator.cluster)}"
         rows.append(
             {
                 "nodes": list(rung.pool),
-                "added": nodes_in_words(rung.added, estimator.cluster),
+                "in_words": nodes_in_words(rung.pool, estimator.cluster),
+                "added": added,
                 "gpus": sum(n * node.gpus_per_node for n, node in zip(rung.pool, nodes)),
                 "iteration_s": rung.plan.iteration_s,
                 "goodput": rung.goodput,
@@ -289,7 +303,7 @@ def _tables(body: dict[str, Any]) -> list[Any]:
             job.add_row(str(i), f"{row['hours']:.4g}", f"{row['usd']:.4g}", f"{100 * row['goodput']:.1f} %")
     cheapest = min(range(len(rows)), key=lambda i: rows[i]["usd_per_billion_tokens"])
     lines = [
-        f"chosen: rung {chosen + 1}, which has all nodes up to there",
+        f"chosen: rung {chosen + 1}, {rows[chosen]['in_words']}",
         f"a token is cheapest with rung {cheapest + 1}; each rung after that buys speed at the last column's price",
     ]
     if body["interrupted"]:

@@ -126,9 +126,6 @@ def _notes(watched: Watched, factors: Mapping[str, Factors], own: Mapping[int, s
     return notes
 
 
-# -- the cluster -----------------------------------------------------------------------------------
-
-
 def _split(cluster: Cluster, leaving: Sequence[tuple[list[Seat], str]], notes: list[str]) -> Cluster:
     """The cluster with some GPUs, each time of one node, in groups of nodes of their own."""
     nodes: list[NodeGroup] = []
@@ -207,9 +204,6 @@ def _slow_zones(cluster: Cluster, slow: Mapping[tuple[str, str], float]) -> Clus
         for node in cluster.nodes
     )
     return cluster.model_copy(update={"nodes": nodes, "links": tuple(links)})
-
-
-# -- the profile -----------------------------------------------------------------------------------
 
 
 def _corrected_profile(
