@@ -52,19 +52,20 @@ _FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
     words, flags = split_words(_joined(sys.argv[1:] if arguments is None else arguments))
-    parser = parser_of_all([w for w in words if w in COMMANDS][:1])
-    options = parser.parse_args(words)
-    if flags and getattr(options, "flags", None) is None:
-        parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
-    options.flags = flags or []
-    options.began_s = 0.0 if arguments is None else time.process_time()  # the process is the command's, or a caller's
-    if not getattr(options, "run", None):
-        parser.print_help()
-        return 2
-    for stream in (sys.stdout, sys.stderr):  # names of files need not be text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    options = argparse.Namespace()
     try:
+        parser = parser_of_all([w for w in words if w in COMMANDS][:1])
+        parser.parse_args(words, options)
+        if flags and getattr(options, "flags", None) is None:
+            parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
+        options.flags = flags or []
+        options.began_s = 0.0 if arguments is None else time.process_time()  # of the command's process, or a caller's
+        if not getattr(options, "run", None):
+            parser.print_help()
+            return 2
+        for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         from .inputs.files import check_outputs
 
         check_outputs(options.command, options)
@@ -76,6 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except OSError as error:  # a folder that cannot be written, a full disk
         _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
+        return 2
+    except ModuleNotFoundError as error:  # what ranks do not need comes with the extra only
+        problem = f"needs the package {error.name}, which is not installed"
+        _say_error(options, PlannerError(command(), "(packages)", None, problem, "pip install 'megatron-het[planner]'"))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
@@ -137,19 +142,9 @@ def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def completion(options: argparse.Namespace) -> int:
-    """Print the script of ``options.shell``, made from the parsers themselves.
+    """Print the script of ``options.shell``, made from the parsers themselves."""
+    import shtab
 
-    Args:
-        options: The shell.
-
-    Raises:
-        PlannerError: The library that writes the script is not installed.
-    """
-    try:
-        import shtab
-    except ImportError:
-        problem, hint = "needs the package shtab, which is not installed", "pip install 'megatron-het[planner]'"
-        raise PlannerError("command line", "completion", options.shell, problem, hint) from None
     for name, parser in _parsers().items():
         parser.prog = name
         for action in _actions(parser):

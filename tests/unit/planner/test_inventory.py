@@ -252,11 +252,9 @@ def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixtur
         assert asked.split()[-1] in capsys.readouterr().err and not Path("run").exists()  # it can be tried again
     model = load_model("mistral-7b")
     assert (model.name, model.attention_window, model.global_batch_size) == ("mistral-7b", 4096, 256)
-    with pytest.raises(PlannerError, match="mistral-8b: no such file. Models that are known by name: .*mistral-7b"):
+    with pytest.raises(PlannerError, match="mistral-8b: no such file. Known by name: .*mistral-7b"):
         load_model("mistral-8b")
 
-
-# ``--help``: options say what they are without being given.
 
 NOTHING = (None, False, "", [], argparse.SUPPRESS)
 
@@ -278,8 +276,6 @@ def test_every_option_of_emit_shows_its_default(capsys: pytest.CaptureFixture[st
         assert f"(default{action.default}" in shown, action.option_strings
         assert "(default %(default)s" in (action.help or ""), action.option_strings
 
-
-# Costs of a plan's operations are added while there is time for them.
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 
@@ -385,10 +381,12 @@ def test_zsh_takes_the_script(scripts: dict[str, str], tmp_path: Path) -> None:
     assert not found.stderr
 
 
-def test_without_the_library_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("package", "words"), [("shtab", "completion bash"), ("yaml", "init --gpu T4 --hosts a")])
+def test_without_a_package_one_line_says_what_to_install(
+    package: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "shtab" in line and "pip install 'megatron-het[planner]'" in line
+    assert f"package {package}," in line and "pip install 'megatron-het[planner]'" in line
