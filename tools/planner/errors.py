@@ -10,8 +10,6 @@ from typing import Any
 from megatron_het.plan import PlanError
 from megatron_het.safe_io import FileError, one_line, shown
 
-# How the planner is called on this machine, for usage lines and hints.
-
 
 def command() -> str:
     """``het-plan`` where that was started; else the module, which works in a checkout as well."""
@@ -94,6 +92,9 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
         hint = (
             f"Did you mean {_key((*place, *first['loc'][:-1], *near))}?" if near else f"Keys here: {', '.join(known)}"
         )
+    elif first["type"] in ("float_type", "int_type") and isinstance(value, str):
+        like = "12.5e9" if first["type"] == "float_type" else "8"
+        hint = f"Write a plain number, like {like}, without quotes, sign of a currency or unit"
     # A list that is too short or a union without a match because of an error inside is not one more.
     inside = {error["loc"][:n] for error in errors for n in range(len(error["loc"]))}
     others = sum(error["loc"] not in inside for error in errors if error is not first)

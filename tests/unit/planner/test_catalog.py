@@ -406,10 +406,12 @@ MODEL = {
         ({"nodes": []}, "nodes", "at least 1"),
         ({"nodes": [{**NODE, "max_gpus": 0}, {**NODE, "max_gpus": 0}]}, "nodes", "no GPU"),
         ({"nodes": [{**NODE, "network_bytes_per_s": 400}]}, "nodes[0].network_bytes_per_s", "100 Gbit/s is 12.5e9"),
+        ({"nodes": [{**NODE, "network_bytes_per_s": "400Gbps"}]}, "nodes[0].network_bytes_per_s", "plain number"),
         ({"nodes": [NODE], "gpus": {"X": {"flops": {}}}}, "gpus.X.memory_bytes", "required"),
         ({"nodes": [NODE, {**NODE, "zone": "b-1"}]}, "links", "nothing says how"),
         ({"nodes": [NODE], "links": [{"between": ["local", "mars"], "bytes_per_s": 1e9}]}, "links[0].between", "mars"),
         ([], "(document)", "mapping"),
+        (None, "(document)", "'nothing': expected a mapping with 'nodes:'"),
     ],
 )
 def test_bad_clusters(document, key, text):

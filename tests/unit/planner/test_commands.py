@@ -100,12 +100,15 @@ def test_explain_and_compare(files, capsys):
         (["--robust", "--search", "poplar"], "--robust"),
         (["--profile", "nowhere.json"], "(file)"),
         (["--memory-margin", "0.02"], "num_layers"),
+        (["--memory-margin", "0.02", "--max-gpus", "2"], "num_layers"),
     ],
 )
 def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, options, key):
     few = [] if "--schedules" in options else ["--schedules", "1f1b"]
     code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", *few, *options)
-    assert code == 2 and json.loads(out.out)["error"]["key"] == key
+    error = json.loads(out.out)["error"]
+    assert code == 2 and error["key"] == key
+    assert ("nothing fits within --max-gpus 2: at best" in error["problem"]) == ("--max-gpus" in options)
     assert not (files / "p.json").exists()
 
 

@@ -278,9 +278,6 @@ def test_kinds_that_no_build_of_pytorch_serves_get_their_own_interpreters() -> N
         assert done.stdout.strip() == seen
 
 
-# Which node and GPU every rank of a plan gets.
-
-
 def test_a_tp_group_never_straddles_nodes() -> None:
     plan = make_plan(((4,), [((0,), (0, 1, 2, 3), "small")]), ((4,), [((1, 2), (0, 1, 2, 3), "small")]))
     assert [n.ranks for n in place(plan, KINDS)] == [(0,), (1, 2)]

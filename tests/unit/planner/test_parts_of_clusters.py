@@ -376,9 +376,6 @@ def test_stages_with_different_numbers_of_chunks(schedule):
     assert again.with_(chunks=2).chunk_counts == () and again.with_(micro_batch_size=1).chunk_counts == (2, 1)
 
 
-# What the search takes into its book: only what the runtime runs, whatever the closed form prices.
-
-
 def estimator(gpu: str = "A100-40", **changes) -> Estimator:
     shape = WIDE | {"num_layers": 12, "global_batch_size": 16, "precision": "fp16", "distributed_optimizer": True}
     nodes = tuple(NodeGroup(gpu=kind, count=4, gpus_per_node=4) for kind in (gpu, "V100-16"))

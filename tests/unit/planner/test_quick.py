@@ -33,7 +33,7 @@ from tools.planner.costs.simulation import block_s, simulate_block, simulate_can
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.report.tables import MOST_ROWS, summary_tables
+from tools.planner.report.tables import MOST_ROWS, price_lines, summary_tables
 from tools.planner.search import finish, methods, thorough
 from tools.planner.search import outcome as limit
 from tools.planner.search.auto import search_auto
@@ -143,9 +143,6 @@ def test_the_best_seed_looks_good(seed):
         assert min(score for _, score in scored[:8]) <= 1.03 * min(score for _, score in scored)
 
 
-# The layers that are taken to fit into a stage's memory are those that its estimate has memory for.
-
-
 STAGES, LAYERS, MARGIN = 4, 160, 1
 
 
@@ -217,8 +214,6 @@ def test_slices_of_wide_stages_are_balanced_by_speed():
     best = search_auto(found, Goal()).best
     assert best is not None and best.iteration_s <= block_s(found, known, estimate) * (1 + 1e-9)
 
-
-# Plans over slow links have more microbatches in flight, and say so.
 
 MODEL = model_of(layers=16, hidden=2048, groups=16, tokens=2048, batch=32, micro_batch_sizes=(1,))
 LARGE = MODEL.model_copy(update={"hidden_size": 4096, "ffn_hidden_size": 16384})  # does not fit on one GPU
@@ -351,8 +346,6 @@ def test_replicas_of_a_node_share_its_network():
         times.append((*made.transfer_times(candidate), 1 / link.bytes_per_s))
     assert times[1:] == [pytest.approx(times[0])] * 2
 
-
-# ``--limit-s`` counts from the start of the command, not from that of the search.
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
@@ -505,6 +498,7 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")
     figures += ("tokens_per_s", "model_tflops", "usd_per_iteration", "usd_per_billion_tokens")
     body |= dict.fromkeys((*figures, "egress_bytes_per_iteration"), 1) | {"stages": [row] * 5000}
+    assert price_lines(body | {"gpus_without_price": ["T4"]})[0] == "USD at least 1 per iteration, 1 per billion tokens"
     *_, where, memory, more = summary_tables(body)
     assert where.row_count == memory.row_count == MOST_ROWS
     assert more == f"and {5000 - MOST_ROWS} rows more: --json prints all"

@@ -246,8 +246,6 @@ def test_the_bound_is_within_the_time_limit(monkeypatch):
     assert outcome.method == "sailor" and outcome.bound > 0
 
 
-# More schedules, kinds of GPUs and nodes never make a plan worse, on random clusters.
-
 TOLERANCE = 1.005
 EFFORT = replace(
     MEDIUM, sketches=150, seeds=15, beam=1, counts=2, steps=40, parts=3, part_sketches=60, part_seeds=6, part_steps=20
@@ -341,9 +339,6 @@ def test_ministages_do_not_hide_what_is_faster_at_long_sequences():
     goals = Goal(), Goal(schedules=("1f1b", "interleaved", "slimpipe"))
     every, fewer = (search_auto(estimator_of(cluster, model), goal).best for goal in goals)
     assert every.iteration_s <= TOLERANCE * fewer.iteration_s
-
-
-# Devices that slow each other down: passes are faster while the others wait.
 
 
 def pipeline(microbatches: int):

@@ -342,9 +342,6 @@ def test_waits_of_the_host_are_shown(words_of_run: list[str], monkeypatch: Patch
     assert main([*words_of_run, "--rank", "0"]) == 0 and "Waits of the host" not in capsys.readouterr().out
 
 
-# The archive for a report of a bug.
-
-
 def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: Said) -> None:
     run, out = tmp_path / "run", tmp_path / "support.zip"
     (run / "iter_0000001").mkdir(parents=True)

@@ -206,8 +206,14 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         hint = "Check TP sizes and profile"
         raise PlannerError(options.cluster, "nodes", estimator.cluster.total_gpus, problem, hint)
     candidate, estimate = outcome.nearest
+    limits = (
+        ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
+        ("--max-gpus", goal.max_gpus, candidate.world_size),
+    )
     if not estimator.fits(estimate):
-        problem = "the model fits nowhere: at best"
+        given = [f"{key} {limit:g}" for key, limit, _ in limits if limit is not None]
+        problem = f"nothing fits within {' and '.join(given)}" if given else "the model fits nowhere"
+        problem += ": at best"
         if estimate.fullest <= estimator.memory_margin:  # what is offloaded does not fit
             rows = offloaded(estimator, estimate)
             rows = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
@@ -218,11 +224,9 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
             problem += f", stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
             problem += f"{usable / GIB:.1f} GiB usable on {gpu}"
         hint, layers = _memory_hint(estimator, estimate), estimator.model.num_layers
+        hint = f"Raise the limit, or leave it out. {hint}" if given else hint
         raise PlannerError(options.model, "num_layers", layers, problem, hint)
-    for key, limit, value in (
-        ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
-        ("--max-gpus", goal.max_gpus, candidate.world_size),
-    ):
+    for key, limit, value in limits:
         if limit is not None and value > limit:
             hint = f"The nearest plan found needs {value:.6g}"
             raise PlannerError("command line", key, limit, "no plan meets it", hint)
@@ -358,7 +362,8 @@ def emit(options: argparse.Namespace) -> int:
 
     model = model_of(options)
     model.check_run(options.model)
-    written = run(options, model, load_cluster(options.cluster))
+    with shown_progress("Megatron's checks of the flags", options):
+        written = run(options, model, load_cluster(options.cluster))
     files = {name: str(path) for name, path in written.files.items()}
     body = {
         "files": files,
@@ -368,9 +373,6 @@ def emit(options: argparse.Namespace) -> int:
     }
     say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
     return 0
-
-
-# The commands ``explain`` and ``compare``.
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -419,9 +421,6 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-# The command ``report``: the page of a plan file.
-
-
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
     from ..report.collect import collect, rows_of
@@ -448,9 +447,6 @@ def report(options: argparse.Namespace) -> int:
     write_page(page, options.html)
     say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
     return 0
-
-
-# The command ``check``: whether a plan can run, and fits the cluster.
 
 
 def check(options: argparse.Namespace) -> int:

@@ -535,7 +535,7 @@ def load_model(
         arguments, file = checkpoint_arguments(file)
         document: Any = from_arguments(arguments, file)
     else:
-        hint = "" if os.path.lexists(path) else f"Models that are known by name: {', '.join(known)}"
+        hint = "" if os.path.lexists(path) else f"Known by name: {', '.join(known)}. Of others give the config.json"
         # Nemotron's have an upper bound that is Infinity.
         document = (body and {**body, "_name_or_path": file}) or read_yaml(file, constants_as_text=True, hint=hint)
         if not (isinstance(document, dict) and document.keys() & {"model_type", "architectures"}):
@@ -575,7 +575,8 @@ def model_of(options: argparse.Namespace) -> Model:
 def model_from_document(document: Any, file: str) -> Model:
     """A Model from parsed YAML; see ``load_model``."""
     if not isinstance(document, dict):
-        raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping")
+        found = type(document).__name__.replace("NoneType", "nothing")
+        raise PlannerError(file, "(document)", found, "expected a mapping")
     pattern = document.get("pattern")
     if isinstance(pattern, str) and pattern:  # which says how many layers there are
         document = sizes_of(pattern) | document

@@ -289,7 +289,7 @@ def price_lines(body: dict[str, Any]) -> list[str]:
     lines = []
     if body["usd_per_iteration"]:
         each = f"{body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
-        lines.append(f"USD {each}")
+        lines.append(f"USD {'at least ' if without else ''}{each}")
     if known:
         rates = ", ".join(f"{gpu} {price:g}" for gpu, price in known.items())
         lines.append(f"prices of the catalog, not yours: USD per GPU hour {rates}; give usd_per_gpu_hour")
