@@ -168,6 +168,7 @@ def test_an_existing_file_stays_without_force(tools, tmp_path, capsys):
     ("words", "key"),
     [
         ((), "--from"),
+        (("--from", "nvidia-smi"), "--from"),
         (("--from", "slurm"), "--from"),
         (("--gpu", "A100-4"), "--gpu"),
         (("--gpu", "T4", "--hosts", "a b"), "--hosts"),
@@ -176,6 +177,7 @@ def test_an_existing_file_stays_without_force(tools, tmp_path, capsys):
 def test_what_cannot_be_asked_is_said_and_nothing_is_written(tools, tmp_path, capsys, words, key):
     code, said = run(tmp_path, capsys, *words)
     assert code == 2 and said["error"]["key"] == key
+    assert ("sinfo" in said["error"]["problem"]) == (words in ((), ("--from", "slurm")))  # who was asked
     assert not (tmp_path / "c.yaml").exists()
 
 

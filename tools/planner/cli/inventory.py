@@ -357,7 +357,8 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
             raise PlannerError("command line", "--from", "slurm", what, "Run it where Slurm's commands work")
     if options.source != "slurm" and (here := this_machine(hosts)):
         return here, "nvidia-smi", []
-    problem = "no GPU was found: neither sinfo nor nvidia-smi lists one"
+    asked = "nvidia-smi lists none" if hosts or options.source != "auto" else "neither sinfo nor nvidia-smi lists one"
+    problem = f"no GPU was found: {asked}"
     hint = f"Run it on a node with GPUs or where Slurm's commands work. {_ASK_NOBODY}"
     raise PlannerError("command line", "--from", options.source, problem, hint)
 
