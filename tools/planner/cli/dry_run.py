@@ -556,5 +556,6 @@ def lines(verified: Verified) -> list[Any]:
     for error in dict.fromkeys(check.error for check in verified.ranks if check.error):
         ranks = [str(check.rank) for check in verified.ranks if check.error == error]
         out.append(f"not verified: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {error}")
-    out.append(f"dry runs took {verified.seconds:.0f} s of {verified.limit_s:g} s")
+    late = "; --verify-limit-s gives them more" * any("not done after" in check.error for check in verified.ranks)
+    out.append(f"dry runs took {verified.seconds:.0f} s of {verified.limit_s:g} s{late}")
     return out
