@@ -9,8 +9,9 @@ from importlib import resources
 from math import inf
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_het.safe_io import parse_yaml
 
 from ..errors import PlannerError, validated
 
@@ -90,22 +91,23 @@ def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[s
     return sorted(common, reverse=True), known
 
 
-def data_text(file: str) -> str:
-    """The text of a file of the planner's own data."""
-    return resources.files(__package__).joinpath("data", file).read_text("utf-8")
+def data(file: str) -> Any:
+    """The value in a file of the planner's own data."""
+    text = resources.files(__package__).joinpath("data", file).read_text("utf-8")
+    return json.loads(text) if file.endswith(".json") else parse_yaml(text, file)
 
 
 @cache
 def gpu_names() -> dict[str, str]:
     """Names of the catalog by regular expressions of what drivers and Slurm call a GPU; the first match wins."""
-    names: dict[str, str] = yaml.safe_load(data_text("gpu_names.yaml"))
+    names: dict[str, str] = data("gpu_names.yaml")
     return names
 
 
 @cache
 def catalog() -> dict[str, Gpu]:
     """All known GPUs by name."""
-    document = json.loads(data_text("gpus.json"))
+    document = data("gpus.json")
     return {name: parse_gpu(body, "gpus.json", name) for name, body in document["gpus"].items()}
 
 

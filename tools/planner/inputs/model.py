@@ -1,7 +1,6 @@
 """The model file: the shape of a decoder-only transformer, its batch and its numerics, and what they imply."""
 
 import argparse
-import json
 import os
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_het.plan.schema import (
 from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
-from .catalog import Format, Precision, data_text
+from .catalog import Format, Precision, data
 from .files import read_yaml, text_problem
 from .model_parts import (
     DeltaNet,
@@ -558,7 +557,7 @@ def load_model(
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
     """Returns the ``config.json`` of models that can be given by name; the file says where the sizes are from."""
-    return {name: entry["config"] for name, entry in json.loads(data_text("known_models.json")).items()}
+    return {name: entry["config"] for name, entry in data("known_models.json").items()}
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from megatron_het.plan.schema import (
     ATTENTION,
     CHUNK,
@@ -21,7 +19,7 @@ from megatron_het.plan.schema import (
 from megatron_het.plan.schema import EXPERTS as SPARSE
 
 from ..errors import PlannerError
-from .catalog import data_text
+from .catalog import data
 from .model_parts import FlagValue
 
 Config = Mapping[str, Any]
@@ -41,8 +39,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-# Package data, and not a file of a user: the plain reader is enough.
-_DATA = yaml.safe_load(data_text("families.yaml"))
+_DATA = data("families.yaml")
 FAMILIES = {kind: Family(**body) for kind, body in _DATA["families"].items()}
 FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
 INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}

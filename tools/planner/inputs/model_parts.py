@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import Field, model_validator
 
 from megatron_het.features import FEATURES
@@ -28,7 +27,7 @@ from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 
 from ..errors import PlannerError, from_file_error
-from .catalog import Strict, data_text
+from .catalog import Strict, data
 
 # How long the documents of a packed sequence are, and what that leaves of attention.
 #
@@ -173,8 +172,7 @@ MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens of a chunk in the kernels of recurr
 
 FlagValue = bool | int | float | str  # what a flag of Megatron is given: true for a flag without a value
 
-# Package data, and not a file of a user: the plain reader is enough.
-_FLAGS = yaml.safe_load(data_text("model_flags.yaml"))
+_FLAGS = data("model_flags.yaml")
 MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
     sorted(
         {
