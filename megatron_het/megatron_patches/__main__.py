@@ -123,12 +123,13 @@ def _source(dotted: str) -> str | None:
 
 
 def against(checkout: Path) -> int:
-    """Print what a checkout of another release would break; returns 1 where a change has not been read."""
+    """Print what a checkout of another release would break; returns 1 where a change, or the release, is unread."""
     if not (checkout / "megatron" / "core").is_dir():
         sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
         return 2
     try:
-        print(f"{releases.find()} against {checkout}\n")
+        other = releases.at(checkout)
+        print(f"{releases.find()} against {other}\n")
         here, there = _sources_of(None), _sources_of(checkout.resolve())
     except releases.PatchError as error:
         sys.stderr.write(f"megatron_patches: {error}\n")
@@ -150,7 +151,10 @@ def against(checkout: Path) -> int:
         before, after = ((source or "").splitlines() for source in (here[dotted], there[dotted]))
         print(f"\n{dotted}  {hashes[dotted]}")
         print("\n".join(list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]))
-    return int(bool(unread))
+    is_known = releases.release_of(other) is not None
+    if not is_known:
+        print(f"\nRuns with {other} are refused until its release is among RELEASES (megatron_patches/releases.py)")
+    return int(bool(unread) or not is_known)
 
 
 def verdict(here: str | None, there: str | None) -> str:

@@ -43,14 +43,18 @@ def find() -> Megatron:
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or not spec.submodule_search_locations:
         raise PatchError("there is no megatron-core: install it, or start a script of a Megatron-LM checkout")
-    core = Path(next(iter(spec.submodule_search_locations)))
-    file = core / "package_info.py"
+    return at(Path(next(iter(spec.submodule_search_locations))).parent.parent)
+
+
+def at(folder: Path) -> Megatron:
+    """The Megatron whose ``megatron`` folder is in this one; raises PatchError."""
+    file = folder / "megatron" / "core" / "package_info.py"
     try:
         numbers = _constants(read_text(file))
         version = ".".join(str(numbers[name]) for name in ("MAJOR", "MINOR", "PATCH"))
     except (FileError, SyntaxError, KeyError) as error:
         raise PatchError(f"{file} does not say which megatron-core this is ({error})") from None
-    return Megatron(core.parent.parent, version)
+    return Megatron(folder, version)
 
 
 def _constants(source: str) -> dict[str, object]:

@@ -301,6 +301,7 @@ Sources = dict[str, str | None]
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sources, Sources, dict[str, str]], int]:
     """Compare sources here with those of a checkout; patch x and mtp lean on names with these hashes."""
     (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
 
     def run(here: Sources, there: Sources, hashes: dict[str, str]) -> int:
         monkeypatch.setattr(command, "_owners", lambda: [("patch x", hashes), ("mtp", hashes)])
@@ -335,6 +336,14 @@ def test_the_first_releases_sources_were_read(compare: Any) -> None:
     both = ("m.first", "m.other")
     hashes = {"m.first": "0" * 64, "m.other": first}  # of another name
     assert compare(dict.fromkeys(both, CHANGED), dict.fromkeys(both, HERE), hashes) == 1
+
+
+def test_a_release_that_is_not_known_is_one_more_failure(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 99\nPATCH = 1\n")
+    assert compare({"m.same": HERE}, {"m.same": HERE}, {"m.same": "0" * 64}) == 1
+    assert "Runs with megatron-core 0.99.1 in" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_folder_without_megatron_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,8 +304,6 @@ def test_the_fastest_plan_is_found_for_the_throughput_that_it_just_reaches() -> 
     assert best is not None and best.usd_per_iteration <= fastest.usd_per_iteration * (1 + 1e-9)
 
 
-# Starting points of the search: replicas in proportion to layers, TP by memory, stages of equal width.
-
 POINT = Candidate((), 1, "none", zero_stage=1)
 
 

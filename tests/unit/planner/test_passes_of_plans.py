@@ -147,8 +147,6 @@ def test_when_larger_micro_batches_are_advised(
         assert most_chunks(-(-batch // enough), 1) >= stages > most_chunks(-(-batch // (enough - 1)), 1)
 
 
-# Of plans that are about as fast, the one that depends less on transfers beside compute is chosen.
-
 MODEL = model_of(layers=12, hidden=2048, tokens=2048, batch=64, distributed_optimizer=True)
 CLUSTER = cluster_of(("A100-40", 4, 1, 1.25e9))
 
@@ -362,9 +360,6 @@ def test_later_tokens_in_slices_or_under_a_window_are_priced(width, more, held):
         found.append((seconds, [getattr(memory, held) for memory in estimate.memory]))
     (plain_s, plain), (later_s, later) = found
     assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
-
-
-# The interpolation over the micro batch size is SciPy's monotone cubic.
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 9])

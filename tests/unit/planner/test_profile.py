@@ -339,9 +339,6 @@ def test_a_profile_of_other_layers_is_refused(key: str, changes: dict[str, objec
         model(**changes).check_profile(model().profiled, "profile.json")
 
 
-# What slices of sequences take besides whole sequences: every pass reads its operands and starts its kernels.
-
-
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
     cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
     return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name]))

@@ -39,9 +39,6 @@ from .flags import Turns
 from .pods import PodOptions, Target
 from .scripts import AtTimeLimit, Container, LaunchOptions
 
-# Refusals of ``emit`` before it writes anything: names that Slurm or a shell would read as something else.
-
-
 _MANAGED = (
     # Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them.
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "group-query-attention"),

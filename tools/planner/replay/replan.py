@@ -389,9 +389,6 @@ def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_ma
     return Estimator(cluster, model, costs, runtime, memory_margin)
 
 
-# The command, and the files of a run that it reads later.
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
     found = "(default: found in RUN)"
