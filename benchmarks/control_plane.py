@@ -32,8 +32,9 @@ from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.doctor.participant import Heart
-from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.controller import Controller
 from megatron_het.elastic.job import Board, ServedBoard
+from megatron_het.elastic.members import Bounds
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.features.watch import monitor as watch
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape

@@ -39,16 +39,9 @@ from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
+from tools.planner.inputs import profile_schema
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.inputs.files import write_json
-from tools.planner.inputs.profile_schema import (
-    DeviceProfile,
-    LayerTiming,
-    LinkProfile,
-    Profile,
-    ProfiledModel,
-    load_profile,
-)
 from tools.planner.replay.measured import load_watched
 from tools.planner.replay.replan import correct, estimator_of, predicted_s
 from tools.planner.report.analysis import complete
@@ -64,25 +57,25 @@ FACTOR, DELAY_S = 2.0, 0.15
 _FOUND = re.compile(r"het: watch: iteration (\d+): (?!over)(.*)")
 
 
-def _profile() -> Profile:
+def _profile() -> profile_schema.Profile:
     """Returns what a profile of paced devices says; embedding and head are within the pace of a layer."""
     m = MODEL
-    shape = ProfiledModel(
+    shape = profile_schema.ProfiledModel(
         m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length, "fp32", m.name
     )
 
-    def timing(layer: Any, share: float) -> LayerTiming:
+    def timing(layer: Any, share: float) -> profile_schema.LayerTiming:
         size = m.seq_length * m.hidden_size * 4
-        return LayerTiming(
+        return profile_schema.LayerTiming(
             layer, 1, 1, m.seq_length, share * FORWARD_S, share * BACKWARD_S, 1e-6, 20_000, 100_000, size
         )
 
     timings = [timing("embedding", 1e-4), timing("layer", 1.0), timing("head", 1e-4)]
     links = [
-        LinkProfile("network", "core", "core", "p2p", 2, 3e-4, 1e9),
-        LinkProfile("network", "core", "core", "all_reduce", 2, 1e-3, 1e9),
+        profile_schema.LinkProfile("network", "core", "core", "p2p", 2, 3e-4, 1e9),
+        profile_schema.LinkProfile("network", "core", "core", "all_reduce", 2, 1e-3, 1e9),
     ]
-    return Profile(shape, [DeviceProfile("core", 4 << 30, 1, timings)], links)
+    return profile_schema.Profile(shape, [profile_schema.DeviceProfile("core", 4 << 30, 1, timings)], links)
 
 
 @dataclass
@@ -224,7 +217,7 @@ def _before(folder: Path) -> float:
     """The run's own plan, priced from what was measured."""
     plan = load_plan(folder / "plan.json")
     seen = load_watched(folder / "ranks" / "watch.json", plan)
-    corrected = correct(plan, load_cluster(folder / CLUSTER), load_profile(folder / PROFILE), seen)
+    corrected = correct(plan, load_cluster(folder / CLUSTER), profile_schema.load_profile(folder / PROFILE), seen)
     return predicted_s(estimator_of(corrected, MODEL, CPU_GLOO), corrected.plan)
 
 

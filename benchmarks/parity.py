@@ -24,21 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import add_begin_argument, command_line, save, scratch, write_report
+from testing import feature_cases
 from testing.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, pairwise, random_case, with_schedule
 from testing.compare import BAR, BOUNDS, compare, failures
-from testing.feature_cases import (
-    is_routed,
-    optimizer_cases,
-    poplar_cases,
-    with_attention,
-    with_documents,
-    with_experts,
-    with_hybrid,
-    with_recurrent,
-    with_sharing,
-    zero_bubble_cases,
-    zero_cases,
-)
 from testing.lab import Lab
 from testing.runner import Device, Finished, Job, JobError, Runner, add_device_argument
 from testing.slimpipe_cases import MultiHeadLab, slimpipe_cases
@@ -51,12 +39,12 @@ _MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {"1f1b": (1, {}), "gpipe": (1, {})}
 MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
     "dense": lambda cases, seed: cases,
-    "moe": with_experts,
-    "packed": with_documents,
-    "attention": with_attention,
-    "hybrid": with_hybrid,
-    "recurrent": with_recurrent,
-    "shared": with_sharing,
+    "moe": feature_cases.with_experts,
+    "packed": feature_cases.with_documents,
+    "attention": feature_cases.with_attention,
+    "hybrid": feature_cases.with_hybrid,
+    "recurrent": feature_cases.with_recurrent,
+    "shared": feature_cases.with_sharing,
 }
 """What the cases of a schedule train: from those of a dense model and a seed."""
 
@@ -68,11 +56,11 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     if schedule == "ministage":
         return ministage_cases(seed, quick), []
     if schedule == "zero-bubble":
-        return zero_bubble_cases(seed, quick), []
+        return feature_cases.zero_bubble_cases(seed, quick), []
     if schedule == "data-parallel":
-        return zero_cases(seed, quick), []
+        return feature_cases.zero_cases(seed, quick), []
     if schedule == "unequal-microbatches":
-        return poplar_cases(seed, quick), []
+        return feature_cases.poplar_cases(seed, quick), []
     rng = random.Random(seed)
     rows, impossible = pairwise(PARAMETERS, is_valid, rng)
     while len(rows) < _MIN_PAIRWISE:  # cover pairs a second time
@@ -84,7 +72,7 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     drawn = [random_case(f"random-{i:02}", rng) for i in range(_RANDOM)]
     if quick:
         cases, bf16, drawn = cases[:8], bf16[:2], drawn[:4]
-    cases += bf16 + drawn + ([] if quick else optimizer_cases(seed))
+    cases += bf16 + drawn + ([] if quick else feature_cases.optimizer_cases(seed))
     if schedule != "1f1b":
         cases = [with_schedule(case, schedule, *SCHEDULES[schedule]) for case in cases]
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
@@ -126,7 +114,7 @@ def compares_parameters(case: Case) -> bool:
     makes whole steps of it.
     """
     has_key_biases = "--disable-bias-linear" not in (flags := model_flags(case.weights)) or "--add-qkv-bias" in flags
-    return not is_routed(case) and not (has_key_biases and case.plan.training.precision != "fp32")
+    return not feature_cases.is_routed(case) and not (has_key_biases and case.plan.training.precision != "fp32")
 
 
 def measure(

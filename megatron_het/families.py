@@ -7,24 +7,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.plan.schema import (
-    CHUNK,
-    EXPERTS,
-    GATED_DELTA_NET,
-    KINDS,
-    LATENT_ATTENTION,
-    MAMBA,
-    MLP,
-    RECURRENT,
-    SPARSE_ATTENTION,
-    WITH_ATTENTION,
-    layers_of,
-    problem_of,
-    sizes_of,
-    with_chunks,
-    without_chunks,
-)
+from megatron_het.plan import Placement, Plan, PlanError, schema
 
 
 class AttentionLayer(NamedTuple):
@@ -228,47 +211,49 @@ class HybridFamily(ModelFamily):
     def complete(self, plan: Plan, args: Any) -> None:
         """The pattern decides over the number of layers, those for multi-token prediction, and latent attention."""
         given: str = args.hybrid_layer_pattern
-        problem = problem_of(given)
+        problem = schema.problem_of(given)
         if problem:
             raise PlanError(_FLAG, given, problem)
-        planned = with_chunks(given, layers_by_number(plan))
-        if CHUNK in given and given != planned:
-            hint = f"Leave {CHUNK} out"
+        planned = schema.with_chunks(given, layers_by_number(plan))
+        if schema.CHUNK in given and given != planned:
+            hint = f"Leave {schema.CHUNK} out"
             raise PlanError(_FLAG, given, f"chunks begin at other layers than in the plan, which has {planned}", hint)
-        for symbol in (*RECURRENT, SPARSE_ATTENTION):
+        for symbol in (*schema.RECURRENT, schema.SPARSE_ATTENTION):
             if symbol in given and args.spec is None and args.transformer_impl == "local":
                 raise PlanError(
                     _FLAG,
                     given,
-                    f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
+                    f"Megatron has layers {symbol} ({schema.KINDS[symbol]}) of Transformer Engine only",
                     "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
                 )
         _check_recurrent(plan, given, args)
-        args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
-        vars(args).update({name: count or None for name, count in sizes_of(given).items()})
-        if LATENT_ATTENTION in given or SPARSE_ATTENTION in given:
+        args.hybrid_layer_pattern = schema.without_chunks(given)  # where chunks begin, the plan says
+        vars(args).update({name: count or None for name, count in schema.sizes_of(given).items()})
+        if schema.LATENT_ATTENTION in given or schema.SPARSE_ATTENTION in given:
             args.multi_latent_attention = True
 
     def pattern(self, args: Any) -> str:
         """Without boundaries of chunks."""
-        found: str = without_chunks(args.hybrid_layer_pattern)
+        found: str = schema.without_chunks(args.hybrid_layer_pattern)
         return found
 
     def attention_numbers(self, args: Any) -> tuple[int, ...]:
         """Returns the numbers of layers with a symbol of attention."""
         return tuple(
-            number for number, kind in enumerate(layers_of(args.hybrid_layer_pattern), 1) if kind in WITH_ATTENTION
+            number
+            for number, kind in enumerate(schema.layers_of(args.hybrid_layer_pattern), 1)
+            if kind in schema.WITH_ATTENTION
         )
 
     def rest_per_attention(self, args: Any) -> RestPerAttention:
         """Counted in the pattern."""
-        layers = layers_of(args.hybrid_layer_pattern)
-        attention = max(1, sum(layers.count(kind) for kind in WITH_ATTENTION))
-        return RestPerAttention(layers.count(MLP) / attention, layers.count(EXPERTS) / attention)
+        layers = schema.layers_of(args.hybrid_layer_pattern)
+        attention = max(1, sum(layers.count(kind) for kind in schema.WITH_ATTENTION))
+        return RestPerAttention(layers.count(schema.MLP) / attention, layers.count(schema.EXPERTS) / attention)
 
     def write_layout(self, plan: Plan, args: Any) -> None:
         """Write the boundaries of chunks into the pattern."""
-        args.hybrid_layer_pattern = with_chunks(args.hybrid_layer_pattern, layers_by_number(plan))
+        args.hybrid_layer_pattern = schema.with_chunks(args.hybrid_layer_pattern, layers_by_number(plan))
 
     def default_spec(self, args: Any) -> tuple[str, str] | None:
         """Megatron has layers of Transformer Engine only."""
@@ -301,17 +286,17 @@ class HybridFamily(ModelFamily):
 def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
     """Refuse TP sizes that do not divide the heads of recurrent layers, and CP sizes that leave ranks without any."""
     sizes = {replica.tp for stage in plan.stages for replica in stage.replicas}
-    if GATED_DELTA_NET in pattern and max(sizes) > 1 and not plan.training.sequence_parallel:
+    if schema.GATED_DELTA_NET in pattern and max(sizes) > 1 and not plan.training.sequence_parallel:
         raise PlanError(
             _FLAG,
             pattern,
-            f"with TP, Megatron adds up what TP ranks find for the norm in layers {GATED_DELTA_NET} "
-            f"({KINDS[GATED_DELTA_NET]}) only under sequence parallelism",
+            f"with TP, Megatron adds up what TP ranks find for the norm in layers {schema.GATED_DELTA_NET} "
+            f"({schema.KINDS[schema.GATED_DELTA_NET]}) only under sequence parallelism",
             "Use --sequence-parallel, with training.sequence_parallel in the plan",
         )
     counted = {
-        MAMBA: ("mamba_num_heads", "mamba_num_groups"),
-        GATED_DELTA_NET: ("linear_num_key_heads", "linear_num_value_heads"),
+        schema.MAMBA: ("mamba_num_heads", "mamba_num_groups"),
+        schema.GATED_DELTA_NET: ("linear_num_key_heads", "linear_num_value_heads"),
     }
     for name in (name for symbol, names in counted.items() if symbol in pattern for name in names):
         count = getattr(args, name, None)

@@ -15,15 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_het.arguments import megatron_args
 from megatron_het.arguments.flags import het_help, split_arguments
-from megatron_het.arguments.megatron_args import (
-    apply_after_validation,
-    apply_plan,
-    check_arguments,
-    check_device_kind,
-    check_skipping,
-    environment_of,
-)
 from megatron_het.families import family_for
 from megatron_het.features import features_of
 from megatron_het.megatron_patches import releases
@@ -77,7 +70,7 @@ def install(
         config = replace(config, turns=boundary.plans)
     argv[1:] = rest
     if config.plan is not None:
-        for name, value in environment_of(config.plan).items():
+        for name, value in megatron_args.environment_of(config.plan).items():
             os.environ.setdefault(name, value)  # before anything asks for a device
 
     from megatron_het import device as platform
@@ -233,7 +226,7 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
 def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
     """The arguments must fit every plan of the job: its turn may come hours later."""
     with errors_of(_turn_of(plan), turns):
-        check_arguments(plan, args, args.world_size)
+        megatron_args.check_arguments(plan, args, args.world_size)
 
 
 def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
@@ -274,24 +267,24 @@ def _validate_args_hook(
 
                 name = torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count())
                 try:
-                    check_device_kind(plan, args.rank, name)
+                    megatron_args.check_device_kind(plan, args.rank, name)
                 except PlanError as error:  # of this rank only
                     sys.stderr.write(f"megatron_het: {error}\n")
                     raise SystemExit(2) from None
             prepare(args)
             world_size = args.world_size
-            args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
+            args.world_size = megatron_args.apply_plan(plan, Placement(plan), args, args.rank)
             try:
                 result = original(args, defaults or {})
                 args.world_size = world_size
-                check_skipping(plan, args)  # validation has read more iterations to skip from a file
+                megatron_args.check_skipping(plan, args)  # validation has read more iterations to skip from a file
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
                 exit_with(error)
             except (AssertionError, ValueError) as error:  # an elastic job goes back to the plan before
                 why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
                 exit_with(ValueError(f"Megatron refuses the flags under this plan: {why}"))
-            apply_after_validation(plan, args)
+            megatron_args.apply_after_validation(plan, args)
             args.het_plan = config.plan_path
             return result
 

@@ -14,35 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het import safe_io
 from megatron_het.arguments.flags import TRANSPORTS, split_arguments
+from megatron_het.doctor import participant
 from megatron_het.doctor.check import Check, Expectations, Names, Seat, from_json, kind_of, load_expectations
-from megatron_het.doctor.participant import (
-    Coordinator,
-    Heart,
-    Keys,
-    MeetingError,
-    Participant,
-    connect,
-    exit_code,
-    hear,
-    is_ending,
-    table,
-    to_json,
-)
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, load_plan, plan_hash
 from megatron_het.plan.validate import check_plan
-from megatron_het.safe_io import (
-    LineParser,
-    add_options,
-    amount,
-    check_replaces,
-    check_target,
-    ends_with_its_reader,
-    shown,
-    split_words,
-    write_json,
-)
 from megatron_het.store import Documents
 
 # The doctor's command line, and the checks that it asks for.
@@ -53,7 +31,7 @@ CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
 
 def parser_of() -> argparse.ArgumentParser:
     """Returns the parser of the doctor's own options."""
-    parser = LineParser(
+    parser = safe_io.LineParser(
         prog="python -m megatron_het.doctor",
         description="Checks the allocated nodes before a long job. Start it once per rank, as the training: "
         "with torchrun or srun.",
@@ -61,7 +39,7 @@ def parser_of() -> argparse.ArgumentParser:
         "2 bad input.",
     )
     # fmt: off
-    add_options(parser, {
+    safe_io.add_options(parser, {
         "--plan": (None, "FILE", "plan.json; not needed where the training's flags name one"),
         "--expect": (None, "FILE", "what cluster file and profile promise (emit --doctor)"),
         "--cluster": (None, "FILE", "cluster file, in place of --expect; needs the planner"),
@@ -71,13 +49,14 @@ def parser_of() -> argparse.ArgumentParser:
         "--force": (False, "", "replace a file that was not written so before"),
         "--log-dir": (None, "DIR", "logs of the tiny training (default: a temporary folder)", {"type": Path}),
         "--transport": ("auto", "", "as --het-transport (default: auto)", {"choices": TRANSPORTS}),
-        "--limit-s": (USUAL_LIMIT_S, "", "bound on everything (default: %(default)s)", {"type": amount(10, 3600)}),
+        "--limit-s": (
+            USUAL_LIMIT_S, "", "bound on everything (default: %(default)s)", {"type": safe_io.amount(10, 3600)}),
         "--slow-ratio": (
             1.25, "", "a device is slow when it takes this many times as long as its kind (default: %(default)s)",
-            {"type": amount(1.01, 100)}),
+            {"type": safe_io.amount(1.01, 100)}),
         "--link-ratio": (
             1.5, "", "a link is slow when it has less than one over this of its bandwidth (default: %(default)s)",
-            {"type": amount(1.01, 100)}),
+            {"type": safe_io.amount(1.01, 100)}),
         "--skip": ([], "", "leave a check out; may be repeated", {"action": "append", "choices": CHECKS}),
     })
     # fmt: on
@@ -86,7 +65,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Options, with the training's flags (those after ``--``) as ``flags``; None when there are none."""
-    own, flags = split_words(words)
+    own, flags = safe_io.split_words(words)
     parser = parser_of()
     options = parser.parse_args(own)
     options.flags = None if flags is None else tuple(flags)
@@ -114,10 +93,10 @@ def read_inputs(options: argparse.Namespace, world_size: int) -> Inputs:
         ValueError: A bad cluster file or profile, or a bad target of the report.
     """
     if options.json is not None:
-        check_target(options.json)
+        safe_io.check_target(options.json)
         if not options.force:
             inputs = [p for p in (options.plan, options.expect, options.cluster, options.profile) if p]
-            check_replaces(options.json, inputs, (b'"verdict"',))
+            safe_io.check_replaces(options.json, inputs, (b'"verdict"',))
     plan, transport = _plan(options)
     check_plan_alone(plan)
     if plan.world_size != world_size:
@@ -198,7 +177,7 @@ def checkpoint_bytes(plan: Plan) -> int:
 _ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
 
 
-@ends_with_its_reader
+@safe_io.ends_with_its_reader
 def main(words: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code (0 fit, 1 not fit, 2 bad input), the same on all ranks."""
     options = parse(sys.argv[1:] if words is None else words)
@@ -208,14 +187,16 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         given = os.environ.get(name, "0")
         if not (given.isascii() and given.isdigit() and len(given) <= 9):
-            sys.stderr.write(f"error: {name} = {shown(given, 80)} is no whole number: torchrun and srun set it\n")
+            sys.stderr.write(
+                f"error: {name} = {safe_io.shown(given, 80)} is no whole number: torchrun and srun set it\n"
+            )
             return 2
     # Launchers end all ranks when one has died; rank 0 then says who it was before it leaves.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         return _Rank(options, rank, world_size).run()
-    except MeetingError as error:
+    except participant.MeetingError as error:
         sys.stderr.write(f"het-doctor: rank {rank} ({socket.gethostname()}): {error}\n")
         return 1
 
@@ -230,13 +211,13 @@ class _Rank:
 
     def run(self) -> int:
         inputs = self._read() if self._rank == 0 else None
-        store = connect(self._rank, self._arrive_s)
+        store = participant.connect(self._rank, self._arrive_s)
         if isinstance(inputs, str):
-            store.put(Keys.BRIEF, {"error": inputs})
+            store.put(participant.Keys.BRIEF, {"error": inputs})
             time.sleep(1.0)  # the store goes with this process
             return 2
-        heart = Heart(store, self._rank)
-        store.put(Keys.here(self._rank), {"host": socket.gethostname()})
+        heart = participant.Heart(store, self._rank)
+        store.put(participant.Keys.here(self._rank), {"host": socket.gethostname()})
         try:
             if inputs is not None:
                 return self._lead(store, inputs)
@@ -253,7 +234,7 @@ class _Rank:
             return str(error)
 
     def _follow(self, store: Documents) -> int:
-        brief = hear(store, Keys.BRIEF, self._arrive_s + self._options.limit_s)
+        brief = participant.hear(store, participant.Keys.BRIEF, self._arrive_s + self._options.limit_s)
         if "error" in brief:
             return 2
         plan = Plan.from_json(brief["plan"])
@@ -278,12 +259,14 @@ class _Rank:
                     transport=inputs.transport,
                 )
 
-            return Participant(store, seat, checks, self._rank).run(self._options.limit_s)
+            return participant.Participant(store, seat, checks, self._rank).run(self._options.limit_s)
 
     def _lead(self, store: Documents, inputs: Inputs) -> int:
         """Rank 0: the coordinator on a thread, this rank's own part on the main thread."""
         checks = checks_of(self._options, inputs.plan, inputs.expectations)
-        coordinator = Coordinator(store, checks, self._world_size, self._options.limit_s, is_ending)
+        coordinator = participant.Coordinator(
+            store, checks, self._world_size, self._options.limit_s, participant.is_ending
+        )
         here = coordinator.meet(self._arrive_s)
         hosts = tuple(here.get(rank, {}).get("host", "") for rank in range(self._world_size))
         placement = Placement(inputs.plan)
@@ -294,23 +277,25 @@ class _Rank:
             "transport": inputs.transport,
             "hosts": hosts,
         }
-        store.put(Keys.BRIEF, brief)
+        store.put(participant.Keys.BRIEF, brief)
         thread = threading.Thread(target=self._coordinate, args=(coordinator, names), name="coordinator", daemon=True)
         thread.start()
         code = self._take_part(store, inputs, hosts)
         thread.join(timeout=10.0)
         return code
 
-    def _coordinate(self, coordinator: Coordinator, names: Names) -> None:
+    def _coordinate(self, coordinator: participant.Coordinator, names: Names) -> None:
         """On a thread of rank 0: all checks, the table, the verdict."""
         findings = coordinator.run(names)
-        code, elapsed_s = exit_code(findings), time.monotonic() - self._started_s
+        code, elapsed_s = participant.exit_code(findings), time.monotonic() - self._started_s
         try:
             if self._options.json is not None:
                 with contextlib.suppress(OSError):
-                    write_json(self._options.json, to_json(findings, code, elapsed_s, coordinator.figures))
+                    safe_io.write_json(
+                        self._options.json, participant.to_json(findings, code, elapsed_s, coordinator.figures)
+                    )
             with contextlib.suppress(OSError):  # nobody reads any more, as after ``| head``
-                sys.stdout.write(table(findings, elapsed_s) + "\n")
+                sys.stdout.write(participant.table(findings, elapsed_s) + "\n")
                 sys.stdout.flush()
         finally:
             coordinator.close(code)  # the other ranks wait for it

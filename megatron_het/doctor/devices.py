@@ -24,20 +24,7 @@ import torch.distributed as dist
 
 from megatron_het import megatron_patches as upstream
 from megatron_het import planner
-from megatron_het.doctor.check import (
-    Answers,
-    Check,
-    Finding,
-    LayerExpectation,
-    LayerModel,
-    Names,
-    Seat,
-    amount,
-    dtype_of,
-    duration,
-    meet,
-    ranks_by,
-)
+from megatron_het.doctor import check
 
 # What nvidia-smi says about one GPU; nothing where it is not there or does not answer.
 
@@ -182,7 +169,7 @@ _LONGEST = 300
 
 
 @dataclass
-class Devices(Check):
+class Devices(check.Check):
     """Times of one transformer layer and of a matrix product on every device."""
 
     # a device that takes this many times as long as its kind, or as the profile says, is a fault
@@ -190,15 +177,15 @@ class Devices(Check):
     name: str = field(default="devices", init=False)
     limit_s: float = field(default=45.0, init=False)
 
-    def measure(self, seat: Seat) -> dict[str, Any]:
+    def measure(self, seat: check.Seat) -> dict[str, Any]:
         """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
-        platform, dtype = seat.platform(), dtype_of(seat.plan)
+        platform, dtype = seat.platform(), check.dtype_of(seat.plan)
         throttling = Throttling(platform.device.index)
         turns = itertools.count()
 
         def barrier() -> None:
             """All ranks, as far as they come in time: a measurement is better than none."""
-            meet(seat, f"barrier/{next(turns)}", True, _BARRIER_S)
+            check.meet(seat, f"barrier/{next(turns)}", True, _BARRIER_S)
 
         gemm_s = gemm_seconds(dtype, platform, barrier)
         answer: dict[str, Any] = {"gemm_s": gemm_s, "point": None, "layer_s": None, "note": "", "unloaded": ""}
@@ -220,17 +207,17 @@ class Devices(Check):
             answer["expected_s"] = expected.forward_s + expected.backward_s
         return answer | {"throttling": throttling.found(), "state": throttling.state}
 
-    def judge(self, answers: Answers, names: Names) -> list[Finding]:
+    def judge(self, answers: check.Answers, names: check.Names) -> list[check.Finding]:
         """Slow devices by kind, and what throttled."""
         found = []
         for judged, kind in ((self.fault, "faults"), (self.warning, "warnings")):
             said = {rank: answer["throttling"][kind] for rank, answer in answers.items()}
-            for reason, ranks in ranks_by(said).items():
+            for reason, ranks in check.ranks_by(said).items():
                 found.append(
                     judged(names.of(ranks), f"slowed down by {reason}", "Times measured meanwhile are too long")
                 )
         lacking = {rank: [answer["unloaded"]] for rank, answer in answers.items() if answer["unloaded"]}
-        for error, ranks in ranks_by(lacking).items():
+        for error, ranks in check.ranks_by(lacking).items():
             text = f"a library that a layer needs cannot be loaded: {error}"
             found.append(self.fault(names.of(ranks), text, "Install it there, or correct LD_LIBRARY_PATH"))
         kinds: dict[str, dict[int, dict[str, Any]]] = {}
@@ -240,7 +227,7 @@ class Devices(Check):
             found += self._judge_kind(kind, members, names)
         return found
 
-    def _judge_kind(self, kind: str, members: dict[int, dict[str, Any]], names: Names) -> list[Finding]:
+    def _judge_kind(self, kind: str, members: dict[int, dict[str, Any]], names: check.Names) -> list[check.Finding]:
         what = "layer_s" if all(a["layer_s"] for a in members.values()) else "gemm_s"
         task = "a layer" if what == "layer_s" else f"a GEMM of {_GEMM}"
         times = {rank: a[what] for rank, a in members.items()}
@@ -255,21 +242,20 @@ class Devices(Check):
         )
         for rank, seconds in times.items():
             if seconds > self.slow_ratio * usual:
-                text = (
-                    f"{task} takes {duration(seconds)}, {seconds / usual:.2f} times the {duration(usual)} of its kind"
-                )
+                times_usual = f"{seconds / usual:.2f} times the {check.duration(usual)} of its kind"
+                text = f"{task} takes {check.duration(seconds)}, {times_usual}"
                 if seconds > self.slow_ratio * spread * usual:
                     found.append(self.fault(names.of([rank]), f"{kind}: {text}", "A slow device slows all others down"))
                 else:
                     found.append(self.warning(names.of([rank]), f"{kind}: {text}", doubt))
-        text = f"{kind}: {task} takes {duration(usual)}"
+        text = f"{kind}: {task} takes {check.duration(usual)}"
         expected = next((a["expected_s"] for a in members.values() if "expected_s" in a), None)
         if what == "gemm_s" or expected is None:
             note = next((a["note"] for a in members.values() if a["note"]), "")
             more = f" ({note})" if note else ""
             rate = 2 * _GEMM**3 / statistics.median(a["gemm_s"] for a in members.values())
-            return [*found, self.ok(names.of(times), f"{text}{more}, {amount(rate, 'FLOP/s')} in a GEMM")]
-        text += f", {usual / expected:.2f} times the {duration(expected)} of the profile"
+            return [*found, self.ok(names.of(times), f"{text}{more}, {check.amount(rate, 'FLOP/s')} in a GEMM")]
+        text += f", {usual / expected:.2f} times the {check.duration(expected)} of the profile"
         if self.slow_ratio * expected < usual <= self.slow_ratio * spread * expected:
             found.append(self.warning(names.of(times), text, doubt))
         elif usual > self.slow_ratio * expected:
@@ -281,14 +267,16 @@ class Devices(Check):
         return found
 
 
-def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[LayerModel, dict[str, Any]]:
+def operating_point(
+    seat: check.Seat, expected: check.LayerExpectation | None
+) -> tuple[check.LayerModel, dict[str, Any]]:
     """Returns what to time: the profile's point, or the plan's layer without tensor parallelism."""
     model, plan = seat.expectations.model, seat.plan
     if expected is None or model is None:
         shape = plan.model
         ffn = shape.ffn_hidden_size or 4 * shape.hidden_size
         tokens = min(shape.seq_length, _MOST_TOKENS)
-        model = LayerModel(
+        model = check.LayerModel(
             hidden_size=shape.hidden_size,
             ffn_hidden_size=ffn,
             num_attention_heads=shape.num_attention_heads,
@@ -315,7 +303,7 @@ def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[Laye
     return model, point
 
 
-def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]) -> dict[str, Any]:
+def _layer(model: check.LayerModel, point: dict[str, Any], barrier: Callable[[], None]) -> dict[str, Any]:
     """Seconds of forward and backward of one layer, with the planner's own measurement."""
     upstream.install("stock")
     layers, settings, schema = planner("profile.layers"), planner("profile.settings"), planner("inputs.profile_schema")

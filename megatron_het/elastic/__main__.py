@@ -163,8 +163,8 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
-    from megatron_het.elastic.controller import Bounds, Controller, JobError
-    from megatron_het.elastic.members import FolderLock
+    from megatron_het.elastic.controller import Controller
+    from megatron_het.elastic.members import Bounds, FolderLock, JobError
 
     options.folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(options.folder)

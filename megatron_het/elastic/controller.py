@@ -11,20 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het.elastic import members
 from megatron_het.elastic.job import Checks, Generation, Moment, ServedBoard, refusal
-from megatron_het.elastic.members import (
-    Arrivals,
-    Bounds,
-    Failures,
-    JobError,
-    Lessons,
-    Member,
-    Progress,
-    ReplacedError,
-    Saves,
-    StateFile,
-    recalled,
-)
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.worth import (
     DEATH,
@@ -57,15 +45,15 @@ class Controller:
     planner: Planner  # makes plans
     state: Path  # file with what was decided
     nodes: int  # nodes to wait for before the first generation
-    bounds: Bounds  # how long to wait
+    bounds: members.Bounds  # how long to wait
     say: Callable[[str], None]
     is_replaced: Callable[[], bool] = lambda: False  # whether another controller has taken the job over
     fallback: str = ""  # folder for checkpoints that cannot be written into ``--save``; empty for none
 
     def __post_init__(self) -> None:
-        self._saves = Saves(self.fallback)
-        self._file, self._lessons = StateFile(self.state, self.say), Lessons(self.planner, self.say)
-        self._members: dict[int, Member] = {}
+        self._saves = members.Saves(self.fallback)
+        self._file, self._lessons = members.StateFile(self.state, self.say), members.Lessons(self.planner, self.say)
+        self._members: dict[int, members.Member] = {}
         self._newest = 0
         self._leaving: set[str] = set()
         self._generation: Generation | None = None
@@ -75,10 +63,10 @@ class Controller:
         self._failed_since: Moment | None = None
         self._gone: dict[int, str] = {}
         self._proved: list[Plan] = []
-        self._failures, self._progress = Failures(), Progress(self.bounds.stuck_s)
+        self._failures, self._progress = members.Failures(), members.Progress(self.bounds.stuck_s)
         self._told = 0
         self._misses: dict[str, int] = {}
-        self._arrivals, self._checks = Arrivals(self.nodes, self.bounds.start_s), Checks()
+        self._arrivals, self._checks = members.Arrivals(self.nodes, self.bounds.start_s), Checks()
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
@@ -100,18 +88,18 @@ class Controller:
         try:
             while not self._step():
                 time.sleep(_POLL_S if self._wanted is None and self._failed_since is None else _CHANGE_POLL_S)
-        except JobError as error:
+        except members.JobError as error:
             self._end(str(error))
             raise
         if unsaved := self._saves.unsaved_end(last_iteration(self.history)):
             self._end(unsaved)
-            raise JobError(unsaved)
+            raise members.JobError(unsaved)
         self._end("")
 
     def _step(self) -> bool:
         """One round; whether the job is over."""
         if self.is_replaced():
-            raise ReplacedError(f"another controller has taken over {self.state.parent}; this one ends")
+            raise members.ReplacedError(f"another controller has taken over {self.state.parent}; this one ends")
         self._listen()
         self._watch()
         self._prepare()
@@ -218,7 +206,7 @@ class Controller:
             self.say(why)
             return
         self._leaving.discard(node)
-        self._members[number] = Member(Process(number, node, str(message["device"])), identity=identity)
+        self._members[number] = members.Member(Process(number, node, str(message["device"])), identity=identity)
         self._arrivals.came(node, int(message.get("workers", 1)))
         self._give_no_number_below(number)  # a controller that is started again gives its number to nobody else
         self._unwritten = True
@@ -239,7 +227,7 @@ class Controller:
             del self._members[number]  # known from the file only; a sign of life makes it known again
         for number, node in zip(generation.ranks, generation.nodes, strict=True):
             if number not in self._members and number not in self._gone:
-                self._members[number] = Member(Process(number, node))
+                self._members[number] = members.Member(Process(number, node))
             self._give_no_number_below(number)
         self._generation, self._ended, self._wanted, self._failed_since = generation, {}, None, None
         self._saves.recall(generation)
@@ -493,7 +481,7 @@ class Controller:
             plan, ranks = self._plan(self._pool())
         except NoPlanError as error:
             what = f"{reason}, and there is no plan for what is left" if before else "the job cannot begin"
-            raise JobError(f"{what}: {error}") from None
+            raise members.JobError(f"{what}: {error}") from None
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
@@ -556,13 +544,13 @@ class Controller:
         """Go on with the job that the file describes, if there is one."""
         if not self.state.exists():
             return
-        if (found := recalled(self.state, self.say)) is None:
+        if (found := members.recalled(self.state, self.say)) is None:
             return
         self._give_no_number_below(found.newest)
         if found.generation is None:
             return
         self._generation, self._signature, self.history = found.generation, found.signature, list(found.history)
-        self._members = {p.number: Member(p, identity=identity) for p, identity in found.processes}
+        self._members = {p.number: members.Member(p, identity=identity) for p, identity in found.processes}
         self._leaving = set(found.leaving)
         self._saves.recall(self._generation)
         self._lessons.recall(found.corrected)

@@ -7,21 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.plan.schema import (
-    CHUNK,
-    LATER,
-    MODEL_SIZES,
-    ModelShape,
-    Plan,
-    PlanError,
-    Replica,
-    ScheduleSpec,
-    Stage,
-    TrainingShape,
-    problem_of,
-    sizes_of,
-    without_chunks,
-)
+from megatron_het.plan import schema
 from megatron_het.schedule.ir import path_of, placement_of
 
 
@@ -32,7 +18,7 @@ class HetConfig:
     Without a plan the extension is off; with ``auto_batch`` the plan is yet to be made.
     """
 
-    plan: Plan | None = None
+    plan: schema.Plan | None = None
     plan_path: str = ""
     transport: str = "auto"
     report_dir: Path | None = None
@@ -41,7 +27,9 @@ class HetConfig:
     auto_batch: Path | None = None
     least_zero: int = 0
     measured_cp_shares: bool = False  # whether the plan gets its context-parallel parts from measurements at the start
-    turns: tuple[Plan, ...] = ()  # all plans of the job, where several take turns, one for each global batch size
+    turns: tuple[
+        schema.Plan, ...
+    ] = ()  # all plans of the job, where several take turns, one for each global batch size
     turn_files: tuple[str, ...] = ()
     trust_checkpoint: bool = False
     """Whether the description of a checkpoint may name classes that are no part of its format."""
@@ -69,13 +57,13 @@ def errors_of(name: object, plans: Sequence[object]) -> Iterator[None]:
     """
     try:
         yield
-    except PlanError as error:
+    except schema.PlanError as error:
         if len(plans) < 2 or error.value == name:
             raise
-        raise PlanError(f"{name}: {error.where}", error.value, error.problem, error.hint) from None
+        raise schema.PlanError(f"{name}: {error.where}", error.value, error.problem, error.hint) from None
 
 
-def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
+def check_turns(plans: Sequence[schema.Plan], files: Sequence[str]) -> None:
     """Plans that take turns are for one training, and differ in the global batch size; raises PlanError."""
     first, sizes = plans[0], dict[int, str]()
     for plan, file in zip(plans, files, strict=True):
@@ -90,15 +78,15 @@ def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
             ),
         ):
             if value != wanted:
-                raise PlanError("--het-plan", file, f"its {name} is {value}, that of {files[0]} is {wanted}")
+                raise schema.PlanError("--het-plan", file, f"its {name} is {value}, that of {files[0]} is {wanted}")
         size = plan.training.global_batch_size
         if size in sizes:
             hint = "Several plans take turns: give one for each global batch size"
-            raise PlanError("--het-plan", file, f"has the global batch size {size}, as {sizes[size]} has", hint)
+            raise schema.PlanError("--het-plan", file, f"has the global batch size {size}, as {sizes[size]} has", hint)
         sizes[size] = file
 
 
-def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
+def check_batch_schedule(plans: Sequence[schema.Plan], args: Any) -> None:
     """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size; raises PlanError.
 
     Args:
@@ -108,14 +96,16 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
     known = sorted({plan.training.global_batch_size for plan in plans})
     if not given:
         if len(plans) > 1:
-            raise PlanError("--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}")
+            raise schema.PlanError(
+                "--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}"
+            )
         return
     if phases := getattr(args, "phase_transition_iterations", None):
         problem = f"Megatron counts samples of phases by one batch size, and {flag} has several"
-        raise PlanError("--phase-transition-iterations", phases, problem, "Leave one of them out")
+        raise schema.PlanError("--phase-transition-iterations", phases, problem, "Leave one of them out")
     sizes = [word.rpartition(":")[2] for word in given.split()]
     if unknown := [size for size in sizes if not size.isdecimal() or int(size) not in known]:
-        raise PlanError(
+        raise schema.PlanError(
             flag,
             given,
             f"a plan routes a fixed number of microbatches, and none is for a global batch size of {unknown[0]}; there "
@@ -125,11 +115,11 @@ def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
     for name, what in (("use_precision_aware_optimizer", "main parameters"), ("fp8_param_gather", "weights")):
         if len(plans) > 1 and getattr(args, name, False):
             problem = f"its {what} are where a change of plan cannot move them"
-            raise PlanError(f"--{name.replace('_', '-')}", True, problem, "Leave it out, or keep one batch size")
+            raise schema.PlanError(f"--{name.replace('_', '-')}", True, problem, "Leave it out, or keep one batch size")
     if not args.train_samples:
         problem = f"with {flag} Megatron counts learning rates by samples"
         hint = "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations"
-        raise PlanError("--train-samples", args.train_samples, problem, hint)
+        raise schema.PlanError("--train-samples", args.train_samples, problem, hint)
 
 
 # The even plan that Megatron's own layout flags describe, for runs without a plan file.
@@ -153,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     """The flags of Megatron that decide a layout, with Megatron's defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     other = "micro_batch_size global_batch_size ffn_hidden_size num_query_groups expert_tensor_parallel_size"
-    for name in (*MODEL_SIZES, *other.split()):
+    for name in (*schema.MODEL_SIZES, *other.split()):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
@@ -177,13 +167,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read_pattern(flags: argparse.Namespace) -> None:
     """A hybrid model's pattern says how many layers there are, whatever other flags do."""
-    problem = problem_of(flags.hybrid_layer_pattern)
+    problem = schema.problem_of(flags.hybrid_layer_pattern)
     if problem:
-        raise PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem)
-    vars(flags).update(sizes_of(flags.hybrid_layer_pattern))
+        raise schema.PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem)
+    vars(flags).update(schema.sizes_of(flags.hybrid_layer_pattern))
 
 
-def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpec) -> tuple[Plan, list[str]]:
+def plan_from_flags(
+    words: Sequence[str], world_size: int, schedule: schema.ScheduleSpec
+) -> tuple[schema.Plan, list[str]]:
     """The even plan for a command line.
 
     Args:
@@ -197,23 +189,23 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
     """
     for flag in _UNEVEN_FLAGS:
         if any(word.split("=")[0] == flag for word in words):
-            raise PlanError(flag, "given", "layers are divided evenly without a plan", "Write a plan")
+            raise schema.PlanError(flag, "given", "layers are divided evenly without a plan", "Write a plan")
     flags, _ = _parser().parse_known_args(list(words))
     if flags.hybrid_layer_pattern is not None:
         _read_pattern(flags)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(flags, name) is None:
-            raise PlanError("--" + name.replace("_", "-"), None, "required with --het-schedule")
+            raise schema.PlanError("--" + name.replace("_", "-"), None, "required with --het-schedule")
     stages = _stages(flags, world_size, schedule.name)
-    model = ModelShape(
-        **{name: getattr(flags, name) or 0 for name in MODEL_SIZES},
+    model = schema.ModelShape(
+        **{name: getattr(flags, name) or 0 for name in schema.MODEL_SIZES},
         num_query_groups=(flags.num_query_groups or 1) if flags.group_query_attention else flags.num_attention_heads,
         ffn_hidden_size=flags.ffn_hidden_size,
         tied_embeddings=not flags.untie_embeddings_and_output_weights,
-        pattern=without_chunks(flags.hybrid_layer_pattern or ""),
+        pattern=schema.without_chunks(flags.hybrid_layer_pattern or ""),
     )
     recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")
-    training = TrainingShape(
+    training = schema.TrainingShape(
         flags.micro_batch_size,
         _global_batch_size(flags, world_size),
         "bf16" if flags.bf16 else "fp16" if flags.fp16 else "fp32",
@@ -227,7 +219,7 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         schedule = replace(schedule, parameters={"group": group, **schedule.parameters})
     # Chunks are in the plan, and Megatron takes them from the plan's layout.
     left = [word for word in without_flags(words, *taken) if word != f"--{_BY_PIPELINE}"]
-    return Plan(model, training, stages, schedule), left
+    return schema.Plan(model, training, stages, schedule), left
 
 
 def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
@@ -235,7 +227,7 @@ def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
     size = flags.global_batch_size or flags.micro_batch_size * replicas
     if size % (flags.micro_batch_size * replicas):
         problem = f"is not a multiple of micro batch size {flags.micro_batch_size} x {replicas} replicas"
-        raise PlanError("--global-batch-size", size, problem)
+        raise schema.PlanError("--global-batch-size", size, problem)
     return size
 
 
@@ -244,12 +236,12 @@ def _replica_size(flags: argparse.Namespace) -> int:
     return flags.tensor_model_parallel_size * flags.context_parallel_size
 
 
-def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[Stage, ...]:
+def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[schema.Stage, ...]:
     size, pp = _replica_size(flags), flags.pipeline_model_parallel_size
     if world_size % (size * pp):
         tp, cp = flags.tensor_model_parallel_size, flags.context_parallel_size
         named = f"tensor {tp} x pipeline {pp}" + (f" x context {cp}" if cp > 1 else "")
-        raise PlanError("WORLD_SIZE", world_size, f"is not a multiple of {named} parallel size")
+        raise schema.PlanError("WORLD_SIZE", world_size, f"is not a multiple of {named} parallel size")
     replicas = world_size // (size * pp)
     microbatches = _global_batch_size(flags, world_size) // flags.micro_batch_size
     layers = _piped_layers(flags, pp, schedule) or [_layers(flags, pp)] * pp
@@ -257,10 +249,10 @@ def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[
     for s in range(pp):
         places = [q * pp + s if flags.use_tp_pp_dp_mapping else s * replicas + q for q in range(replicas)]
         stages.append(
-            Stage(
+            schema.Stage(
                 layers[s],
                 tuple(
-                    Replica(
+                    schema.Replica(
                         tuple(range(place * size, (place + 1) * size)),
                         tuple(range(q, microbatches, replicas)),
                         cp=flags.context_parallel_size,
@@ -276,13 +268,13 @@ def _stages(flags: argparse.Namespace, world_size: int, schedule: str) -> tuple[
 
 def _piped_layers(flags: argparse.Namespace, pp: int, schedule: str) -> list[tuple[int, ...]]:
     """Layers of each chunk of every stage, where a pattern says where they begin; empty otherwise."""
-    chunks = (flags.hybrid_layer_pattern or "").split(LATER)[0].split(CHUNK)
+    chunks = (flags.hybrid_layer_pattern or "").split(schema.LATER)[0].split(schema.CHUNK)
     if len(chunks) == 1:
         return []
     if len(chunks) % pp:
         problem = f"its {len(chunks)} chunks do not divide over {pp} stages"
-        hint = f"Give a multiple of {pp} chunks, or leave {CHUNK} out"
-        raise PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem, hint)
+        hint = f"Give a multiple of {pp} chunks, or leave {schema.CHUNK} out"
+        raise schema.PlanError("--hybrid-layer-pattern", flags.hybrid_layer_pattern, problem, hint)
     path = path_of([len(chunks) // pp] * pp, placement_of(schedule))
     sizes = {place: len(chunk) for place, chunk in zip(path, chunks, strict=True)}
     return [tuple(sizes[s, c] for c in range(len(chunks) // pp)) for s in range(pp)]
@@ -298,7 +290,7 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
         flag, value, pieces = _CHUNK_FLAGS[1], chunks, pp * chunks
     if pieces < 1 or chunks < 1 or flags.num_layers % pieces:
         problem = f"{flags.num_layers} layers do not divide evenly over {pp} stages"
-        raise PlanError(flag, value, problem, "Choose sizes that divide, or write a plan")
+        raise schema.PlanError(flag, value, problem, "Choose sizes that divide, or write a plan")
     return (flags.num_layers // (pp * chunks),) * chunks
 
 

@@ -13,14 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_het import distributed
 from megatron_het.device import Platform
-from megatron_het.distributed import (
-    PlanGroups,
-    build_groups,
-    install_stage_state,
-    remove_stage_state,
-    sparing_groups_of_one,
-)
 from megatron_het.distributed.gradient_sums import (
     GradientFinalizer,
     count_once_in_params_norm,
@@ -91,7 +85,7 @@ class HetSession:
         self._platform = platform
         reports = bool(config.report_dir or config.trace_dir)
         self._timeline = Timeline(platform.is_cuda, device_events=reports, synchronises=reports)
-        self._groups: PlanGroups | None = None
+        self._groups: distributed.PlanGroups | None = None
         self._channels: Channels | None = None
         self._features: tuple[RuntimeFeature, ...] = ()
         self._executor: Executor | None = None
@@ -105,7 +99,7 @@ class HetSession:
         self.report: RunReport | None = None
 
     @property
-    def groups(self) -> PlanGroups:
+    def groups(self) -> distributed.PlanGroups:
         """This rank's groups; the session must be open."""
         assert self._groups is not None, "the session is not open"
         return self._groups
@@ -129,13 +123,13 @@ class HetSession:
         """Create everything that depends on the plan.  Collective; ``torch.distributed`` is up."""
         if self._built_for not in (None, dist.get_rank()):  # another launcher counts ranks in another way
             self._programs = build(self.plan)
-        self._groups = build_groups(
+        self._groups = distributed.build_groups(
             self.placement,
             tied_embeddings=self.tied_copies,
             timeout_s=args.distributed_timeout_minutes * 60,
             use_gloo_groups=args.use_gloo_process_groups,
         )
-        install_stage_state(self._groups)
+        distributed.install_stage_state(self._groups)
         where = self.placement.locate(self.groups.rank)
         self._num_chunks = len(self.plan.stages[where.stage].layers)
         loss_stage, loss_chunk = self.placement.last
@@ -245,7 +239,7 @@ class HetSession:
         if self._channels is not None:
             self._channels.close()
         if self._groups is not None:
-            remove_stage_state()
+            distributed.remove_stage_state()
             self._groups.close()
         self._channels = self._groups = None
 
@@ -362,7 +356,7 @@ class HetSession:
         assert executor is not None and self.report is not None
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
         explained = self.explained(lambda: executor.current, *roles)
-        with self._running(), self._divided(call.config), explained, sparing_groups_of_one():
+        with self._running(), self._divided(call.config), explained, distributed.sparing_groups_of_one():
             state = executor.run(call)
         measured.schedule_stop_s = time.perf_counter()  # gradient reduction follows
         if not call.forward_only:

@@ -8,17 +8,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_het.schedule.deps import (
-    AFTER_BEGINNING,
-    HELPED_BY_RECEIVE,
-    Dependencies,
-    Key,
-    Lifetimes,
-    Need,
-    Unfit,
-    brought,
-    explain,
-)
+from megatron_het.schedule import deps
 from megatron_het.schedule.ir import RECEIVES, Op, Program
 from megatron_het.schedule.kinds import COLLECTIVES, DELIVERED, PARTS, TOGETHER, Making, Role, Stream
 
@@ -81,7 +71,7 @@ class Graph:
         """
         self.program = program
         self._open = open_sends
-        self.deps = Dependencies.of(program)
+        self.deps = deps.Dependencies.of(program)
         self.ops: list[Op] = []  # all operations, device after device
         self.kinds = program.kinds
         # ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end
@@ -93,8 +83,8 @@ class Graph:
             self.device += [d] * len(ops)
         self.index: list[dict[tuple[int, ...], int]] = []
         # (operation, need) for needs that nothing in the program produces or delivers
-        self.missing: list[tuple[int, Need | None]] = []
-        self.unfit: list[Unfit] = []  # what does not fit what a device holds then (``deps.Lifetimes``)
+        self.missing: list[tuple[int, deps.Need | None]] = []
+        self.unfit: list[deps.Unfit] = []  # what does not fit what a device holds then (``deps.Lifetimes``)
         # ``other_end[i]`` is the operation at the other end of a transfer, -1 for others
         self.other_end = [-1] * len(self.ops)
         deliveries = self._index()
@@ -119,7 +109,7 @@ class Graph:
                 kind, microbatch, piece, chunk, peer, peer_chunk, start, stop = ops[i]
                 value, other_end = kind.makes, kind.other_end
                 if value is not None:
-                    key: Key = (value, microbatch, piece, chunk)
+                    key: deps.Key = (value, microbatch, piece, chunk)
                     if value.for_a_peer:
                         key = (value, microbatch, piece, chunk, peer)
                     if key in made and kind.making is once:
@@ -152,10 +142,10 @@ class Graph:
         """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
         waits: list[Sequence[int]] = []
         kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
-        stateful = Lifetimes.matter(kinds)
+        stateful = deps.Lifetimes.matter(kinds)
         rows = {kind: (kind.needs.own, kind.fed_by, kind in RECEIVES, rules[kind]) for kind in kinds}
         for d, ops in enumerate(self.program.ops):
-            state = Lifetimes(self.program, d, kinds) if stateful else None
+            state = deps.Lifetimes(self.program, d, kinds) if stateful else None
             steps = {} if state is None else state.steps
             made, delivered = index[d], None if deliveries is None else deliveries[d]
             for i, op in enumerate(ops, self.first[d]):
@@ -178,10 +168,10 @@ class Graph:
                             self.missing.append((i, need))
                         else:
                             found.append(j)
-                    if kind in AFTER_BEGINNING:
+                    if kind in deps.AFTER_BEGINNING:
                         for source, key in self.deps.begun(d, op):
                             found += self._before(source, index[source].get(key))
-                    if kind in HELPED_BY_RECEIVE and (helped := made.get(brought(op))) is not None:
+                    if kind in deps.HELPED_BY_RECEIVE and (helped := made.get(deps.brought(op))) is not None:
                         found.append(helped)
                 if kind in steps:
                     steps[kind](i, op, found)
@@ -231,7 +221,7 @@ class Graph:
         joined = lambda waits: [member for j in waits for member in members.get(j, (j,))]  # noqa: E731
         return [waits if members.keys().isdisjoint(waits) else joined(waits) for waits in self.waits]
 
-    def unmet(self, node: int, need: Need | None) -> str:
+    def unmet(self, node: int, need: deps.Need | None) -> str:
         """A missing need in words."""
         op, (device, position) = self.ops[node], self.where(node)
         place = describe(self.program, device, position)
@@ -239,7 +229,7 @@ class Graph:
             peer = self.program.devices[op.peer] if 0 <= op.peer < len(self.program.devices) else op.peer
             expected = op.partner(device)[1]
             return f"{place}: its other end {expected} is missing on device {peer}"
-        what = explain(need, op, self.program.shape, device)
+        what = deps.explain(need, op, self.program.shape, device)
         if need[0] != device and need[1] in self.index[need[0]]:
             return f"{place}: {what} is never received"
         return f"{place}: {what} is never produced"

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.__main__ import main as het_run
-from megatron_het.elastic.controller import Bounds, Controller, JobError
+from megatron_het.elastic.controller import Controller
 from megatron_het.elastic.job import Board, ServedBoard
+from megatron_het.elastic.members import Bounds, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
 from testing.cases import Weights, build_plan, common_flags

@@ -13,16 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.safe_io import (
-    MAX_DEVICES,
-    LineParser,
-    add_options,
-    amount,
-    count,
-    ends_with_its_reader,
-    shown,
-    split_words,
-)
+from megatron_het import safe_io
 
 from .errors import PlannerError, command
 
@@ -48,10 +39,10 @@ _FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
 """What an option's value is called where a file or folder is asked for."""
 
 
-@ends_with_its_reader
+@safe_io.ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
-    words, flags = split_words(_joined(sys.argv[1:] if arguments is None else arguments))
+    words, flags = safe_io.split_words(_joined(sys.argv[1:] if arguments is None else arguments))
     options = argparse.Namespace()
     try:
         parser = parser_of_all([w for w in words if w in COMMANDS][:1])
@@ -104,13 +95,13 @@ def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
         sys.stderr.write(f"error: {error}\n")
         return
     names = ("file", "key", "value", "problem", "hint")
-    body = {name: getattr(error, name) for name in names} | {"value": shown(error.value)}
+    body = {name: getattr(error, name) for name in names} | {"value": safe_io.shown(error.value)}
     sys.stdout.write(json.dumps({"error": body}) + "\n")
 
 
 def parser_of_all(chosen: Collection[str]) -> argparse.ArgumentParser:
     """Returns the parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
-    parser = LineParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
+    parser = safe_io.LineParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -135,9 +126,9 @@ def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
         if isinstance(part, str):
             importlib.import_module(f".{part}", __package__).add_arguments(parser)
         else:
-            add_options(parser, part)
+            safe_io.add_options(parser, part)
     if name in WRITING:
-        add_options(parser, {"--force": (False, "", "replace files that the command reads or did not write")})
+        safe_io.add_options(parser, {"--force": (False, "", "replace files that the command reads or did not write")})
     parser.set_defaults(run=run if callable(run) else _call(run), **defaults)
 
 
@@ -189,7 +180,7 @@ def _call(name: str) -> Any:
 # Options, which several commands have in common; see ``add_options``.
 # fmt: off
 _INSTEAD = "where FILE does not say it, or instead"
-_SIZE = {"type": count(1, 1 << 27)}
+_SIZE = {"type": safe_io.count(1, 1 << 27)}
 _MODEL: dict[str, tuple[Any, ...]] = {
     "--model": (
         None, "FILE", "model file (YAML), Hugging Face config.json, folder of a Megatron checkpoint, or a name like "
@@ -216,9 +207,10 @@ _COMMON = {
 _GOAL = {
     "--objective": ("throughput", "", "shortest iteration (default) or cheapest iteration",
                     {"choices": ("throughput", "cost")}),
-    "--max-usd-per-iteration": (None, "USD", "budget; needs prices in the cluster file", {"type": amount(0.0, 1e12)}),
-    "--min-iterations-per-s": (None, "RATE", "refuse slower plans", {"type": amount(0.0, 1e12)}),
-    "--max-gpus": (None, "N", "use at most this many GPUs", {"type": count(1, MAX_DEVICES)}),
+    "--max-usd-per-iteration": (None, "USD", "budget; needs prices in the cluster file",
+                                {"type": safe_io.amount(0.0, 1e12)}),
+    "--min-iterations-per-s": (None, "RATE", "refuse slower plans", {"type": safe_io.amount(0.0, 1e12)}),
+    "--max-gpus": (None, "N", "use at most this many GPUs", {"type": safe_io.count(1, safe_io.MAX_DEVICES)}),
     "--schedules": ("1f1b,interleaved,ministage,slimpipe", "A,B",
                     "schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)"),
     "--mix-vendors": (False, "", "price plans over GPUs of several vendors too, which cannot run (docs/scale.md)"),
@@ -243,7 +235,7 @@ _WHOM_TO_ASK = {
                {"dest": "source", "choices": ("auto", "slurm", "nvidia-smi")}),
     "--hosts": (None, "NAMES", "nodes like this one, as n1,n2 or n[01-16]"),
     "--gpu": (None, "KIND", "ask nobody: nodes with this GPU of the catalog"),
-    "--gpus-per-node": (None, "N", "with --gpu (default 8)", {"type": count(1, 1024)}),
+    "--gpus-per-node": (None, "N", "with --gpu (default 8)", {"type": safe_io.count(1, 1024)}),
 }
 _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "quickstart": ("cli.inventory.quickstart", (
@@ -252,7 +244,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         _WHOM_TO_ASK,
         {"--out": (Path("run"), "FOLDER", "new folder (default run)"),
          "--extra": (None, "FLAGS", "further Megatron flags in one string: data, tokenizer, ..."),
-         "--limit-s": (120.0, "S", "CPU seconds to plan (default 120)", {"type": amount(1.0, 1e6)}),
+         "--limit-s": (120.0, "S", "CPU seconds to plan (default 120)", {"type": safe_io.amount(1.0, 1e6)}),
          "--force": (False, "", "write into a folder that is there")},
     ), {"json": False, "main": main}),
     "init": ("cli.inventory.init", (
@@ -270,7 +262,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
             "Megatron are installed, for at most two minutes)", {"action": argparse.BooleanOptionalAction}),
         "--verify-limit-s": (
             None, "S", "seconds that these dry runs may take together (default 900 with --verify, else 120)",
-            {"type": amount(0.0, 1e6)}),
+            {"type": safe_io.amount(0.0, 1e6)}),
     }), {}),
     "simulate": ("cli.commands.simulate", (_PLAN, _COMMON, {
         "--trace": (None, "FILE", "write a Chrome trace (Perfetto)"),

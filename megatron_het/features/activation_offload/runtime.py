@@ -9,16 +9,8 @@ import torch
 from megatron_het.device import Platform
 from megatron_het.device.memory import HostPool
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.runtime import feature
 from megatron_het.runtime.executor import copies_of
-from megatron_het.runtime.feature import (
-    BackwardPass,
-    Call,
-    ForwardPass,
-    Handler,
-    Iteration,
-    OpenContext,
-    RuntimeFeature,
-)
 from megatron_het.schedule.ir import Kind
 
 # Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).
@@ -66,7 +58,7 @@ class _Forward:
     known: dict[int, _Block] = field(default_factory=dict)
 
 
-class ActivationOffload(RuntimeFeature):
+class ActivationOffload(feature.RuntimeFeature):
     """Moves what training's forwards save between device and host; evaluation saves nothing.
 
     Args:
@@ -83,26 +75,28 @@ class ActivationOffload(RuntimeFeature):
         self._models: tuple[torch.nn.Module, ...] = ()
         self._staying: set[int] = set()
 
-    def handlers(self) -> Mapping[Kind, Handler]:
+    def handlers(self) -> Mapping[Kind, feature.Handler]:
         return {
             Kind.ACT_OFFLOAD: lambda op, call, state: self.store(op),
             Kind.ACT_FETCH: lambda op, call, state: self.fetch(op),
         }
 
-    def begin(self, call: Call, state: Iteration) -> None:
+    def begin(self, call: feature.Call, state: feature.Iteration) -> None:
         if not call.forward_only:
             self.start(call.models)
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(
+        self, forward: feature.ForwardPass, call: feature.Call
+    ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if call.forward_only else self.saving(forward.op, forward.source)
 
     def around_backward(
-        self, backward: BackwardPass, call: Call, state: Iteration
+        self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
     ) -> contextlib.AbstractContextManager[None]:
         self.release(backward.op)
         return contextlib.nullcontext()
 
-    def finish(self, call: Call, state: Iteration) -> None:
+    def finish(self, call: feature.Call, state: feature.Iteration) -> None:
         if not call.forward_only:
             self.check_empty()
 
@@ -271,6 +265,6 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def open_feature(context: OpenContext) -> RuntimeFeature:
+def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
     """This rank's part of the feature."""
     return ActivationOffload(float(context.options.ratio), context.platform)

@@ -40,18 +40,7 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.places import NOTHING, Given, LayerExchange, TokenGradient, pack, unpack
 from megatron_het.families import family_of_model
-from megatron_het.features.context_exchange.helper import (
-    AttentionShape,
-    ExchangedKeys,
-    Limits,
-    attend,
-    attend_backward,
-    attend_reached,
-    attend_reached_backward,
-    heads_of,
-    joined_heads,
-    returned_units,
-)
+from megatron_het.features.context_exchange import helper
 from megatron_het.features.context_exchange.kinds import HELPS, OWNERS
 from megatron_het.features.context_exchange.spec import Units
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
@@ -138,15 +127,15 @@ class ContextExchange:
     def __post_init__(self) -> None:
         self._modes = {mode: self._held_keys(program) for mode, program in self.programs.items()}
         self._keys = self._modes[False]
-        self._returned = returned_units(self.programs[False], Kind.ATTEND_GIVE_BACKWARD, self.keep)
+        self._returned = helper.returned_units(self.programs[False], Kind.ATTEND_GIVE_BACKWARD, self.keep)
         self.returned = self._returned
         """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
-        self._limits: Limits | None = None
+        self._limits: helper.Limits | None = None
         self._gives: list[RankOp] = []
         self._helps: list[RankOp] = []
         self.slot: Slot | None = None
         self._modules: list[list[SliceCoreAttention]] = []
-        self._shape: AttentionShape | None = None
+        self._shape: helper.AttentionShape | None = None
         self._sequences: Callable[[int], int] = lambda microbatch: 1
         self._scale = 1.0
         self._kernels: Sequence[str] = ()
@@ -174,7 +163,7 @@ class ContextExchange:
         attention = family_of_model(models[0]).attention_layers(models[0])[0].layer.self_attention
         self._sequences = sequences
         self._scale = score_scale(attention)
-        self._shape = AttentionShape(
+        self._shape = helper.AttentionShape(
             slice_tokens=1,
             batch=1,
             heads=attention.num_attention_heads_per_partition,
@@ -184,7 +173,7 @@ class ContextExchange:
             device=self.device,
         )
 
-    def shape(self, op: RankOp) -> AttentionShape:
+    def shape(self, op: RankOp) -> helper.AttentionShape:
         """Returns what the layers work on in an operation's pass: the heads that two ranks have in common."""
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
@@ -201,7 +190,7 @@ class ContextExchange:
         assert self._shape is not None
         each = self._shape.heads // self._shape.groups
         rows = op.lo * each, (op.hi - op.lo) * each
-        return pack(*heads_of(tensors, *rows))
+        return pack(*helper.heads_of(tensors, *rows))
 
     # -- operations of the program ---------------------------------------------------------------
 
@@ -209,7 +198,7 @@ class ContextExchange:
         """An iteration of training or evaluation begins."""
         self._keys, self.returned, self._limits = self._modes[forward_only], self._returned, None
 
-    def begin_limited(self, program: RankProgram, limits: Limits) -> None:
+    def begin_limited(self, program: RankProgram, limits: helper.Limits) -> None:
         """An iteration begins whose documents or windows limit what slices see.
 
         Args:
@@ -217,10 +206,10 @@ class ContextExchange:
             limits: What slices see.
         """
         self._keys, self._limits = self._held_keys(program), limits
-        self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self.keep)
+        self.returned = helper.returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self.keep)
 
-    def _held_keys(self, program: RankProgram) -> ExchangedKeys:
-        return ExchangedKeys(program, self.first_token, self.keys_channels, self.keep)
+    def _held_keys(self, program: RankProgram) -> helper.ExchangedKeys:
+        return helper.ExchangedKeys(program, self.first_token, self.keys_channels, self.keep)
 
     def handle(self, op: RankOp) -> None:
         """Run one operation of the exchange."""
@@ -353,10 +342,10 @@ class ContextExchange:
         parts = self._keys.parts(op, layer)
         (query,) = unpack(message, self.shape(op).forward_query())
         if self._limits is None:
-            out, lse = attend(query, parts, kernel, scale)
+            out, lse = helper.attend(query, parts, kernel, scale)
         else:
             reached = self._limits.reached(op, layer, self._keys.ranges(op))
-            out, lse = attend_reached(query, parts, reached, kernel, scale)
+            out, lse = helper.attend_reached(query, parts, reached, kernel, scale)
         return pack(lse, out)
 
     def _attend_backward(
@@ -366,10 +355,10 @@ class ContextExchange:
         parts = self._keys.parts(op, layer)
         lse, grad, query, out = unpack(message, self.shape(op).backward_query())
         if self._limits is None:
-            dq, *grads = attend_backward((grad, query, out, lse), parts, kernel, scale)
+            dq, *grads = helper.attend_backward((grad, query, out, lse), parts, kernel, scale)
         else:
             reached = self._limits.reached(op, layer, self._keys.ranges(op))
-            dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
+            dq, *grads = helper.attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
         return pack(dq, *self._keys.collect(op, layer, *grads))
 
     # -- life ----------------------------------------------------------------------------------------
@@ -422,7 +411,7 @@ class _Layer(LayerExchange):
 
     def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for parts in self._results(lambda op: self._exchange.shape(op).forward_result()):
-            lse, out = joined_heads([tensors for _, tensors in parts])
+            lse, out = helper.joined_heads([tensors for _, tensors in parts])
             yield out, lse
         self._done()
 
@@ -438,7 +427,7 @@ class _Layer(LayerExchange):
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         at = self._exchange.first_token
         for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
-            dq, dk, dv = joined_heads([tensors for _, tensors in parts])
+            dq, dk, dv = helper.joined_heads([tensors for _, tensors in parts])
             found, row = [], 0
             for units in self._exchange.returned[parts[0][0]]:
                 first, end = (at(parts[0][0], unit) for unit in units)

@@ -18,15 +18,7 @@ from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.registry import cutting_of, packing_argument
 from megatron_het.lowering.programs import posted_for, program_of
 from megatron_het.lowering.ranks import RankProgram, lower
-from megatron_het.runtime.feature import (
-    BackwardPass,
-    Call,
-    ForwardPass,
-    Handler,
-    Iteration,
-    OpenContext,
-    RuntimeFeature,
-)
+from megatron_het.runtime import feature
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.kinds import Kind
 from megatron_het.schedule.validate import check
@@ -35,7 +27,7 @@ _PENDING_SENDS = 4  # sends to one peer that may be under way over gloo
 
 
 @dataclass(eq=False)
-class ContextExchangeFeature(RuntimeFeature):
+class ContextExchangeFeature(feature.RuntimeFeature):
     """Gives attention away and computes it for others."""
 
     exchange: ContextExchange
@@ -46,7 +38,7 @@ class ContextExchangeFeature(RuntimeFeature):
     # length; None where all slices of all iterations are alike
     limited: "LimitedPrograms | None"
 
-    def handlers(self) -> Mapping[Kind, Handler]:
+    def handlers(self) -> Mapping[Kind, feature.Handler]:
         return dict.fromkeys(EXCHANGE, lambda op, call, state: self.exchange.handle(op))
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
@@ -55,10 +47,10 @@ class ContextExchangeFeature(RuntimeFeature):
         kernels = kernels_of_backend(self.args.attention_backend.name, self.device.type)
         self.exchange.attach(placed, models, self.sequences, kernels)
 
-    def begin(self, call: Call, state: Iteration) -> None:
+    def begin(self, call: feature.Call, state: feature.Iteration) -> None:
         self.exchange.begin(call.forward_only)
 
-    def program(self, call: Call, program: RankProgram) -> RankProgram:
+    def program(self, call: feature.Call, program: RankProgram) -> RankProgram:
         """With documents, windows and slices of unequal length, that of what the slices of this iteration see."""
         if self.limited is None:
             return program
@@ -66,15 +58,17 @@ class ContextExchangeFeature(RuntimeFeature):
         self.exchange.begin_limited(made, self.limited.limits)
         return made
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(
+        self, forward: feature.ForwardPass, call: feature.Call
+    ) -> contextlib.AbstractContextManager[None]:
         return self.exchange.joint(forward.op)
 
     def around_backward(
-        self, backward: BackwardPass, call: Call, state: Iteration
+        self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
     ) -> contextlib.AbstractContextManager[None]:
         return self.exchange.joint(backward.op)
 
-    def finish(self, call: Call, state: Iteration) -> None:
+    def finish(self, call: feature.Call, state: feature.Iteration) -> None:
         self.exchange.finish()
         if self.limited is not None:
             self.limited.channels.wait_sends()
@@ -95,7 +89,7 @@ class LimitedPrograms:
         units: Which tokens exchange units are.
     """
 
-    def __init__(self, context: OpenContext, units: Units) -> None:
+    def __init__(self, context: feature.OpenContext, units: Units) -> None:
         self._context, self._batches = context, context.batches
         where = context.placement.locate(context.rank)
         self._device = context.programs[False].shape.device(where.stage, where.replica)
@@ -141,7 +135,7 @@ def windows_of(args: Any) -> list[int | None]:
     return [size[0] if is_layer_window_attention(size, args.window_attn_skip_freq, n) else None for n in numbers]
 
 
-def open_feature(context: OpenContext) -> RuntimeFeature:
+def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
     """This rank's part of the feature."""
     plan, options, args = context.plan, context.options, context.args
     part_lengths, nominal = context.boundaries.part_lengths(), context.boundaries.tokens

@@ -3,20 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_het.schedule.generators.listing import (
-    Speeds,
-    alternate,
-    by_part,
-    compute_ops,
-    equal_chunks,
-    forward_program,
-    merge,
-    most_chunks,
-    parts_of,
-    require,
-    require_order,
-    single_replicas,
-)
+from megatron_het.schedule.generators import listing
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 
@@ -37,16 +24,16 @@ def slice_orders(shape: Shape, device: int) -> tuple[list[Op], list[Op]]:
     forward: list[Op] = []
     backward: list[Op] = []
     for microbatch in shape.microbatches_of(device):
-        own = [op for g in groups for c in chunks for op in compute_ops(Kind.FORWARD, (microbatch,), g, c)]
+        own = [op for g in groups for c in chunks for op in listing.compute_ops(Kind.FORWARD, (microbatch,), g, c)]
         forward += own
         backward += [op._replace(kind=Kind.BACKWARD) for op in reversed(own)]
     return forward, backward
 
 
 def _check_chunks(name: str, shape: Shape) -> int:
-    chunks = most_chunks(shape)
-    require(name, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
-    require(
+    chunks = listing.most_chunks(shape)
+    listing.require(name, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    listing.require(
         name,
         chunks == 1 or shape.slices % shape.stages == 0,
         f"slices = {shape.slices}: with {chunks} chunks per stage a multiple of the {shape.stages} stages is needed",
@@ -67,17 +54,17 @@ def _sliced(
     Where stages have different numbers of chunks, the order comes from a simulation.  Every stage may then hold a group
     of slices more for each chunk that it lacks: these are under way through the chunks of others.
     """
-    require_order(name, order)
+    listing.require_order(name, order)
     if forward_only:
-        return forward_program(name, shape, [forward for forward, _ in _all_orders(shape)])
-    Speeds.of(shape, speeds)  # checks them
+        return listing.forward_program(name, shape, [forward for forward, _ in _all_orders(shape)])
+    listing.Speeds.of(shape, speeds)  # checks them
     given = [1.0] * len(shape.devices) if speeds is None else speeds
 
     def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
         orders = _all_orders(part)
-        if single_replicas(part) and equal_chunks(part):
-            return tuple(alternate(f, b, w) for (f, b), w in zip(orders, warmup))
-        most, limits = most_chunks(part), []
+        if listing.single_replicas(part) and listing.equal_chunks(part):
+            return tuple(listing.alternate(f, b, w) for (f, b), w in zip(orders, warmup))
+        most, limits = listing.most_chunks(part), []
         for d, (stage, _) in enumerate(part.devices):
             share, chunks = len(part.microbatches_of(d)) / part.microbatches, len(part.layers[stage])
             ahead = math.ceil(share * sum(part.replicas[stage + 1 :]) - 1e-9)
@@ -85,13 +72,13 @@ def _sliced(
             away = min(2 * part.stages, part.slices) * (most - chunks)
             limits.append(part.slices * chunks + away + max(per_step, 1) * ahead)
         forward, backward = zip(*orders)
-        return merge(part, forward, backward, limits, Speeds.of(part, own), order)
+        return listing.merge(part, forward, backward, limits, listing.Speeds.of(part, own), order)
 
-    return Program(name, shape, by_part(shape, parts_of(shape), given, make))
+    return Program(name, shape, listing.by_part(shape, listing.parts_of(shape), given, make))
 
 
 def _all_orders(shape: Shape) -> list[tuple[list[Op], list[Op]]]:
-    if single_replicas(shape) and equal_chunks(shape):  # the same for every stage: build it once
+    if listing.single_replicas(shape) and listing.equal_chunks(shape):  # the same for every stage: build it once
         return [slice_orders(shape, 0)] * shape.stages
     return [slice_orders(shape, d) for d in range(len(shape.devices))]
 
@@ -129,7 +116,7 @@ def seq1f1b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float]
         ValueError: the shape does not fit.
     """
     chunks = _check_chunks("seq1f1b", shape)
-    require("seq1f1b", chunks == 1, "one chunk per stage only")
+    listing.require("seq1f1b", chunks == 1, "one chunk per stage only")
     warmup = [shape.slices - 1 + shape.stages - 1 - s for s in range(shape.stages)]
     return _sliced("seq1f1b", shape, warmup, forward_only, speeds)
 
@@ -143,6 +130,6 @@ def terapipe(shape: Shape, *, forward_only: bool = False) -> Program:
     _check_chunks("terapipe", shape)
     orders = _all_orders(shape)
     if forward_only:
-        return forward_program("terapipe", shape, [forward for forward, _ in orders])
+        return listing.forward_program("terapipe", shape, [forward for forward, _ in orders])
     ops = tuple(tuple(f + [op._replace(kind=Kind.BACKWARD) for op in reversed(f)]) for f, _ in orders)
     return Program("terapipe", shape, ops)

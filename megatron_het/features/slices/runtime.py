@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.attention.core import (
-    CurrentSlice,
-    SliceParams,
-    replace_core_attention,
-    slice_attentions,
-    slice_caches,
-)
+from megatron_het.attention import core
 from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import take_blocks
@@ -79,7 +73,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         }
         self._bounds: dict[int, Bounds] = {}
         self._placed: dict[int, Placed] = {}
-        self._current = CurrentSlice()
+        self._current = core.CurrentSlice()
         self._models: list[torch.nn.Module] = []
         self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
 
@@ -94,7 +88,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
         for chunk, model in enumerate(models, first):
             slots = max(most_held(passes[chunk]) for passes in self._passes.values())
-            replace_core_attention(model, slots, self._device, kernels, self._largest, runs_of_a_layer(self._args))
+            core.replace_core_attention(model, slots, self._device, kernels, self._largest, runs_of_a_layer(self._args))
             carry_states(model)
         lighten_linear_layers(models)
         self._current.attach(models)
@@ -126,7 +120,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         """Give the caches of a chunk as many rows as its passes hold at once."""
         rows: dict[int | None, int] = {}
         microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
-        for module in slice_attentions([model]):
+        for module in core.slice_attentions([model]):
             most = module.window_tokens
             if most not in rows:
                 held = {
@@ -199,7 +193,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         starts, first, end = self.starts(op.microbatch), *self.bounds(op.microbatch)[op.slice : op.slice + 2]
         shown, tokens = self._args.seq_length, self._parts(op)
         restarts = self.documents is not None and self.documents.ends_states
-        self._current.params = SliceParams.make(
+        self._current.params = core.SliceParams.make(
             op.microbatch,
             op.slice,
             self._blocks(op),
@@ -263,7 +257,7 @@ class SlicedSequences(Batches, RuntimeFeature):
 
 def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
     """Yields what the layers of model chunks hold from slice to slice."""
-    yield from slice_caches(models)
+    yield from core.slice_caches(models)
     yield from state_caches(models)
 
 

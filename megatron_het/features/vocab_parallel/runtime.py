@@ -8,26 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.features.vocab_parallel.layers import (
-    PENDING_SENDS,
-    Arriving,
-    EmbeddingTeam,
-    SplitOutputLayer,
-    Team,
-    VocabularyShard,
-    arrived,
-    edges,
-)
+from megatron_het.features.vocab_parallel import layers
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.runtime.feature import (
-    BackwardPass,
-    Call,
-    ForwardPass,
-    Handler,
-    Iteration,
-    OpenContext,
-    RuntimeFeature,
-)
+from megatron_het.runtime import feature
 from megatron_het.schedule.ir import Kind
 
 # The output layer, its loss and the embeddings, run by all devices that a microbatch visits (SlimPipe, section 4.3).
@@ -123,38 +106,38 @@ class _Work:
     hidden: torch.Tensor
     logits: torch.Tensor
     shard: ShardLogits
-    arriving: list[Arriving] = field(default_factory=list)
+    arriving: list[layers.Arriving] = field(default_factory=list)
     loss_func: Callable[..., Any] | None = None
 
 
-class SplitVocabulary(RuntimeFeature):
+class SplitVocabulary(feature.RuntimeFeature):
     """One rank's part in embeddings, output layer and loss, which are operations of their own.
 
     Args:
         context: Opens channels, which is collective.
     """
 
-    def __init__(self, context: OpenContext) -> None:
+    def __init__(self, context: feature.OpenContext) -> None:
         self._chunks, self._attached = len(context.lowered[False].backwards), 0
         self._last_chunk = self._chunks - 1 if context.has_loss else -1
         placement, tokens = context.placement, context.boundaries.tokens
         self._placement, self._rank, self._tp_group = placement, context.rank, context.groups["tp"]
         self._timeline = context.timeline
-        self._team = Team(placement, context.rank, tokens, context.batches)
+        self._team = layers.Team(placement, context.rank, tokens, context.batches)
         self._last_stage = placement.last[0]
         self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
         self._is_last = self._team.where.stage == self._last_stage
-        pairs = edges(placement, self._last_stage, tokens, divided=self._divided)
-        self._channels = context.new_channels("output layer", pairs, PENDING_SENDS)
-        self._embedding = EmbeddingTeam(self._team, context)
-        self._layer: SplitOutputLayer | None = None
+        pairs = layers.edges(placement, self._last_stage, tokens, divided=self._divided)
+        self._channels = context.new_channels("output layer", pairs, layers.PENDING_SENDS)
+        self._embedding = layers.EmbeddingTeam(self._team, context)
+        self._layer: layers.SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
         self._labels: torch.Tensor | None = None
         self._output_dtype = torch.float32
         self._loss_func: Callable[..., Any] | None = None
         self._ready: dict[Slice, tuple[torch.Tensor, torch.Tensor, Callable[..., Any]]] = {}
         self._work: dict[Slice, _Work] = {}
-        self._gradients: dict[Slice, tuple[torch.Tensor, list[Arriving]]] = {}
+        self._gradients: dict[Slice, tuple[torch.Tensor, list[layers.Arriving]]] = {}
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -180,7 +163,7 @@ class SplitVocabulary(RuntimeFeature):
             rows.zero_out_wgrad = True  # type: ignore[attr-defined]
 
     def _attach_output(self, model: torch.nn.Module) -> None:
-        shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
+        shard = layers.VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
         config: Any = model.config
         if self._is_last:
             # The model now ends with its last layer's hidden states; the rest is done here.
@@ -190,7 +173,7 @@ class SplitVocabulary(RuntimeFeature):
             model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
         tied = self._tied_weight is not None
         init = config.embedding_init_method if config.use_mup and not tied else config.init_method
-        self._layer = SplitOutputLayer(shard, config, init, self._tp_group, has_weight=not tied)
+        self._layer = layers.SplitOutputLayer(shard, config, init, self._tp_group, has_weight=not tied)
         model.output_layer = self._layer
 
     def _keep_labels(self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +182,7 @@ class SplitVocabulary(RuntimeFeature):
     # -- FORWARD and BACKWARD of the model's ends ------------------------------------------------
 
     @contextlib.contextmanager
-    def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
+    def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> Iterator[None]:
         """The model ends with hidden states, and the loss comes later."""
         if forward.op.chunk == 0:
             self._embedding.enter(forward.op)
@@ -213,7 +196,9 @@ class SplitVocabulary(RuntimeFeature):
         self._put(forward.op, forward.output.detach())
 
     @contextlib.contextmanager
-    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
+    def around_backward(
+        self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
+    ) -> Iterator[None]:
         """The last chunk's gradient comes from all parts of the vocabulary."""
         if backward.op.chunk == self._last_chunk:
             backward.gradient = self._hidden_gradient(backward.op)
@@ -256,11 +241,11 @@ class SplitVocabulary(RuntimeFeature):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def handlers(self) -> Mapping[Kind, Handler]:
+    def handlers(self) -> Mapping[Kind, feature.Handler]:
         own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
         return own | self._embedding.handlers()
 
-    def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
+    def _forward(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
         if call.collect_non_loss_data:
             raise RuntimeError(
                 f"{op.label}: data that is not the loss comes from whole logits, which a split vocabulary never has"
@@ -302,7 +287,7 @@ class SplitVocabulary(RuntimeFeature):
         logits.data = torch.empty(1, dtype=logits.dtype, device=logits.device)  # only its node is needed
         return _Work(hidden, logits, shard)
 
-    def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
+    def _backward(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
         from megatron.core.pipeline_parallel.schedules import custom_backward
 
         key = op.microbatch, op.slice
@@ -333,7 +318,7 @@ class SplitVocabulary(RuntimeFeature):
         else:
             self._send(grad, self._last_stage, op, divided=self._divided)
 
-    def finish(self, call: Call, state: Iteration) -> None:
+    def finish(self, call: feature.Call, state: feature.Iteration) -> None:
         """All operations of the iteration are issued: losses of an evaluation, and the last sends."""
         for key in sorted(self._work) if call.forward_only else ():
             work = self._work.pop(key)
@@ -359,7 +344,7 @@ class SplitVocabulary(RuntimeFeature):
         statistics = merge([work.shard.statistics, *parts])
         return token_losses(statistics).t().contiguous(), statistics
 
-    def _run_loss(self, work: _Work, losses: torch.Tensor, call: Call, state: Iteration) -> None:
+    def _run_loss(self, work: _Work, losses: torch.Tensor, call: feature.Call, state: feature.Iteration) -> None:
         """The script's loss function, as Megatron's own forward step calls it; then its gradient."""
         from megatron.core.pipeline_parallel import schedules
 
@@ -397,7 +382,7 @@ class SplitVocabulary(RuntimeFeature):
         weight = self._layer.weight if self._tied_weight is None else self._tied_weight
         return weight.dtype
 
-    def _shapes(self, op: RankOp, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _shapes(self, op: RankOp, call: feature.Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of hidden states and labels on a rank."""
         length, batch, _ = shape = call.shape(op)
         assert self._layer is not None
@@ -407,11 +392,11 @@ class SplitVocabulary(RuntimeFeature):
     def _send(self, tensor: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> None:
         self._team.send(self._channels, tensor, stage, op, divided=divided)
 
-    def _expect(self, buffer: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> Arriving:
+    def _expect(self, buffer: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> layers.Arriving:
         return self._team.expect(self._channels, buffer, stage, op, divided=divided)
 
-    def _arrived(self, arriving: Sequence[Arriving]) -> Iterator[torch.Tensor]:
-        return arrived(arriving, self._timeline, self._channels)
+    def _arrived(self, arriving: Sequence[layers.Arriving]) -> Iterator[torch.Tensor]:
+        return layers.arrived(arriving, self._timeline, self._channels)
 
     def _over_tp(self, statistics: torch.Tensor) -> torch.Tensor:
         """Statistics of the whole replica, the same on all of its ranks."""
@@ -423,6 +408,6 @@ class SplitVocabulary(RuntimeFeature):
         return merge(parts)
 
 
-def open_feature(context: OpenContext) -> RuntimeFeature:
+def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
     """This rank's part of the feature."""
     return SplitVocabulary(context)

@@ -8,28 +8,12 @@ from typing import Any, ClassVar
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, check_reductions_meet, option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.placement import PARAMETER, stage_rows, tp_unit
+from megatron_het.schedule import kinds
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.deps import Dependencies, Need
 from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.joint import aligned_slots
-from megatron_het.schedule.kinds import (
-    NEITHER,
-    NO_EFFECT,
-    PASS_FIELDS,
-    RULES,
-    Direction,
-    Effect,
-    Ends,
-    Needs,
-    Price,
-    Role,
-    Rule,
-    Rules,
-    Stream,
-    Value,
-    add_kinds,
-)
 from megatron_het.schedule.memory import LOGITS as LOGITS_BYTES
 from megatron_het.schedule.memory import Holdings
 from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
@@ -37,26 +21,28 @@ from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts
 # Operations of the split vocabulary: each device's part of the word embeddings and of the output layer.
 
 
-LOGITS, LOGITS_GRADIENT = Value("the vocabulary forward"), Value("the vocabulary backward")
-EMBEDDING = Value("the part of the embeddings")
+LOGITS, LOGITS_GRADIENT = kinds.Value("the vocabulary forward"), kinds.Value("the vocabulary backward")
+EMBEDDING = kinds.Value("the part of the embeddings")
 """Of the first stage: the tokens; of others: their part of the embeddings."""
 
 
-def _team(value: Value, deps: Dependencies, microbatch: int, piece: int) -> list[Need]:
+def _team(value: kinds.Value, deps: Dependencies, microbatch: int, piece: int) -> list[Need]:
     """Returns a value of all devices that a microbatch visits."""
     return [(device, (value, microbatch, piece, 0)) for device in deps.team(microbatch)]
 
 
-def _last_output(deps: Dependencies) -> Rule:
+def _last_output(deps: Dependencies) -> kinds.Rule:
     stage, chunk = deps.shape.path[-1]
-    return lambda device, op: [(deps.runner(stage, op.microbatch), (Value.OUTPUT, op.microbatch, op.slice, chunk))]
+    return lambda device, op: [
+        (deps.runner(stage, op.microbatch), (kinds.Value.OUTPUT, op.microbatch, op.slice, chunk))
+    ]
 
 
-def _all_logits(deps: Dependencies) -> Rule:
+def _all_logits(deps: Dependencies) -> kinds.Rule:
     return lambda device, op: _team(LOGITS, deps, op.microbatch, op.slice)
 
 
-def _loss(deps: Dependencies) -> Rule:
+def _loss(deps: Dependencies) -> kinds.Rule:
     """The last stage's own VOCAB_BACKWARD.
 
     The loss is made where the last stage comes to it, and its gradient is sent before that part is computed.  So the
@@ -70,7 +56,7 @@ def _loss(deps: Dependencies) -> Rule:
     return begun
 
 
-def _tokens(deps: Dependencies) -> Rule:
+def _tokens(deps: Dependencies) -> kinds.Rule:
     def needs(device: int, op: Op) -> list[Need]:
         first = deps.first(op.microbatch)
         return [] if device == first else [(first, (EMBEDDING, op.microbatch, op.slice, 0))]
@@ -78,10 +64,10 @@ def _tokens(deps: Dependencies) -> Rule:
     return needs
 
 
-def _first_gradient(deps: Dependencies) -> Rule:
+def _first_gradient(deps: Dependencies) -> kinds.Rule:
     """The gradient of the input of the model's first chunk."""
     chunk = deps.shape.path[0][1]
-    return lambda device, op: [(deps.first(op.microbatch), (Value.GRADIENT, op.microbatch, op.slice, chunk))]
+    return lambda device, op: [(deps.first(op.microbatch), (kinds.Value.GRADIENT, op.microbatch, op.slice, chunk))]
 
 
 def _keep_logits(held: Holdings) -> Any:
@@ -103,54 +89,54 @@ def _use_up_logits(held: Holdings) -> Any:
     return change
 
 
-_PART = NEITHER | {
+_PART = kinds.NEITHER | {
     "executor": "vocabulary",
-    "stream": Stream.COMPUTE,
-    "role": Role.OTHER,
+    "stream": kinds.Stream.COMPUTE,
+    "role": kinds.Role.OTHER,
     "works": True,
     "meets": True,
-    "fields": PASS_FIELDS,
-    "effect": NO_EFFECT,
+    "fields": kinds.PASS_FIELDS,
+    "effect": kinds.NO_EFFECT,
     "colour": (0.30, 0.0, 0.90),
 }
-_FORWARDS, _BACKWARDS = {"direction": Direction.FORWARD}, {"direction": Direction.BACKWARD}
+_FORWARDS, _BACKWARDS = {"direction": kinds.Direction.FORWARD}, {"direction": kinds.Direction.BACKWARD}
 
 # fmt: off
-add_kinds({
+kinds.add_kinds({
     # This device's part of the output layer and of the cross entropy.
     "VOCAB_FORWARD": _PART | _FORWARDS | {
-        "mnemonic": "VF", "in_last_chunk": True, "needs": Needs(_last_output), "makes": LOGITS,
-        "effect": Effect(memory=_keep_logits),
-        "price": Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_forward_s))},
+        "mnemonic": "VF", "in_last_chunk": True, "needs": kinds.Needs(_last_output), "makes": LOGITS,
+        "effect": kinds.Effect(memory=_keep_logits),
+        "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_forward_s))},
     "VOCAB_BACKWARD": _PART | _BACKWARDS | {
-        "mnemonic": "VB", "in_last_chunk": True, "needs": Needs(_all_logits, begun=_loss), "makes": LOGITS_GRADIENT,
-        "effect": Effect(memory=_use_up_logits),
-        "price": Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_backward_s))},
+        "mnemonic": "VB", "in_last_chunk": True, "needs": kinds.Needs(_all_logits, begun=_loss),
+        "makes": LOGITS_GRADIENT, "effect": kinds.Effect(memory=_use_up_logits),
+        "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_backward_s))},
     # This device's part of the word embeddings of a slice; on the first stage: the tokens leave.
     "EMBED_FORWARD": _PART | _FORWARDS | {
-        "mnemonic": "EF", "needs": Needs(_tokens), "makes": EMBEDDING,
-        "price": Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.embed_forward_s))},
+        "mnemonic": "EF", "needs": kinds.Needs(_tokens), "makes": EMBEDDING,
+        "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.embed_forward_s))},
     # Gradient of this device's part; on the first stage: the gradient of the embeddings leaves.
     "EMBED_BACKWARD": _PART | _BACKWARDS | {
-        "mnemonic": "EB", "needs": Needs(_first_gradient),
-        "price": Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.embed_backward_s))},
+        "mnemonic": "EB", "needs": kinds.Needs(_first_gradient),
+        "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.embed_backward_s))},
 })
 # fmt: on
 
 
-class _VocabularyRules(Rules):
+class _VocabularyRules(kinds.Rules):
     """Passes at the ends of the model need what all devices make of it."""
 
-    def first_input(self, program: Program) -> Ends | None:
+    def first_input(self, program: Program) -> kinds.Ends | None:
         """All parts of the embeddings."""
         return functools.partial(_team, EMBEDDING) if program.embedding else None
 
-    def last_gradient(self, program: Program) -> Ends | None:
+    def last_gradient(self, program: Program) -> kinds.Ends | None:
         """All gradients of the logits."""
         return functools.partial(_team, LOGITS_GRADIENT) if program.splits_output else None
 
 
-RULES.append(_VocabularyRules())
+kinds.RULES.append(_VocabularyRules())
 
 
 # Splits the word embeddings and the output layer over the devices of each microbatch (SlimPipe, section 4.3).
@@ -205,7 +191,7 @@ def _first_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> 
             op = graph.ops[node]
             if op.kind in COMPUTE:
                 if op.chunk == chunk and op.kind.sent_by is not None:
-                    backward = op.kind.direction is Direction.BACKWARD
+                    backward = op.kind.direction is kinds.Direction.BACKWARD
                     yield Moment(end[node] if backward else before, backward, node)
                 before = start[node]
 
@@ -284,7 +270,7 @@ def _last_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> I
         for node in range(graph.first[d], graph.first[d + 1]) if device.stage == stage else ():
             op = graph.ops[node]
             if op.kind in COMPUTE and op.chunk == chunk and op.kind.sent_by is not None:
-                backward = op.kind.direction is Direction.BACKWARD
+                backward = op.kind.direction is kinds.Direction.BACKWARD
                 yield Moment(start[node] if backward else end[node], backward, node)
 
 

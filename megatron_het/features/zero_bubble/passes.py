@@ -15,16 +15,7 @@ from functools import lru_cache
 
 from megatron_het.schedule.cost import Prices
 from megatron_het.schedule.deps import Dependencies, Lifetimes
-from megatron_het.schedule.generators.listing import (
-    Loop,
-    Speeds,
-    alternate,
-    compute_ops,
-    forward_program,
-    merge,
-    require,
-    single_replicas,
-)
+from megatron_het.schedule.generators import listing
 from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import BACKWARD_PASS, OWN_GRADIENT, Effect, Price, Value, Work, add_kinds
@@ -88,11 +79,11 @@ add_kinds(
 BLOCK = 6  # slots of a building block: forward, input and weight gradient of two chunks
 
 
-class _Filler(Loop):
+class _Filler(listing.Loop):
     """Runs forwards and input gradients in the given order, weight gradients when idle or short of memory."""
 
     def __init__(
-        self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds
+        self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: listing.Speeds
     ) -> None:
         super().__init__(deps, speeds)
         self.orders, self.limits = orders, limits
@@ -122,16 +113,16 @@ class _Filler(Loop):
 
 
 def _fill(
-    name: str, shape: Shape, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds | None = None
+    name: str, shape: Shape, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: listing.Speeds | None = None
 ) -> Program:
-    filler = _Filler(Dependencies(shape), orders, limits, speeds or Speeds.of(shape))
+    filler = _Filler(Dependencies(shape), orders, limits, speeds or listing.Speeds.of(shape))
     return Program(name, shape, filler.run())
 
 
 def _check(name: str, shape: Shape, chunks: int, placement: str) -> None:
-    require(name, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
-    require(name, all(len(c) == chunks for c in shape.layers), f"every stage has exactly {chunks} chunk(s)")
-    require(name, shape.placement == placement, f"placement = {shape.placement}: must be {placement}")
+    listing.require(name, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    listing.require(name, all(len(c) == chunks for c in shape.layers), f"every stage has exactly {chunks} chunk(s)")
+    listing.require(name, shape.placement == placement, f"placement = {shape.placement}: must be {placement}")
 
 
 def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
@@ -148,19 +139,19 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
     """
     _check("zb-h1", shape, 1, "loop")
     devices = range(len(shape.devices))
-    forward = [compute_ops(Kind.FORWARD, shape.microbatches_of(d), (0,), 0) for d in devices]
+    forward = [listing.compute_ops(Kind.FORWARD, shape.microbatches_of(d), (0,), 0) for d in devices]
     if forward_only:
-        return forward_program("zb-h1", shape, forward)
-    costs = Speeds.of(shape, speeds)
-    costs = Speeds(costs.forward_s, costs.forward_s)  # either half of a backward takes as long as a forward
-    backward = [compute_ops(Kind.BACKWARD_INPUT, shape.microbatches_of(d), (0,), 0) for d in devices]
+        return listing.forward_program("zb-h1", shape, forward)
+    costs = listing.Speeds.of(shape, speeds)
+    costs = listing.Speeds(costs.forward_s, costs.forward_s)  # either half of a backward takes as long as a forward
+    backward = [listing.compute_ops(Kind.BACKWARD_INPUT, shape.microbatches_of(d), (0,), 0) for d in devices]
     in_flight = in_flight_limits(shape)
     shares = [len(shape.microbatches_of(d)) / shape.microbatches for d in devices]
     limits = [max(n, 1 + math.ceil(share * sum(shape.replicas[1:]) - 1e-9)) for n, share in zip(in_flight, shares)]
-    if single_replicas(shape):
-        orders = [alternate(f, b, shape.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward))]
+    if listing.single_replicas(shape):
+        orders = [listing.alternate(f, b, shape.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward))]
     else:
-        orders = list(merge(shape, forward, backward, in_flight, costs))
+        orders = list(listing.merge(shape, forward, backward, in_flight, costs))
     return _fill("zb-h1", shape, orders, limits, costs)
 
 
@@ -197,7 +188,7 @@ _LIFESPANS = {"zb-v": BLOCK, "v-half": BLOCK // 2}
 
 def _v_schedule(name: str, shape: Shape, forward_only: bool, speeds: Sequence[float] | None) -> Program:
     _check(name, shape, 2, "v")
-    costs = Speeds.of(shape, speeds)
+    costs = listing.Speeds.of(shape, speeds)
     offsets = block_offsets(shape.stages, _LIFESPANS[name])
     starts = _block_starts(shape, costs)
     orders = []
@@ -210,12 +201,12 @@ def _v_schedule(name: str, shape: Shape, forward_only: bool, speeds: Sequence[fl
         timed.sort(key=lambda entry: entry[0])
         orders.append([op for _, op in timed if op.kind == Kind.FORWARD or not forward_only])
     if forward_only:
-        return forward_program(name, shape, orders)
+        return listing.forward_program(name, shape, orders)
     limits = [_held_at_most(offsets[device.stage]) for device in shape.devices]
-    return _fill(name, shape, orders, limits, Speeds(costs.forward_s, costs.forward_s))
+    return _fill(name, shape, orders, limits, listing.Speeds(costs.forward_s, costs.forward_s))
 
 
-def _block_starts(shape: Shape, costs: Speeds) -> list[float]:
+def _block_starts(shape: Shape, costs: listing.Speeds) -> list[float]:
     """When the building block of every microbatch begins, in slots.
 
     A device that runs a microbatch begins no other for the length of a block, or longer where another replica of

@@ -12,15 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.runtime.feature import (
-    BackwardPass,
-    Call,
-    ForwardPass,
-    Handler,
-    Iteration,
-    OpenContext,
-    RuntimeFeature,
-)
+from megatron_het.runtime import feature
 from megatron_het.schedule.kinds import Kind
 
 # Weight gradients of linear layers that wait for their BACKWARD_WEIGHT.
@@ -323,31 +315,33 @@ def join_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
             layer.wgrad_store = store.own
 
 
-class ZeroBubbleFeature(RuntimeFeature):
+class ZeroBubbleFeature(feature.RuntimeFeature):
     """BACKWARD_INPUT leaves the weight gradients of linear layers to BACKWARD_WEIGHT."""
 
     def __init__(self) -> None:
         self._gradients = WeightGradients()
         self._layers: list[torch.nn.Module] = []
 
-    def handlers(self) -> Mapping[Kind, Handler]:
+    def handlers(self) -> Mapping[Kind, feature.Handler]:
         return {Kind.BACKWARD_WEIGHT: self._backward_weight}
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         self._layers += split_linear_layers(models, self._gradients)
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(
+        self, forward: feature.ForwardPass, call: feature.Call
+    ) -> contextlib.AbstractContextManager[None]:
         """See :class:`RuntimeFeature`; all backwards of these schedules come in two halves."""
         return contextlib.nullcontext() if call.forward_only else self._gradients.splitting()
 
     def around_backward(
-        self, backward: BackwardPass, call: Call, state: Iteration
+        self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
     ) -> contextlib.AbstractContextManager[None]:
         if backward.op.kind == Kind.BACKWARD_INPUT:
             return self._gradients.deferring(backward.op.key)
         return contextlib.nullcontext()
 
-    def _backward_weight(self, op: RankOp, call: Call, state: Iteration) -> None:
+    def _backward_weight(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
         ddp: Any = call.models[op.chunk]
         config = getattr(ddp, "ddp_config", None)
         if config is None or not config.overlap_grad_reduce:
@@ -359,7 +353,7 @@ class ZeroBubbleFeature(RuntimeFeature):
             op.key, lambda weight: ddp.param_to_bucket_group[weight].register_grad_ready(weight, ddp.force_all_reduce)
         )
 
-    def finish(self, call: Call, state: Iteration) -> None:
+    def finish(self, call: feature.Call, state: feature.Iteration) -> None:
         self._gradients.check_empty()
 
     def close(self) -> None:
@@ -368,6 +362,6 @@ class ZeroBubbleFeature(RuntimeFeature):
         self._gradients.clear()
 
 
-def open_feature(context: OpenContext) -> RuntimeFeature:
+def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
     """This rank's part of the feature."""
     return ZeroBubbleFeature()

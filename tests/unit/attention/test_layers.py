@@ -19,13 +19,7 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, Widths
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
-from megatron_het.features.thrifty_layers.runtime import (
-    LightColumnLinear,
-    LightRowLinear,
-    ThriftyRMSNorm,
-    lighten_linear_layers,
-    make_norms_thrifty,
-)
+from megatron_het.features.thrifty_layers import runtime
 from megatron_het.schedule.cutting import Starts
 
 
@@ -55,7 +49,7 @@ def test_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
     plain = torch.nn.RMSNorm(64, eps=1e-5, dtype=dtype)
     torch.nn.init.normal_(plain.weight)
     model = torch.nn.Sequential(copy.deepcopy(plain))
-    assert make_norms_thrifty([model]) == 1 and isinstance(model[0], ThriftyRMSNorm)
+    assert runtime.make_norms_thrifty([model]) == 1 and isinstance(model[0], runtime.ThriftyRMSNorm)
     assert list(model.state_dict()) == ["0.weight"]
     source, grad = torch.randn(10, 2, 64, dtype=dtype), torch.randn(10, 2, 64, dtype=dtype)
     wanted, _ = run(plain, source, grad)
@@ -69,7 +63,7 @@ def test_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
 def test_layer_norm_keeps_its_input_only() -> None:
     """PyTorch's LayerNorm needs no replacement: its input, and two numbers per token in fp32."""
     norm = torch.nn.LayerNorm(64)
-    assert make_norms_thrifty([norm]) == 0 and type(norm) is torch.nn.LayerNorm
+    assert runtime.make_norms_thrifty([norm]) == 0 and type(norm) is torch.nn.LayerNorm
     kept = _kept(norm)
     assert [size for size in kept if size > norm.weight.nbytes] == []
     assert sum(kept) == 2 * norm.weight.nbytes + 2 * 20 * 4
@@ -104,7 +98,7 @@ def _kept(run: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
 # Linear layers without communication: the sums of Megatron's, and only where there is none.
 
 LAYERS = "megatron.core.tensor_parallel.layers"
-LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLinear}
+LIGHT = {ColumnParallelLinear: runtime.LightColumnLinear, RowParallelLinear: runtime.LightRowLinear}
 
 
 def layer(kind: type[torch.nn.Module], **changed: Any) -> Any:
@@ -145,7 +139,7 @@ def test_equals_megatron(kind: type[torch.nn.Module], skips: bool, monkeypatch: 
     monkeypatch.setattr(f"{LAYERS}.get_tensor_model_parallel_group_if_none", lambda group, **_: group)
     wanted, module = passed(layer(kind, skip_bias_add=skips)), layer(kind, skip_bias_add=skips)
     names = list(module.state_dict())
-    assert lighten_linear_layers([model(module)]) == 1 and type(module) is LIGHT[kind]
+    assert runtime.lighten_linear_layers([model(module)]) == 1 and type(module) is LIGHT[kind]
     assert list(module.state_dict()) == names
     for a, b in zip(passed(module), wanted, strict=True):
         assert (a is None) == (b is None)
@@ -169,13 +163,13 @@ def test_equals_megatron(kind: type[torch.nn.Module], skips: bool, monkeypatch: 
 )
 def test_left_alone(kind: type[torch.nn.Module], changed: dict[str, Any]) -> None:
     module = layer(kind, **changed)
-    assert lighten_linear_layers([model(module)]) == 0 and type(module) is kind
+    assert runtime.lighten_linear_layers([model(module)]) == 0 and type(module) is kind
 
 
 def test_a_weight_from_elsewhere_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LAYERS}.copy_to_tensor_model_parallel_region", lambda tensor, **_: tensor)
     module, other = layer(ColumnParallelLinear), torch.zeros(6, 4, dtype=torch.float64)
-    lighten_linear_layers([model(module)])
+    runtime.lighten_linear_layers([model(module)])
     out, _ = module(torch.ones(1, 1, 4, dtype=torch.float64), weight=other.requires_grad_())
     torch.testing.assert_close(out[0, 0], module.bias)
 
@@ -187,7 +181,7 @@ def test_a_split_backward_that_comes_later_is_kept(
     for name in ("copy_to", "reduce_from"):
         monkeypatch.setattr(f"{LAYERS}.{name}_tensor_model_parallel_region", lambda tensor, **_: tensor)
     module = layer(kind)
-    lighten_linear_layers([model(module)])
+    runtime.lighten_linear_layers([model(module)])
     module._forward_impl = lambda input, weight, bias, **_: input.new_full((*input.shape[:2], 6), 7.0)
     out, _ = module(torch.ones(1, 1, 4, dtype=torch.float64))
     assert (out - (0 if kind is ColumnParallelLinear else module.bias) == 7).all()

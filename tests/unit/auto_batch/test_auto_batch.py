@@ -16,19 +16,8 @@ import torch
 from megatron_het import device as platforms
 from megatron_het.arguments.flags import split_arguments
 from megatron_het.attention.kernels import CpuFlash
+from megatron_het.auto_batch import allocation, measure
 from megatron_het.auto_batch import coordinate as processes
-from megatron_het.auto_batch import measure
-from megatron_het.auto_batch.allocation import (
-    SIZES_BYTES,
-    Curve,
-    accumulated,
-    allocate,
-    base_plan,
-    extra_words,
-    pass_seconds,
-    synchronised,
-    with_zero,
-)
 from megatron_het.auto_batch.coordinate import VARIABLE, MeasuringError, MeasuringProcess, memory_limit
 from megatron_het.device import activate
 from megatron_het.features.registry import check_plan_alone
@@ -40,16 +29,16 @@ from megatron_het.store import job as stores
 from megatron_het.store.job import Exchange, ExchangeError
 
 
-def linear(start_s: float, each_s: float, largest: int) -> Curve:
+def linear(start_s: float, each_s: float, largest: int) -> allocation.Curve:
     """Seconds ``start_s + each_s n``: larger passes do more per second."""
-    return Curve.of({n: start_s + each_s * n for n in sorted({1, 2, 4, largest}) if n <= largest})
+    return allocation.Curve.of({n: start_s + each_s * n for n in sorted({1, 2, 4, largest}) if n <= largest})
 
 
 FAST, SLOW = linear(1.0, 1.0, 8), linear(1.0, 3.0, 4)
 
 
 def test_a_curve_never_falls_and_goes_through_its_points() -> None:
-    curve = Curve.of({1: 2.0, 4: 1.5, 8: 4.0})  # the second point is noise
+    curve = allocation.Curve.of({1: 2.0, 4: 1.5, 8: 4.0})  # the second point is noise
     assert [curve.at(n) for n in (0, 1, 4, 8)] == [0.0, 2.0, 2.0, 4.0]
     assert all(curve.at(n) <= curve.at(n + 1) for n in range(8))
     with pytest.raises(ValueError, match="9 sequences does not fit"):
@@ -59,17 +48,17 @@ def test_a_curve_never_falls_and_goes_through_its_points() -> None:
 def test_a_device_that_is_shared_by_turns_is_as_fast_as_its_share() -> None:
     """A short pass fits into a turn; then one waits for the turn of the other process, which takes 0.1 s."""
     alone, shared = [0.02] * 10, ([0.02] * 4 + [0.12]) * 2
-    curves = [Curve.of_passes({1: alone, 24: [0.48]}), Curve.of_passes({1: shared, 24: [0.96]})]
+    curves = [allocation.Curve.of_passes({1: alone, 24: [0.48]}), allocation.Curve.of_passes({1: shared, 24: [0.96]})]
     assert curves[1].at(1) == pytest.approx(2 * curves[0].at(1))
-    fast, slow = map(sum, accumulated(curves, 24))
+    fast, slow = map(sum, allocation.accumulated(curves, 24))
     assert fast == pytest.approx(2 * slow, abs=1)
     with pytest.raises(ValueError, match="a pass of every size"):
-        Curve.of_passes({1: [0.1], 2: []})
+        allocation.Curve.of_passes({1: [0.1], 2: []})
 
 
 def test_the_best_pass_has_the_most_sequences_per_second() -> None:
     assert FAST.best == 8
-    assert Curve.of({1: 1.0, 2: 2.0, 4: 8.0}).best == 1
+    assert allocation.Curve.of({1: 1.0, 2: 2.0, 4: 8.0}).best == 1
     assert FAST.passes(17) == [8, 8, 1] or FAST.seconds_of(17) <= 2 * 9.0 + 2.0
     assert sum(FAST.passes(19)) == 19 and max(FAST.passes(19)) <= 8
 
@@ -79,7 +68,7 @@ def test_accumulated_is_the_best_of_all_divisions(seed: int) -> None:
     rng = random.Random(seed)
     curves = [linear(rng.random(), 0.2 + rng.random(), rng.choice((2, 4, 8))) for _ in range(3)]
     batch = rng.randint(6, 24)
-    passes = accumulated(curves, batch)
+    passes = allocation.accumulated(curves, batch)
     assert sum(map(sum, passes)) == batch and all(passes)
     assert all(max(own) <= c.largest for own, c in zip(passes, curves, strict=True))
     took = max(sum(map(c.at, own)) for own, c in zip(passes, curves, strict=True))
@@ -89,7 +78,7 @@ def test_accumulated_is_the_best_of_all_divisions(seed: int) -> None:
 
 
 def test_synchronised_gives_all_devices_equally_many_passes_that_end_together() -> None:
-    rows = synchronised([FAST, SLOW], 20, 0.1)
+    rows = allocation.synchronised([FAST, SLOW], 20, 0.1)
     assert sum(map(sum, rows)) == 20
     assert all(row[0] <= 8 and row[1] <= 4 for row in rows)
     for fast, slow in rows[:-1]:
@@ -97,17 +86,17 @@ def test_synchronised_gives_all_devices_equally_many_passes_that_end_together() 
 
 
 def test_dear_communication_asks_for_fewer_passes() -> None:
-    few, many = (len(synchronised([FAST, SLOW], 24, seconds)) for seconds in (100.0, 0.0))
+    few, many = (len(allocation.synchronised([FAST, SLOW], 24, seconds)) for seconds in (100.0, 0.0))
     assert few == 2 <= many  # no more than 8 + 4 fit into a pass
 
 
 def test_no_device_is_without_work() -> None:
     slow = linear(100.0, 100.0, 4)
     for zero in range(4):
-        found = allocate([FAST, slow], 9, zero, 0.1)
+        found = allocation.allocate([FAST, slow], 9, zero, 0.1)
         assert all(found.passes) and sum(map(sum, found.passes)) == 9
     with pytest.raises(ValueError, match="not enough for 2 devices"):
-        allocate([FAST, slow], 1, 0)
+        allocation.allocate([FAST, slow], 1, 0)
 
 
 # The plans of automatic batches, and what is refused.
@@ -118,9 +107,9 @@ UNTIED = [*WORDS, "--untie-embeddings-and-output-weights", "--global-batch-size"
 
 @pytest.mark.parametrize("zero", range(4))
 def test_every_zero_stage_has_a_plan_that_runs(zero: int) -> None:
-    base, words = base_plan(UNTIED, 2)
+    base, words = allocation.base_plan(UNTIED, 2)
     assert words[-1] == "--calculate-per-token-loss" and "--global-batch-size" not in words and "7" not in words
-    plan = with_zero(base, zero, ((3, 2), (2,)), ["a", "b"])
+    plan = allocation.with_zero(base, zero, ((3, 2), (2,)), ["a", "b"])
     check_plan(plan)
     check_plan_alone(plan)
     build(plan)
@@ -133,16 +122,16 @@ def test_every_zero_stage_has_a_plan_that_runs(zero: int) -> None:
 
 
 def test_tied_embeddings_may_be_in_two_chunks() -> None:
-    base, _ = base_plan([*WORDS, "--global-batch-size=4"], 2)
-    plan = with_zero(base, 3, [[1], [1]], ["", ""])
+    base, _ = allocation.base_plan([*WORDS, "--global-batch-size=4"], 2)
+    plan = allocation.with_zero(base, 3, [[1], [1]], ["", ""])
     check_plan_alone(plan)
     assert plan.model.tied_embeddings and len(plan.stages[0].layers) == 4
 
 
 def test_a_checkpoint_of_shards_is_reshardable() -> None:
-    base, words = base_plan([*UNTIED, "--save", "x"], 2)
-    plans = [with_zero(base, zero, [[1], [1]], ["", ""]) for zero in (0, 1)]
-    assert [extra_words(plan, words) for plan in plans] == [[], ["--dist-ckpt-optim-fully-reshardable"]]
+    base, words = allocation.base_plan([*UNTIED, "--save", "x"], 2)
+    plans = [allocation.with_zero(base, zero, [[1], [1]], ["", ""]) for zero in (0, 1)]
+    assert [allocation.extra_words(plan, words) for plan in plans] == [[], ["--dist-ckpt-optim-fully-reshardable"]]
 
 
 @pytest.mark.parametrize(
@@ -155,14 +144,14 @@ def test_a_checkpoint_of_shards_is_reshardable() -> None:
 )
 def test_refuses_what_it_measures_or_cannot(more: list[str], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
-        base_plan([*UNTIED, *more], 2)
+        allocation.base_plan([*UNTIED, *more], 2)
     assert "--eval-interval" not in measure._LAST  # what its lack refuses is refused before passes are timed
 
 
 @pytest.mark.parametrize("words", [WORDS, [*WORDS, "--global-batch-size", "x"], [*WORDS, "--global-batch-size", "1"]])
 def test_needs_a_batch_of_a_sequence_for_every_rank(words: list[str]) -> None:
     with pytest.raises(PlanError, match="--global-batch-size"):
-        base_plan(words, 2)
+        allocation.base_plan(words, 2)
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,13 +269,13 @@ def test_waiting_ends_when_another_rank_has_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_collectives_of_a_pass() -> None:
-    small, large = SIZES_BYTES
+    small, large = allocation.SIZES_BYTES
     seconds = {"gather": [1.0, 1.0 + 2e-6 * (large - small)], "reduce": [0.0, 1e-6 * (large - small)]}
     amounts = {"parameter_bytes": 1_000_000, "gradient_bytes": 2_000_000, "buckets": 3}
     latency_s = 1.0 - 2e-6 * small
-    assert pass_seconds(1, seconds, amounts) == 0
-    assert pass_seconds(2, seconds, amounts) == pytest.approx(2.0)
-    assert pass_seconds(3, seconds, amounts) == pytest.approx(2.0 + 2 * (3 * latency_s + 2.0))
+    assert allocation.pass_seconds(1, seconds, amounts) == 0
+    assert allocation.pass_seconds(2, seconds, amounts) == pytest.approx(2.0)
+    assert allocation.pass_seconds(3, seconds, amounts) == pytest.approx(2.0 + 2 * (3 * latency_s + 2.0))
 
 
 # Context-parallel parts by measured speed: whole numbers, what is measured, and what is refused.

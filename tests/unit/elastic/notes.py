@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.controller import Controller
+from megatron_het.elastic.members import Bounds
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import Plan
 from megatron_het.store import Strangers

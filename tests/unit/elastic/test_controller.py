@@ -13,8 +13,8 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import controller as controllers
 from megatron_het.elastic import members
 from megatron_het.elastic.agent import Agent, Node
-from megatron_het.elastic.controller import Bounds, JobError
 from megatron_het.elastic.job import Board, Generation, ServedBoard
+from megatron_het.elastic.members import Bounds, JobError
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.elastic.worth import describe
 from megatron_het.store import StoreError, TokenError

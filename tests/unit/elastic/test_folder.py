@@ -20,9 +20,8 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import members, sessions
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.agent import Agent, Log, Node
-from megatron_het.elastic.controller import Bounds, JobError
 from megatron_het.elastic.job import Generation, ServedBoard
-from megatron_het.elastic.members import FolderLock, ReplacedError, Saves, StateFile
+from megatron_het.elastic.members import Bounds, FolderLock, JobError, ReplacedError, Saves, StateFile
 from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.safe_io import FileError

@@ -25,11 +25,10 @@ import megatron_het.elastic
 from megatron_het import store
 from megatron_het.elastic import members as failures
 from megatron_het.elastic import worth
-from megatron_het.elastic.controller import Bounds
 from megatron_het.elastic.copies import SHARE, Cost, Pace
 from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.links import Links, Severing, sockets
-from megatron_het.elastic.members import Progress
+from megatron_het.elastic.members import Bounds, Progress
 from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
 from tests.unit.elastic.notes import Job, about, plan, trained
 

@@ -15,21 +15,9 @@ from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
 from tools.planner.inputs.profile_schema import load_profile, save_profile
+from tools.planner.replay import policies
 from tools.planner.replay.command import _tables, limited
 from tools.planner.replay.measured import DeviceTimes, Times, find_files, load_watched
-from tools.planner.replay.policies import (
-    CHANGES,
-    Change,
-    Costs,
-    Trace,
-    _Job,
-    load_trace,
-    pauses_by_state,
-    run_elastic,
-    run_full_pool,
-    run_restart,
-    with_start,
-)
 from tools.planner.replay.replan import _factors, correct, estimator_of, predicted_s, replan
 from tools.planner.report.tables import say
 from tools.planner.search.outcome import Goal, cluster_text, model_text
@@ -188,7 +176,7 @@ def test_the_corrected_plan_is_priced_on_the_corrected_cluster(tmp_path: Path) -
     assert predicted_s(estimator, found.plan) == pytest.approx(found.after_s, rel=1e-6)
 
 
-COSTS = Costs(join_s=3.0, leave_s=2.0, death_s=4.0, start_s=10.0, restart_s=20.0, save_every=5)
+COSTS = policies.Costs(join_s=3.0, leave_s=2.0, death_s=4.0, start_s=10.0, restart_s=20.0, save_every=5)
 
 
 def time_of(pool: tuple[int, ...]) -> float | None:
@@ -196,53 +184,53 @@ def time_of(pool: tuple[int, ...]) -> float | None:
     return {0: None, 1: None, 2: 4.0, 3: 4.0, 4: 2.0}[pool[0]]
 
 
-def trace(*changes: tuple[float, int, bool], end_s: float = 100.0) -> Trace:
-    return Trace(tuple(Change(time_s, (nodes,), notice) for time_s, nodes, notice in changes), end_s)
+def trace(*changes: tuple[float, int, bool], end_s: float = 100.0) -> policies.Trace:
+    return policies.Trace(tuple(policies.Change(time_s, (nodes,), notice) for time_s, nodes, notice in changes), end_s)
 
 
 def test_without_changes_all_policies_do_the_same() -> None:
     quiet = trace((0.0, 4, False))
-    courses = [run_elastic(quiet, time_of, COSTS), run_restart(quiet, time_of, COSTS)]
-    courses.append(run_full_pool(quiet, time_of, COSTS, (4,)))
+    courses = [policies.run_elastic(quiet, time_of, COSTS), policies.run_restart(quiet, time_of, COSTS)]
+    courses.append(policies.run_full_pool(quiet, time_of, COSTS, (4,)))
     assert [(c.iterations, c.training_s, c.paused_s, c.idle_s) for c in courses] == [(50, 100.0, 0.0, 0.0)] * 3
 
 
 def test_a_death_costs_the_running_iteration_or_all_since_the_checkpoint() -> None:
     death = trace((0.0, 4, False), (25.0, 3, False), end_s=103.0)
-    course = run_elastic(death, time_of, COSTS)
+    course = policies.run_elastic(death, time_of, COSTS)
     # 12 iterations and a half; the half is lost; 74 s from 29 s on at 4 s.
     assert (course.iterations, course.repeated, course.paused_s) == (12 + 18, 0.5, 4.0)
-    course = run_restart(death, time_of, COSTS)
+    course = policies.run_restart(death, time_of, COSTS)
     # Back to iteration 10; 58 s from 45 s on.
     assert (course.iterations, course.repeated, course.paused_s) == (10 + 14, 2.5, 20.0)
-    course = run_full_pool(death, time_of, COSTS, (4,))
+    course = policies.run_full_pool(death, time_of, COSTS, (4,))
     assert (course.iterations, course.idle_s) == (10, 78.0)
 
 
 def test_a_notice_costs_no_iteration() -> None:
     leave = trace((0.0, 4, False), (25.0, 3, True), end_s=100.0)
-    course = run_elastic(leave, time_of, COSTS)
+    course = policies.run_elastic(leave, time_of, COSTS)
     # The 13th ends at 26 s, and 28 s to 100 s are 18 more.
     assert (course.iterations, course.repeated) == (13 + 18, 0.0)
-    assert run_restart(leave, time_of, COSTS).iterations == 13 + 13  # 46 s to 100 s
+    assert policies.run_restart(leave, time_of, COSTS).iterations == 13 + 13  # 46 s to 100 s
 
 
 def test_a_node_joins_when_it_has_started_and_only_where_it_helps() -> None:
     join = trace((0.0, 2, False), (10.0, 3, False), (30.0, 4, False), end_s=100.0)
-    course = run_elastic(join, time_of, COSTS)
+    course = policies.run_elastic(join, time_of, COSTS)
     # The third node brings nothing.  The fourth is ready at 40 s, a boundary; 43 s to 100 s at 2 s.
     assert (course.iterations, course.changes, course.paused_s) == (10 + 28, 1, 3.0)
-    assert [change.time_s for change in with_start(join, 10.0)] == [0.0, 20.0, 40.0]
+    assert [change.time_s for change in policies.with_start(join, 10.0)] == [0.0, 20.0, 40.0]
 
 
 def test_a_node_that_goes_before_it_is_ready_was_never_there() -> None:
     short = trace((0.0, 2, False), (10.0, 4, False), (15.0, 2, False), end_s=100.0)
-    assert run_elastic(short, time_of, COSTS).iterations == 25
+    assert policies.run_elastic(short, time_of, COSTS).iterations == 25
 
 
 def test_where_no_plan_fits_the_job_waits_and_comes_back_from_a_checkpoint() -> None:
     gap = trace((0.0, 4, False), (25.0, 1, False), (50.0, 4, False), end_s=100.0)
-    course = run_elastic(gap, time_of, COSTS)
+    course = policies.run_elastic(gap, time_of, COSTS)
     # Iteration 10; the nodes are ready at 60 s, the job at 80 s.
     assert (course.iterations, course.idle_s, course.paused_s) == (10 + 10, 35.0, 20.0)
     assert course.training_s + course.paused_s + course.idle_s == pytest.approx(100.0)
@@ -250,11 +238,11 @@ def test_where_no_plan_fits_the_job_waits_and_comes_back_from_a_checkpoint() -> 
 
 def test_a_change_during_a_pause_begins_anew() -> None:
     twice = trace((0.0, 4, False), (20.0, 3, False), (22.0, 4, False), (32.0, 2, False), end_s=100.0)
-    course = run_elastic(twice, time_of, COSTS)
+    course = policies.run_elastic(twice, time_of, COSTS)
     # 20 s to 24 s; at 32 s the fourth node would be ready, and is gone.
     assert (course.paused_s, course.iterations) == (4.0, 10 + 19)
     close = trace((0.0, 4, False), (20.0, 3, False), (22.0, 1, False), (30.0, 2, False), end_s=100.0)
-    assert run_elastic(close, time_of, COSTS).iterations == 10 + 10  # 30 + 10 + 20 s to 100 s
+    assert policies.run_elastic(close, time_of, COSTS).iterations == 10 + 10  # 30 + 10 + 20 s to 100 s
 
 
 def cluster(**more: Any) -> Cluster:
@@ -265,7 +253,7 @@ def cluster(**more: Any) -> Cluster:
 def test_a_trace_is_read(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("gpu,time_s,nodes,notice\nT4,0,1,\nT4,60,2,\nA100-40,60,1,yes\n\nT4,100,0,no\n")
-    found = load_trace(file, cluster())
+    found = policies.load_trace(file, cluster())
     assert [(c.time_s, c.pool, c.notice) for c in found.changes] == [
         (0.0, (2, 1), False),
         (60.0, (1, 2), False),
@@ -293,14 +281,15 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, text: str, where: str) -> None:
     (file := tmp_path / "trace.csv").write_text(text)
     with pytest.raises(PlannerError) as caught:
-        load_trace(file, cluster())
+        policies.load_trace(file, cluster())
     assert caught.value.key == where
 
 
 def test_pauses_grow_with_the_state_as_measured() -> None:
     def of(pauses_s: list[float]) -> tuple[float, float]:
-        wholes = [{kind: {"whole": whole} for kind in CHANGES} for whole in pauses_s]
-        return pauses_by_state([{"state_bytes": 100 * n, "pause_s": own} for n, own in enumerate(wholes, 1)])["leave"]
+        wholes = [{kind: {"whole": whole} for kind in policies.CHANGES} for whole in pauses_s]
+        measured = [{"state_bytes": 100 * n, "pause_s": own} for n, own in enumerate(wholes, 1)]
+        return policies.pauses_by_state(measured)["leave"]
 
     assert of([1.5, 2.0, 2.5]) == pytest.approx((1.0, 0.005))
     assert of([0.5, 2.0]) == pytest.approx((0.0, 4.5 / 500)), "nothing takes less than no time"
@@ -320,7 +309,7 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     model |= {"vocab_size": 1000, "seq_length": 1024, "global_batch_size": 64, "precision": "fp16"}
     (tmp_path / "model.json").write_text(json.dumps(model))
     (tmp_path / "trace.csv").write_text("time_s,gpu,nodes\n600,T4,1\n1200,T4,2\n3600,T4,2\n")
-    pauses = {"pause_s": {kind: {"whole": 5.0} for kind in CHANGES}, "restart_s": 100.0}
+    pauses = {"pause_s": {kind: {"whole": 5.0} for kind in policies.CHANGES}, "restart_s": 100.0}
     (tmp_path / "pauses.json").write_text(json.dumps(pauses))
     words = ["replay", str(tmp_path / "trace.csv"), "--cluster", str(tmp_path / "cluster.json"), "--model"]
     words += [str(tmp_path / "model.json"), "--schedules", "1f1b", "--json", "--limit-s", "20"]
@@ -340,19 +329,19 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     assert "<svg" in (tmp_path / "out.svg").read_text()
     page = (tmp_path / "out.html").read_text()
     assert page.count("<polyline") == 3 and "goodput, full pool" in page and "no plan found" not in page
-    wholes = {mb: {kind: {"whole": 5 + mb / 1e6} for kind in CHANGES} for mb in (50, 200)}
+    wholes = {mb: {kind: {"whole": 5 + mb / 1e6} for kind in policies.CHANGES} for mb in (50, 200)}
     sizes = [{"state_bytes": mb * 1e6, "pause_s": whole} for mb, whole in wholes.items()]
     (tmp_path / "pauses.json").write_text(json.dumps({"sizes": sizes}))
     assert main([*words, "--join-s", "3"]) == 0
     told = json.loads(capsys.readouterr().out)["pauses"]
-    assert told["join_s"]["value"] == 3.0 and told["restart_s"]["value"] > Costs().restart_s + 0.1
+    assert told["join_s"]["value"] == 3.0 and told["restart_s"]["value"] > policies.Costs().restart_s + 0.1
     assert 5.0 < told["leave_s"]["value"] == told["death_s"]["value"] < 5.05, "5 s, and 1 s for 10^12 bytes of state"
     (tmp_path / "pauses.json").write_text("{}")
     assert main(words) == 2 and "benchmarks.elastic" in capsys.readouterr().out
 
 
 def test_a_save_at_notice_counts_when_a_node_fails_later() -> None:
-    job = _Job("restart", Costs(save_every=100), 1.0, 1000.0)
+    job = policies._Job("restart", policies.Costs(save_every=100), 1.0, 1000.0)
     job.train_until(150.0)
     job.save()
     job.train_until(180.0)
@@ -361,7 +350,7 @@ def test_a_save_at_notice_counts_when_a_node_fails_later() -> None:
 
 
 def test_nothing_is_trained_after_the_end_of_the_trace() -> None:
-    job = _Job("elastic", Costs(save_s=0.0), 100.0, 960.0)
+    job = policies._Job("elastic", policies.Costs(save_s=0.0), 100.0, 960.0)
     job.train_until(950.0)
     job.change(job.finish_iteration(950.0), 5.0, 100.0)
     course = job.end(960.0)
@@ -374,4 +363,4 @@ def test_nothing_is_trained_after_the_end_of_the_trace() -> None:
 def test_lines_that_cannot_be_counted_with(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(f"time_s,gpu,nodes,notice\n{line}\n")
     with pytest.raises(PlannerError, match=said):
-        load_trace(tmp_path / "trace.csv", cluster())
+        policies.load_trace(tmp_path / "trace.csv", cluster())

@@ -15,18 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.safe_io import (
-    FileError,
-    check_target,
-    one_line,
-    parse_json,
-    parse_yaml,
-    read_json,
-    read_text,
-    shown,
-    write_json,
-    write_text,
-)
+from megatron_het import safe_io
 
 
 @pytest.mark.parametrize(
@@ -46,20 +35,20 @@ from megatron_het.safe_io import (
     ],
 )
 def test_json_that_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(FileError, match=problem) as caught:
-        parse_json(text, "f.json")
+    with pytest.raises(safe_io.FileError, match=problem) as caught:
+        safe_io.parse_json(text, "f.json")
     assert str(caught.value).startswith("f.json: ")
 
 
 def test_json_that_is_read() -> None:
     document = {"a": [1, -2.5, True, None, '[{\\"}]', "😀"], "b": {"c": 2**63 - 1}}
-    assert parse_json(json.dumps(document), "f") == document
+    assert safe_io.parse_json(json.dumps(document), "f") == document
 
 
 def test_depth_is_found_in_linear_time() -> None:
     started = time.process_time()
-    with pytest.raises(FileError):
-        parse_json('"' + '\\"' * 4_000_000, "f")
+    with pytest.raises(safe_io.FileError):
+        safe_io.parse_json('"' + '\\"' * 4_000_000, "f")
     assert time.process_time() - started < 5
 
 
@@ -80,13 +69,13 @@ def test_depth_is_found_in_linear_time() -> None:
     ],
 )
 def test_yaml_that_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(FileError, match=problem):
-        parse_yaml(text, "f.yaml")
+    with pytest.raises(safe_io.FileError, match=problem):
+        safe_io.parse_yaml(text, "f.yaml")
 
 
 def test_yaml_that_is_read() -> None:
     text = "a: &x {b: 12.5e9, c: null, d: True}\ne:\n  <<: *x\n  b: 1_000\nf: 2024-01-01\ng: 'no'\nh: [~, -3]\n"
-    assert parse_yaml(text, "f") == {
+    assert safe_io.parse_yaml(text, "f") == {
         "a": {"b": 12.5e9, "c": None, "d": True},
         "e": {"b": 1000, "c": None, "d": True},
         "f": "2024-01-01",
@@ -111,8 +100,8 @@ def test_special_files_are_neither_read_nor_written(make: Callable[[Path], Any],
     path = tmp_path / "special"
     make(path)
     before = os.lstat(path)
-    for use in (read_text, check_target, lambda p: write_text(p, "x")):
-        with pytest.raises(FileError):
+    for use in (safe_io.read_text, safe_io.check_target, lambda p: safe_io.write_text(p, "x")):
+        with pytest.raises(safe_io.FileError):
             use(path)
     assert stat.S_IFMT(os.lstat(path).st_mode) == stat.S_IFMT(before.st_mode)
     assert os.lstat(path).st_ino == before.st_ino and list(tmp_path.iterdir()) == [path]
@@ -121,35 +110,35 @@ def test_special_files_are_neither_read_nor_written(make: Callable[[Path], Any],
 def test_too_large_and_not_text(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 2000)
-    with pytest.raises(FileError, match="larger than 1 KiB"):
-        read_text(path, 1024)
+    with pytest.raises(safe_io.FileError, match="larger than 1 KiB"):
+        safe_io.read_text(path, 1024)
     path.write_bytes(b"a\xff")
-    with pytest.raises(FileError, match="byte 1: not UTF-8"):
-        read_text(path)
+    with pytest.raises(safe_io.FileError, match="byte 1: not UTF-8"):
+        safe_io.read_text(path)
 
 
 def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> None:
     target, link = tmp_path / "folder" / "a.json", tmp_path / "link.json"
-    write_json(target, {"a": 1})
+    safe_io.write_json(target, {"a": 1})
     link.symlink_to(target)
-    write_json(link, {"a": 2})
-    assert link.is_symlink() and read_json(target) == {"a": 2}
+    safe_io.write_json(link, {"a": 2})
+    assert link.is_symlink() and safe_io.read_json(target) == {"a": 2}
     with pytest.raises(ValueError):
-        write_json(target, {"a": float("nan")})
-    assert read_json(target) == {"a": 2} and list(target.parent.iterdir()) == [target]
-    write_text(target, "x", executable=True)
+        safe_io.write_json(target, {"a": float("nan")})
+    assert safe_io.read_json(target) == {"a": 2} and list(target.parent.iterdir()) == [target]
+    safe_io.write_text(target, "x", executable=True)
     assert os.access(target, os.X_OK)
 
 
 def test_shown_is_repr_within_a_bound() -> None:
     for value in ("a\nb", [1, "x", (2,)], {"a": {"b": None}}, 1.5, True):
-        assert shown(value) == repr(value)
+        assert safe_io.shown(value) == repr(value)
     bomb: Any = "x" * 100
     for _ in range(60):
         bomb = [bomb] * 10
     for value in (bomb, "y" * 10**7, {"k": ["z"] * 10**6}, 10**9999):
-        assert len(shown(value, 100)) <= 100
-    assert one_line("a\x1b[2J\x00b") == "a\\x1b[2J\\x00b"
+        assert len(safe_io.shown(value, 100)) <= 100
+    assert safe_io.one_line("a\x1b[2J\x00b") == "a\\x1b[2J\\x00b"
 
 
 # ``| head``: a command whose reader has left ends without an error, its help too.

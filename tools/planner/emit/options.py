@@ -19,19 +19,8 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.safe_io import add_options, count
 
 from ..errors import PlannerError, from_plan_error
+from ..inputs import files
 from ..inputs.cluster import Cluster, NodeGroup
-from ..inputs.files import (
-    SLURM_RULES,
-    folder_problem,
-    host_problem,
-    image_problem,
-    job_problem,
-    module_problem,
-    mount_problem,
-    slurm_seconds,
-    text_problem,
-    time_problem,
-)
 from ..inputs.model import Model
 from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
 from ..inputs.packing import Node
@@ -136,25 +125,25 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
     """Every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
-        ("--run-dir", launch.run_dir, folder_problem(launch.run_dir)),
-        ("--job-name", launch.job_name, job_problem(launch.job_name)),
-        ("--time-limit", launch.time_limit, time_problem(launch.time_limit)),
-        ("--python", launch.python, text_problem(launch.python, 4096) or ("" if launch.python else "is empty")),
+        ("--run-dir", launch.run_dir, files.folder_problem(launch.run_dir)),
+        ("--job-name", launch.job_name, files.job_problem(launch.job_name)),
+        ("--time-limit", launch.time_limit, files.time_problem(launch.time_limit)),
+        ("--python", launch.python, files.text_problem(launch.python, 4096) or ("" if launch.python else "is empty")),
     ):
         if problem:
             raise PlannerError("emit", option, value, problem)
     image = launch.container.image if launch.container else ""
     for option, values, rule in (
-        ("--modules", launch.modules, module_problem),
-        ("--container", [image] if image else [], image_problem),
-        ("--container-mounts", launch.container.mounts if launch.container else (), mount_problem),
+        ("--modules", launch.modules, files.module_problem),
+        ("--container", [image] if image else [], files.image_problem),
+        ("--container-mounts", launch.container.mounts if launch.container else (), files.mount_problem),
     ):
         for value in values:
             if problem := rule(value):
                 raise PlannerError("emit", option, value, problem)
     if not 10 <= launch.notice_s <= 65535:
         raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
-    if slurm_seconds(launch.time_limit) <= launch.notice_s:
+    if files.slurm_seconds(launch.time_limit) <= launch.notice_s:
         problem = f"is over before the job saves and stops, --notice-s {launch.notice_s} seconds before its end"
         raise PlannerError("emit", "--time-limit", launch.time_limit, problem, "24:00:00 is a day")
     if not 0 <= launch.cpus_per_task <= 4096:
@@ -163,14 +152,14 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
     if not 1 <= launch.save_interval <= _MOST:
         raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
     for name, kind in kinds.items():
-        if problem := text_problem(name):
+        if problem := files.text_problem(name):
             raise PlannerError("cluster", "gpu", name, problem)
-        for key, rule in SLURM_RULES.items():
+        for key, rule in files.SLURM_RULES.items():
             value = getattr(kind.slurm, key)
             if value and (problem := rule(value)):
                 raise PlannerError("cluster", f"{name}: slurm.{key}", value, problem)
         for host in kind.hosts:
-            if problem := host_problem(host):
+            if problem := files.host_problem(host):
                 raise PlannerError("cluster", f"{name}: hosts", host, problem)
 
 
@@ -259,7 +248,7 @@ def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyTy
     Raises:
         PlannerError: Unbalanced quotes, control characters, a flag that plan, model file or scripts set.
     """
-    if problem := text_problem(text, 100_000):
+    if problem := files.text_problem(text, 100_000):
         raise PlannerError("emit", "--extra", text, problem)
     try:
         words = shlex.split(text)
@@ -435,7 +424,7 @@ def pod_options(options: argparse.Namespace, cluster: Cluster) -> PodOptions | N
     for text in options.volume:
         name, _, folder = text.rpartition(":")
         is_bucket, needed = "://" in name, "s3://BUCKET" if options.target == "skypilot" else "CLAIM"
-        if not name or not folder.startswith("/") or text_problem(text, 1000) or is_bucket != ("://" in needed):
+        if not name or not folder.startswith("/") or files.text_problem(text, 1000) or is_bucket != ("://" in needed):
             raise PlannerError("emit", "--volume", text, f"is not {needed}:/FOLDER")
         volumes[folder] = name
     for group in cluster.nodes:

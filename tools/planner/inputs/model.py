@@ -8,37 +8,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_het.plan.schema import (
-    ATTENTION,
-    EXPERTS,
-    GATED_DELTA_NET,
-    KINDS,
-    LATENT_ATTENTION,
-    MAMBA,
-    MLP,
-    layers_of,
-    sizes_of,
-)
+from megatron_het.plan import schema
 from megatron_het.plan.validate import LARGEST
 
 from ..errors import PlannerError, command, validated
+from . import model_parts
 from .catalog import Format, Precision, data
 from .files import read_yaml, text_problem
-from .model_parts import (
-    DeltaNet,
-    Experts,
-    FlagValue,
-    Latent,
-    Lengths,
-    Mamba,
-    Shared,
-    check_sizes,
-    flag_words,
-    lengths_problem,
-    read_lengths,
-    share_left,
-    shared,
-)
 from .profile_schema import MEASURED_AS, ProfiledExperts, ProfiledLatent, ProfiledModel
 
 _TRAVELS = 0.3
@@ -86,8 +62,8 @@ class Model(BaseModel):
     # rows of a learned position table, at least ``seq_length``; 0 without one (RoPE)
     learned_positions: int = Field(default=0, ge=0, le=LARGEST["seq_length"])
     distributed_optimizer: bool = False  # whether optimizer state may be sharded over data parallelism
-    experts: Experts | None = None  # mixture of experts in place of the MLP
-    delta_net: DeltaNet | None = None
+    experts: model_parts.Experts | None = None  # mixture of experts in place of the MLP
+    delta_net: model_parts.DeltaNet | None = None
     # Megatron trains both with TP under sequence parallelism only.
     sequence_parallel: bool = Field(default_factory=lambda given: bool(given.get("experts") or given.get("delta_net")))
     recompute: tuple[Recompute, ...] = ("none", "full")  # allowed activation recompute granularities
@@ -102,8 +78,8 @@ class Model(BaseModel):
     windowed_layers: float = Field(default=0.0, ge=0, le=1)
     # of documents packed into sequences that do not see each other: a mean, or a sample; none where a sequence is one
     # document
-    document_lengths: Lengths | None = None
-    latent: Latent | None = None  # multi-head latent attention
+    document_lengths: model_parts.Lengths | None = None
+    latent: model_parts.Latent | None = None  # multi-head latent attention
     fp8: bool = False  # linear layers compute in fp8 (attention, output layer and the rest in ``precision``)
     fp4: bool = False  # the same in fp4 (NVFP4)
     # layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0 trains without them
@@ -111,10 +87,10 @@ class Model(BaseModel):
     # of a hybrid model: the kinds of its layers (``megatron_het/plan/schema.py``); ``num_layers`` and
     # ``mtp_num_layers`` may be left out of the file then
     pattern: str = ""
-    mamba: Mamba | None = None
+    mamba: model_parts.Mamba | None = None
     # Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
     # ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
-    flags: dict[str, FlagValue] = {}
+    flags: dict[str, model_parts.FlagValue] = {}
     # fields of another format that Megatron has no flag for, with the reason: the model can be priced, and not be
     # trained
     lost: dict[str, str] = {}
@@ -130,20 +106,20 @@ class Model(BaseModel):
 
     @field_validator("document_lengths")
     @classmethod
-    def _are_lengths(cls, value: Lengths | None) -> Lengths | None:
-        if value is not None and (problem := lengths_problem(value)):
+    def _are_lengths(cls, value: model_parts.Lengths | None) -> model_parts.Lengths | None:
+        if value is not None and (problem := model_parts.lengths_problem(value)):
             raise ValueError(problem)
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> "Model":
-        check_sizes(self)
+        model_parts.check_sizes(self)
         return self
 
     @cached_property
     def kinds(self) -> tuple[tuple[str, int], ...]:
         """Layers by kind; empty where all are alike."""
-        return kinds_of(layers_of(self.pattern))
+        return kinds_of(schema.layers_of(self.pattern))
 
     @cached_property
     def _alone(self) -> "dict[str, Model]":
@@ -154,20 +130,20 @@ class Model(BaseModel):
         if symbol not in self._alone:
             values = {name: getattr(self, name) for name in type(self).model_fields}
             values |= {"pattern": "", "num_layers": 1, "mtp_num_layers": 0}
-            if symbol != EXPERTS:
+            if symbol != schema.EXPERTS:
                 values["experts"] = None
-            if symbol not in (MLP, EXPERTS):
+            if symbol not in (schema.MLP, schema.EXPERTS):
                 values["ffn_hidden_size"] = 0
-            if symbol not in (ATTENTION, LATENT_ATTENTION):
+            if symbol not in (schema.ATTENTION, schema.LATENT_ATTENTION):
                 values |= {"num_attention_heads": 0, "num_query_groups": None, "head_size": self.head_dim}
                 values["latent"] = None
-            values["mamba"] = self.mamba if symbol == MAMBA else None
-            values["delta_net"] = self.delta_net if symbol == GATED_DELTA_NET else None
+            values["mamba"] = self.mamba if symbol == schema.MAMBA else None
+            values["delta_net"] = self.delta_net if symbol == schema.GATED_DELTA_NET else None
             self._alone[symbol] = Model.model_construct(**values)
         return self._alone[symbol]
 
     @property
-    def recurrent(self) -> Mamba | DeltaNet | None:
+    def recurrent(self) -> model_parts.Mamba | model_parts.DeltaNet | None:
         """The recurrent part of the layers, of a model of one such kind."""
         return None if self.pattern else self.mamba or self.delta_net
 
@@ -207,7 +183,7 @@ class Model(BaseModel):
         """Returns what people should know of the file that the model was read from, one line each."""
         found = []
         if self.flags:
-            found.append(f"flags of the model: {' '.join(flag_words(self.flags))}")
+            found.append(f"flags of the model: {' '.join(model_parts.flag_words(self.flags))}")
         if parts := [name.replace("_", " ") for name in self.not_run if name not in self.lost]:
             found.append(f"priced only: runs with a plan cannot train this model yet ({', '.join(parts)})")
         if self.lost:
@@ -402,21 +378,23 @@ class Model(BaseModel):
         """Returns what documents leave of the attention of whole sequences."""
         if self.document_lengths is None:
             return 1.0
-        return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
+        return model_parts.share_left(
+            self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers
+        )
 
     @property
     def can_split_vocabulary(self) -> bool:
         """Whether stages can share the vocabulary; layers for later tokens read whole tables."""
         return not self.mtp_num_layers
 
-    def shared(self, cp: int, slices: int, *, cut: bool = False) -> Shared:
+    def shared(self, cp: int, slices: int, *, cut: bool = False) -> model_parts.Shared:
         """Returns what context-parallel ranks have to do with each other, averaged over layers.
 
         Args:
             cut: Whether documents are cut by places, also where they had better be whole.
         """
         if self.document_lengths is None and self.attention_window is None:
-            return Shared(1.0)
+            return model_parts.Shared(1.0)
         windowed = 0.0 if self.attention_window is None else self.windowed_layers
         rest = self.layer_flops(1, 0.0)
         per_token = rest / (self.layer_flops(1, 1.0) - rest or 1.0)
@@ -424,12 +402,12 @@ class Model(BaseModel):
         found = []
         for keys in ways:
             parts = [
-                (part, shared(self.document_lengths, self.seq_length, cp, slices, window, keys))
+                (part, model_parts.shared(self.document_lengths, self.seq_length, cp, slices, window, keys))
                 for part, window in ((windowed, self.attention_window), (1 - windowed, None))
                 if part
             ]
             sent, most = (sum(part * each[i] for part, each in parts) for i in (0, 1))
-            found.append(Shared(sent, most, keys is not None))
+            found.append(model_parts.Shared(sent, most, keys is not None))
         attention = self.mean_keys() / per_token  # over the rest of a layer
         return min(found, key=lambda each: attention * each.most + _TRAVELS * (cp - 1) * each.sent)
 
@@ -469,7 +447,8 @@ class Model(BaseModel):
         """
         missing = [kind for kind, _ in self.kinds if kind not in MEASURED_AS]
         if missing:
-            problem = f"layers {missing[0]} ({KINDS[missing[0]]}) are not measured: their kernels are priced only"
+            kind = f"{missing[0]} ({schema.KINDS[missing[0]]})"
+            problem = f"layers {kind} are not measured: their kernels are priced only"
             raise PlannerError("model", "pattern", self.pattern, problem, "Plan without --profile")
         x, latent = self.experts, self.latent
         experts, attention = None, None
@@ -512,7 +491,7 @@ def load_model(
     *,
     seq_length: int | None = None,
     global_batch_size: int | None = None,
-    document_lengths: Lengths | None = None,
+    document_lengths: model_parts.Lengths | None = None,
     precision: Precision | None = None,
 ) -> Model:
     """Read a model file, a Hugging Face ``config.json`` or a Megatron checkpoint's arguments; raises PlannerError.
@@ -562,11 +541,12 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 def model_of(options: argparse.Namespace) -> Model:
     """The model that a command line names; see :func:`load_model`."""
+    lengths = getattr(options, "document_lengths", None)
     return load_model(
         options.model,
         seq_length=getattr(options, "seq_length", None),
         global_batch_size=getattr(options, "global_batch_size", None),
-        document_lengths=read_lengths(given) if (given := getattr(options, "document_lengths", None)) else None,
+        document_lengths=model_parts.read_lengths(lengths) if lengths else None,
         precision=getattr(options, "precision", None),
     )
 
@@ -578,5 +558,5 @@ def model_from_document(document: Any, file: str) -> Model:
         raise PlannerError(file, "(document)", found, "expected a mapping")
     pattern = document.get("pattern")
     if isinstance(pattern, str) and pattern:  # which says how many layers there are
-        document = sizes_of(pattern) | document
+        document = schema.sizes_of(pattern) | document
     return validated(Model, document, file)
