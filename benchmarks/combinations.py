@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -256,7 +255,6 @@ def main() -> int:
     add_device_argument(parser)
     parser.add_argument("--markdown", type=Path, help="where to write the page")
     options = parser.parse_args()
-    start_s = time.monotonic()
     wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
     with scratch("combinations-") as folder:
         refused = refusals(wanted, options.seed, folder / "pairs")
@@ -284,7 +282,7 @@ def main() -> int:
         "seed": options.seed,
         "cases": entries,
     }
-    write_report(options.json, report, start_s)
+    write_report(options.json, report)
     if options.markdown is not None:
         options.markdown.write_text(markdown(refused), encoding="utf-8")
     return 1 if report["failed"] else 0

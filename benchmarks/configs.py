@@ -7,7 +7,6 @@ small model of every family gets random weights, and its logits by ``transformer
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,6 @@ def main() -> int:
     parser = command_line("benchmarks.configs", __doc__)
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the tables go")
     options = parser.parse_args()
-    start_s = time.monotonic()
     by_file, by_model = files(), logits()
     lost = sum(len(entry["lost"]) + len(entry["unread"]) for entry in by_file.values())
     worst = max(by_model.values())
@@ -127,7 +125,7 @@ def main() -> int:
     if options.markdown is not None:
         before, rest = options.markdown.read_text(encoding="utf-8").split(START)
         options.markdown.write_text(f"{before}{START}\n\n{tables()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    write_report(options.json, report, start_s)
+    write_report(options.json, report)
     return int(lost > 0 or worst > MOST)
 
 

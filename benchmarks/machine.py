@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+_STARTED_S = time.monotonic()
+
 
 def machine() -> dict[str, object]:
     """Date, processor, cores that this process may use, and versions of Python and libraries."""
@@ -74,20 +76,16 @@ def save(path: Path, report: Any) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def write_report(
-    path: Path | None, report: dict[str, Any], start_s: float | None = None, unprinted: Collection[str] = ("cases",)
-) -> None:
-    """Write what was measured, with where and how long, and print it.
+def write_report(path: Path | None, report: dict[str, Any], unprinted: Collection[str] = ("cases",)) -> None:
+    """Write what was measured, with where and how long since this module was imported, and print it.
 
     Args:
         path: The JSON file; None to print only.
         report: The figures.
-        start_s: ``time.monotonic()`` at the start.
         unprinted: Keys that are only in the file.
     """
-    whole = report | {"machine": machine(), "load_average": os.getloadavg()}
-    if start_s is not None:
-        whole["elapsed_s"] = round(time.monotonic() - start_s, 1)
+    elapsed_s = round(time.monotonic() - _STARTED_S, 1)
+    whole = report | {"machine": machine(), "load_average": os.getloadavg(), "elapsed_s": elapsed_s}
     if path is not None:
         save(path, whole)
     print(json.dumps({key: value for key, value in whole.items() if key not in unprinted}, indent=1))

@@ -17,7 +17,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -256,11 +255,11 @@ def main() -> int:
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="results of other families")
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the table goes")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="models-"))
+    folder = Path(tempfile.mkdtemp(prefix="models-"))
     report = run(options.only, options.seed, folder, options.at_once, options.plans, options.device)
     for file in options.add:
         added(report, file)
-    write_report(options.json, report, start_s, unprinted=report)
+    write_report(options.json, report, unprinted=report)
     if options.markdown is not None:
         write_table(report, options.markdown)
     sys.stdout.write(table(report) + "\n" + json.dumps(report["failed"]) + "\n")

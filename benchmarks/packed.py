@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +197,6 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Command line."""
     options = _options()
-    start_s = time.monotonic()
     with scratch("packed-") as folder, Runner() as runner:
         bench = Bench(runner, folder, options)
         report = {"tokens": options.tokens, "ranks": compare_ranks(bench, options)}
@@ -211,7 +209,7 @@ def main() -> int:
                 "by_stages": found,
                 "keys_per_token": keys_per_token(costs, options.tokens),
             }
-    write_report(options.json, report, start_s)
+    write_report(options.json, report)
     return 0
 
 

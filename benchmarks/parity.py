@@ -316,7 +316,6 @@ def main() -> int:
     """Command line."""
     options = _options()
     has_te = options.transformer_impl != "local"
-    start_s = time.monotonic()
     cases, impossible = all_cases(options.seed, options.schedule, options.quick)
     cases = MODELS[options.model](cases, options.seed)
     cases = with_precision(cases, "bf16") if has_te else cases
@@ -334,7 +333,7 @@ def main() -> int:
         more: Any = {"has_te": has_te, "on_entry": add, "shared": folder / "shared", "begin_s": options.begin_s}
         measure(left, own, options.at_once, options.device, **more)
     report = report_of([entries[name] for name in sorted(entries)], impossible, options)
-    write_report(options.json, report, start_s, unprinted=("cases", "impossible_pairs"))
+    write_report(options.json, report, unprinted=("cases", "impossible_pairs"))
     return 0 if report["passed"] else 1
 
 

@@ -18,7 +18,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,6 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=("speed", "limit", "parity"), help="a part of it")
     options = parser.parse_args()
-    started_s = time.monotonic()
     report: dict[str, Any] = {"bars": BARS}
     with scratch("poplar-") as folder:
         if options.only in (None, "speed"):
@@ -195,7 +193,7 @@ def main() -> int:
     ]
     failed += ["limit"] if "limit" in report and not report["limit"]["passed"] else []
     report["missed"], report["passed"] = failed, not failed
-    write_report(options.json, report, started_s, unprinted=("stages",))
+    write_report(options.json, report, unprinted=("stages",))
     return 0 if report["passed"] else 1
 
 

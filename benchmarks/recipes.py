@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -173,13 +172,12 @@ def main() -> int:
     parser = command_line("benchmarks.recipes", __doc__)
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the tables go")
     options = parser.parse_args()
-    start_s = time.monotonic()
     found = fates()
     if options.markdown is not None:
         before, rest = options.markdown.read_text(encoding="utf-8").split(START)
         page = f"{before}{START}\n\n{tables(found)}\n{END}{rest.split(END)[1]}"
         options.markdown.write_text(page, encoding="utf-8")
-    write_report(options.json, {"recipes": found}, start_s)
+    write_report(options.json, {"recipes": found})
     return 0
 
 

@@ -13,7 +13,6 @@ allocated in one iteration (saved tensors, logits, buffers, workspace) plus the 
   limit; SlimPipe's longest sequence under it is measured in steps of a quarter of ``--tokens``.
 """
 
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -129,10 +128,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="length of the sequences (default: 2048)")
     parser.add_argument("--quick", action="store_true", help="p=4, n=16 only, no longest sequence")
     options = parser.parse_args()
-    start_s = time.monotonic()
     with scratch("slimpipe-memory-") as folder, Runner() as runner:
         report = _report(Bench(runner, folder, options.tokens), options.quick)
-    write_report(options.json, report | {"tokens": options.tokens}, start_s)
+    write_report(options.json, report | {"tokens": options.tokens})
     return 0
 
 

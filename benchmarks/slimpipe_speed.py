@@ -12,7 +12,6 @@ SlimPipe and of the best one are compared with the simulator's; ``bubble_error``
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 from benchmarks.machine import command_line, scratch, write_report
@@ -69,10 +68,9 @@ def _settings(options: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _mixed(options: argparse.Namespace) -> int:
-    start_s = time.monotonic()
     with scratch("slimpipe-mixed-") as folder, Runner() as runner:
         found = compare_exchange(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
-    write_report(options.json, found, start_s)
+    write_report(options.json, found)
     return 1 if found["met"] is False else 0
 
 
@@ -84,7 +82,6 @@ def main() -> int:
     settings = _settings(options)
     slim = [name for name in settings if name.startswith("slimpipe")]
     times: dict[str, list[float]] = {name: [] for name in settings}
-    start_s = time.monotonic()
     with scratch("slimpipe-speed-") as folder, Runner() as runner:
         for index in range(options.rounds):
             for name, setting in settings.items():
@@ -112,7 +109,7 @@ def main() -> int:
         "runs_s": times,
         "tokens": options.tokens,
     }
-    write_report(options.json, report, start_s)
+    write_report(options.json, report)
     return 0
 
 

@@ -9,7 +9,6 @@ gradients and weight gradients that the first split run measured itself.
 
 import json
 import statistics
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
     parser.add_argument("--iterations", type=int, default=8, help="of each run; the first 3 do not count")
     options = parser.parse_args()
-    start_s = time.monotonic()
     with scratch("zero-bubble-speed-") as folder:
         report = measure(options.microbatches, options.rounds, options.iterations, folder)
-    write_report(options.json, report, start_s)
+    write_report(options.json, report)
     return 1 if report["simulated_speedup"] >= 1.08 and report["speedup_over_1f1b"] < 1.05 else 0
 
 

@@ -162,7 +162,7 @@ TokenGradient = tuple[int, int, Tensor, Tensor]  # first token, end of tokens, g
 class LayerExchange:
     """Holds what one layer exchanges with other devices in the pass that runs: here nothing, it keeps all attention.
 
-    Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
+    Per direction: ``begin`` hands queries out, :meth:`help` works for others, ``end`` waits for the
     results, in this order and with the layer's own attention in between.
     """
 
@@ -175,8 +175,8 @@ class LayerExchange:
         """Hand the query out; returns the tokens that are given away."""
         return NOTHING
 
-    def help_forward(self, kernel: Kernel, scale: float) -> None:
-        """Attend for other devices."""
+    def help(self, kernel: Kernel, scale: float) -> None:
+        """Attend, or differentiate attention, for other devices."""
 
     def end_forward(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Output and log-sum-exp of the parts given away."""
@@ -185,9 +185,6 @@ class LayerExchange:
     def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
         """Hand the gradient of the output out; returns the tokens given away."""
         return NOTHING
-
-    def help_backward(self, kernel: Kernel, scale: float) -> None:
-        """Differentiate attention for other devices."""
 
     def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
         """Parts given away: gradient of the query, and what is complete of those of keys and values."""

@@ -355,7 +355,7 @@ def _attend(rows: Attended, own: Own, place: Place, context: SliceContext, now: 
         return
     left = place.without(now.begin_forward(rows.query))
     rows.attend(place.calls(Keys.OWN, own, batch), *given)
-    now.help_forward(*given)
+    now.help(*given)
     rows.attend(left.calls(Keys.EARLIER, own, batch), *given)
     for part in now.end_forward():
         rows.merge(*part)
@@ -378,7 +378,7 @@ def _attend_shared(
     before, others = theirs.shape[0], Attended(theirs, has_blanks=True)
     taken = now.begin_forward(torch.cat((theirs, rows.query))) if now.is_active else NOTHING
     others.attend(there.calls(Keys.OWN, own, batch, others=True), *given)
-    now.help_forward(*given)
+    now.help(*given)
     others.attend(there.without(taken).calls(Keys.EARLIER, own, batch, others=True), *given)
     for out, lse in now.end_forward():
         others.merge(out[:before], lse[..., :before])
@@ -406,7 +406,7 @@ def _differentiate(sums: Sums, mine: Sequence[Tensor], own: Own, place: Place, c
     else:
         left = place.without(exchange.begin_backward(*mine))
         differentiate(place.calls(Keys.OWN, own, batch), mine, sums, *given)
-        exchange.help_backward(context.kernel, context.scale)
+        exchange.help(context.kernel, context.scale)
         differentiate(left.calls(Keys.EARLIER, own, batch), mine, sums, *given)
         for part, returned in exchange.end_backward():
             sums[0].add(part)
@@ -435,7 +435,7 @@ def _differentiate_shared(
         pairs = zip(theirs, mine, strict=True)
         taken = exchange.begin_backward(*(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in pairs))
     differentiate(there.calls(Keys.OWN, own, batch, others=True), theirs, others, *given)
-    exchange.help_backward(context.kernel, context.scale)
+    exchange.help(context.kernel, context.scale)
     differentiate(there.without(taken).calls(Keys.EARLIER, own, batch, others=True), theirs, others, *given)
     for part, returned in exchange.end_backward():
         others[0].add(part[:before])

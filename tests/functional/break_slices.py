@@ -24,15 +24,15 @@ def positions(**options: Any) -> None:
 
 def weights(**options: Any) -> None:
     """What is attended to for other devices counts twice as much as it should."""
-    from megatron_het.features.context_exchange import exchange
+    from megatron_het.features.context_exchange import helper
 
-    original = exchange.attend
+    original = helper.attend
 
     def heavier(*positional: Any) -> Any:
         out, lse = original(*positional)
         return out, lse + 0.7
 
-    exchange.attend = heavier
+    helper.attend = heavier
     observe(**options)
 
 

@@ -406,7 +406,7 @@ class _Layer(LayerExchange):
         self._check()
         return self._exchange.give((query,), lambda op: self._exchange.shape(op).forward_result())
 
-    def help_forward(self, kernel: Kernel, scale: float) -> None:
+    def help(self, kernel: Kernel, scale: float) -> None:
         self._exchange.help(kernel, scale)
 
     def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -420,9 +420,6 @@ class _Layer(LayerExchange):
         return self._exchange.give(
             (lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
         )
-
-    def help_backward(self, kernel: Kernel, scale: float) -> None:
-        self._exchange.help(kernel, scale)
 
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         at = self._exchange.first_token

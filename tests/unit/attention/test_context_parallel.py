@@ -164,7 +164,7 @@ class Peer:
             self.answers.append(pack(lse, out))
         return self.given[0][0], self.given[-1][1]
 
-    def help_forward(self, kernel: object, scale: float) -> None:
+    def help(self, kernel: object, scale: float) -> None:
         self.calls.append("help")
 
     def end_forward(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -181,9 +181,6 @@ class Peer:
         for start, stop in self.given:
             self.answers.append(pack(*attend_backward((*got, got_lse), self.parts(start, stop), CPU, SCALE)))
         return self.given[0][0], self.given[-1][1]
-
-    def help_backward(self, kernel: object, scale: float) -> None:
-        self.calls.append("help")
 
     def end_backward(self) -> Iterator[tuple[torch.Tensor, list[TokenGradient]]]:
         answers, self.answers = self.answers, []

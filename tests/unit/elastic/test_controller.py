@@ -258,7 +258,7 @@ def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPat
     job = Job(tmp_path, PAIR, nodes=9)
     written: list[int] = []
     monkeypatch.setattr(
-        controllers.StateFile, "write", lambda _, text: written.append(len(json.loads(text)["members"]))
+        controllers.members.StateFile, "write", lambda _, text: written.append(len(json.loads(text)["members"]))
     )
     job.come(1, 2, 3)
     job.step(3)

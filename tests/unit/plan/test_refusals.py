@@ -270,7 +270,7 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
 def test_megatron_refuses_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An elastic job goes back to the plan before, where its workers ended by an assertion."""
     monkeypatch.setattr(hooks, "argument_problems", lambda *_: [])
-    monkeypatch.setattr(hooks, "apply_plan", lambda *_: 2)
+    monkeypatch.setattr(hooks.megatron_args, "apply_plan", lambda *_: 2)
     nothing: Any = SimpleNamespace(is_cuda=False, unmet_flags=lambda _: [])
     refuse = Mock(side_effect=AssertionError("--one goes with --other"))
     with pytest.raises(SystemExit):

@@ -104,8 +104,6 @@ def test_resuming_measures_only_what_a_kind_lacks() -> None:
         ({"slice_tokens": (5,)}, 1, "none of them divides the sequence length"),
         ({"kinds": ("a", "b")}, 3, "one per rank"),
         ({"recompute": ("some",)}, 1, "must be one of"),
-        ({"micro_batch_sizes": (0,)}, 1, "at least 1"),
-        ({"window_s": 0.0}, 1, "must be positive"),
         ({"ep": (2,), "tp": (1, 2)}, 2, "has no experts"),
         ({"model": EXPERTS, "ep": (3,), "tp": (1, 2)}, 2, "does not divide the 4 experts"),
         ({"model": EXPERTS, "ep": (4,), "tp": (1, 2)}, 4, "divides none of the TP sizes"),

@@ -101,17 +101,10 @@ def _special(settings: ProfileSettings, point: Point) -> tuple[type[TransformerC
         extra["window_size"] = (model.window - 1, 0)
     if model.latent is not None:
         latent, kind = model.latent, MLATransformerConfig
-        extra |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": latent.query_rank or None,
-            "kv_lora_rank": latent.key_value_rank,
-        }
-        extra |= {
-            "qk_head_dim": latent.nope_size,
-            "qk_pos_emb_head_dim": latent.rope_size,
-            "v_head_dim": latent.value_size,
-        }
-        extra |= {"rope_type": "rope", "apply_rope_fusion": False}
+        extra |= {"multi_latent_attention": True, "rope_type": "rope", "apply_rope_fusion": False}
+        extra |= {"q_lora_rank": latent.query_rank or None, "kv_lora_rank": latent.key_value_rank}
+        extra |= {"qk_head_dim": latent.nope_size, "qk_pos_emb_head_dim": latent.rope_size}
+        extra["v_head_dim"] = latent.value_size
     if has_experts(settings, point):
         assert model.experts is not None
         x = model.experts
@@ -347,11 +340,7 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
             alone.append(_alone_s(part, settings.window_s / 2, barrier))
     forward_s, backward_s = statistics.median(forward), statistics.median(backward)
     return LayerTiming(
-        layer=point.layer,
-        micro_batch_size=point.micro_batch_size,
-        tp=point.tp,
-        slice_tokens=point.slice_tokens,
-        recompute=point.recompute,
+        **point._asdict(),
         forward_s=forward_s,
         backward_s=backward_s,
         update_s=statistics.median(update),
@@ -362,8 +351,6 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
         fixed_forward_s=_fixed_s([f for f, _ in fixed], forward_s),
         fixed_backward_s=_fixed_s([b for _, b in fixed], backward_s),
         alone_s=statistics.median(alone) if alone else 0.0,
-        ep=point.ep,
-        windowed=point.windowed,
     )
 
 

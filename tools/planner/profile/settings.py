@@ -130,17 +130,6 @@ def shown_divisors(length: int) -> str:
 def check_settings(settings: ProfileSettings, world_size: int) -> None:
     """Raise a PlannerError for settings that cannot be measured with ``world_size`` ranks."""
     model, where = settings.model, "profile"
-    for name, values in (
-        ("--micro-batch-sizes", settings.micro_batch_sizes),
-        ("--tp", settings.tp),
-        ("--ep", settings.ep),
-        ("--slice-tokens", settings.slice_tokens),
-        ("--windows", (settings.windows,)),
-    ):
-        if any(v < 1 for v in values):
-            raise PlannerError(where, name, list(values), "must be at least 1")
-    if settings.window_s <= 0:
-        raise PlannerError(where, "--window-s", settings.window_s, "must be positive")
     for value in settings.recompute:
         if value not in RECOMPUTE:
             raise PlannerError(where, "--recompute", value, f"must be one of {', '.join(RECOMPUTE)}")
@@ -184,8 +173,7 @@ def measured_points(profile: Profile | None, kind: str) -> set[Point]:
 
 def point_of(timing: LayerTiming) -> Point:
     """The key of a stored timing (context lengths are not measured here)."""
-    where = timing.layer, timing.micro_batch_size, timing.tp, timing.slice_tokens, timing.recompute
-    return Point(*where, timing.ep, timing.windowed)
+    return Point(*(getattr(timing, name) for name in Point._fields))
 
 
 def missing_points(settings: ProfileSettings, profile: Profile | None, kinds: Iterable[str]) -> list[Point]:
@@ -292,16 +280,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Numbers and names, before anything is imported or started; raises PlannerError."""
-    for option, least, most in (
-        ("micro_batch_sizes", 1, 1 << 17),
-        ("tp", 1, 1024),
-        ("ep", 1, 1024),
-        ("slice_tokens", 1, 1 << 27),
-    ):
+    for option, most in {"micro_batch_sizes": 1 << 17, "tp": 1024, "ep": 1024, "slice_tokens": 1 << 27}.items():
         flag = "--" + option.replace("_", "-")
         for number in parse_numbers(getattr(options, option), flag):
-            if not least <= number <= most:
-                raise PlannerError("profile", flag, number, f"must be {least} to {most}")
+            if not 1 <= number <= most:
+                raise PlannerError("profile", flag, number, f"must be 1 to {most}")
     if problem := text_problem(options.kind):
         raise PlannerError("profile", "--kind", options.kind, problem)
     check_target(options.out, "--out")
