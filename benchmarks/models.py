@@ -27,8 +27,7 @@ from benchmarks.machine import command_line, write_report
 from benchmarks.parity import measure
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
-from megatron_het.plan import PlanError
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import PlanError, check_plan
 from testing.cases import Case, Row
 from testing.combination_cases import PARAMETERS, Feature, case_of, features, needs, pair_row, title
 from testing.compare import failures

@@ -20,9 +20,8 @@ from unittest import mock
 from benchmarks.machine import command_line, write_report
 from megatron_het.arguments.megatron_args import check_arguments
 from megatron_het.features.registry import check_plan_alone
-from megatron_het.plan import PlanError, ScheduleSpec
+from megatron_het.plan import PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.run_config import check_batch_schedule, plan_from_flags
-from megatron_het.plan.validate import check_plan
 
 START, END = "<!-- made by benchmarks.recipes -->", "<!-- end of what benchmarks.recipes makes -->"
 FILE = Path(__file__).with_name("recipe_flags.json")

@@ -19,11 +19,8 @@ from typing import Any
 
 from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.slimpipe_runs import Model, Setting, run
-from megatron_het.schedule.cost import Costs, Memory
-from megatron_het.schedule.generators import generate
-from megatron_het.schedule.ir import Shape
+from megatron_het.schedule import Costs, Memory, Shape, add_transfers, generate
 from megatron_het.schedule.simulate import simulate
-from megatron_het.schedule.transfers import add_transfers
 from testing.runner import Runner, words
 
 MODEL = Model(layers=8, hidden=64, ffn=176, vocabulary=31)

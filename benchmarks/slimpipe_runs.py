@@ -13,9 +13,7 @@ from examples.llama.pinned import slow_down
 from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.generators import generate
-from megatron_het.schedule.ir import Kind, Op, Program, Shape
+from megatron_het.schedule import Costs, Kind, Op, Program, Shape, generate
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import add_transfers, post_receives_early
 from testing.cases import machine_flags

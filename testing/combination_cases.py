@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
-from megatron_het.plan import PlanError, Stage
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import PlanError, Stage, check_plan
 from testing.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
 from testing.feature_cases import with_sizes
 from testing.runner import words

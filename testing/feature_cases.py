@@ -9,9 +9,8 @@ from typing import Any
 from megatron_het.features.experts.spec import _unequal, _unequal_parts
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import program_of
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.schema import WITH_ATTENTION, later_layers
-from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.joint import unequal_orders
 from testing.cases import (
     LAYERS,

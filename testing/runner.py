@@ -207,17 +207,9 @@ class Runner:
     def _submit(self, job: Job) -> int:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         self._next_id += 1
-        line = {
-            "id": self._next_id,
-            "world_size": job.world_size,
-            "argv": [str(word) for word in job.argv],
-            "log_dir": str(job.log_dir.resolve()),
-            "entry": job.entry,
-            "setup": job.setup,
-            "environment": job.environment,
-            "timeout_s": job.timeout_s,
-            "grace_s": job.grace_s,
-        }
+        names = ("world_size", "entry", "setup", "environment", "timeout_s", "grace_s")
+        line = {name: getattr(job, name) for name in names} | {"id": self._next_id}
+        line |= {"argv": [str(word) for word in job.argv], "log_dir": str(job.log_dir.resolve())}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(line).encode() + b"\n")
         self._server.stdin.flush()

@@ -16,9 +16,8 @@ from typing import Any
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, ScheduleSpec, load_plan
+from megatron_het.plan import Plan, ScheduleSpec, check_plan, load_plan
 from megatron_het.plan.run_config import HetConfig, check_turns, errors_of, plan_from_flags
-from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import add_options, count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")

@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, check_plan
 from megatron_het.plan.run_config import plan_from_flags, without_flags
-from megatron_het.plan.validate import check_plan
 
 # What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
 

@@ -27,8 +27,7 @@ from megatron_het.auto_batch.allocation import (
     with_zero,
 )
 from megatron_het.device import SHARING_RANK
-from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import Plan, PlanError, check_plan, load_plan, plan_hash, save_plan
 from megatron_het.safe_io import FileError, one_line, read_json, write_json
 from megatron_het.store import StoreError
 from megatron_het.store.job import IDENTITY, Exchange, ExchangeError, end_all

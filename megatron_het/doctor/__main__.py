@@ -19,8 +19,7 @@ from megatron_het.arguments.flags import TRANSPORTS, split_arguments
 from megatron_het.doctor import participant
 from megatron_het.doctor.check import Check, Expectations, Names, Seat, from_json, kind_of, load_expectations
 from megatron_het.features.registry import check_plan_alone
-from megatron_het.plan import Placement, Plan, PlanError, load_plan, plan_hash
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import Placement, Plan, PlanError, check_plan, load_plan, plan_hash
 from megatron_het.store import Documents
 
 # The doctor's command line, and the checks that it asks for.

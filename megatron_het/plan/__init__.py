@@ -26,4 +26,4 @@ from megatron_het.plan.schema import (
     Stage,
     TrainingShape,
 )
-from megatron_het.plan.validate import load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan.validate import check_plan, load_plan, plan_hash, save_plan, topology_hash

@@ -84,16 +84,7 @@ class Op(NamedTuple):
         """The other end of this transfer, which sits on ``device``: (its device, its operation)."""
         other_end = self.kind.other_end
         assert other_end is not None  # of a transfer
-        return self.peer, Op(
-            kind=other_end,
-            microbatch=self.microbatch,
-            slice=self.slice,
-            chunk=self.peer_chunk,
-            peer=device,
-            peer_chunk=self.chunk,
-            start=self.start,
-            stop=self.stop,
-        )
+        return self.peer, self._replace(kind=other_end, chunk=self.peer_chunk, peer=device, peer_chunk=self.chunk)
 
     def __str__(self) -> str:
         """Its text, e.g. ``SF3.0.1>2.1``."""

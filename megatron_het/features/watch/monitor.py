@@ -14,8 +14,7 @@ from megatron_het.features.watch.samples import PLACES, Arrived, Board, Hello, S
 from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import Placement, Plan, plan_hash
 from megatron_het.safe_io import write_text
-from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule import Costs, Kind, Op, Program
 from megatron_het.schedule.kinds import STREAM_IDS, Stream
 from megatron_het.schedule.memory import trace_event, trace_name
 from megatron_het.schedule.simulate import simulate

@@ -17,9 +17,8 @@ from megatron_het.lowering.programs import costs_of
 from megatron_het.plan import plan_hash
 from megatron_het.report import TIMED, Past, TransferLog, event
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
+from megatron_het.schedule import Graph, Program
 from megatron_het.schedule.cost import durations
-from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.ir import Program
 from megatron_het.store import StoreError
 from megatron_het.store.job import job_store
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_het.schedule.deps import Dependencies, produces
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
@@ -69,16 +69,7 @@ def _alone(shape: Shape, devices: Sequence[int], microbatches: Sequence[int]) ->
     new = [{replica: i for i, replica in enumerate(row)} for row in by_stage]
     route = tuple(tuple(names[row[m]] for m in microbatches) for names, row in zip(new, shape.route))
     sizes = tuple(shape.sizes[m] for m in microbatches) if shape.sizes else ()
-    replicas = tuple(map(len, by_stage))
-    return Shape(
-        layers=shape.layers,
-        route=route,
-        replicas=replicas,
-        slices=shape.slices,
-        placement=shape.placement,
-        sizes=sizes,
-        attention=shape.attention,
-    )
+    return replace(shape, route=route, replicas=tuple(map(len, by_stage)), sizes=sizes, companions=())
 
 
 def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: Callable[..., Orders]) -> Orders:

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_het.distributed import KNOWN_STATE, Axis, GroupSpec, PairGroups, group_specs
-from megatron_het.distributed.groups import PlanGroups
+from megatron_het.distributed import KNOWN_STATE, Axis, GroupSpec, PairGroups, PlanGroups, group_specs
 from megatron_het.distributed.stage_state import as_only_reader, install_stage_state, remove_stage_state, stage_state
-from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape, check_plan
 from tests.unit.plan.test_plan import document, read
 
 

@@ -27,8 +27,7 @@ from megatron_het.doctor.numerics import (
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
-from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.plan.validate import check_plan
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, check_plan
 from megatron_het.store import StoreServer
 
 WORLD = 3

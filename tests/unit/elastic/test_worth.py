@@ -15,8 +15,7 @@ from megatron_het.elastic import worth
 from megatron_het.elastic.pool import GivenPlans, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.elastic.worth import DEATH, JOIN, LEAVE, Rates, against, change_s, grows_for_s, state_bytes
-from megatron_het.plan import Plan, Prediction, RankPrediction, save_plan
-from megatron_het.plan.schema import LinkCosts, PlannedCosts
+from megatron_het.plan import LinkCosts, Plan, PlannedCosts, Prediction, RankPrediction, save_plan
 from tests.unit.elastic.notes import WAIT_S, Job, plan, trained, until
 from tests.unit.elastic.notes import plan as plan_of
 

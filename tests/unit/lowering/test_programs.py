@@ -43,13 +43,11 @@ from megatron_het.plan import (
     ScheduleSpec,
     Stage,
     TrainingShape,
+    check_plan,
 )
 from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
-from megatron_het.plan.validate import check_plan
-from megatron_het.schedule import Memory, Shape, cost, dumps, loads
-from megatron_het.schedule.cost import Costs, Link
+from megatron_het.schedule import RECEIVES, SENDS, Costs, Kind, Link, Memory, Program, Shape, cost, dumps, loads
 from megatron_het.schedule.generators.listing import parts_of
-from megatron_het.schedule.ir import RECEIVES, SENDS, Kind, Program
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate

@@ -12,10 +12,9 @@ from megatron_het.features.experts.spec import Experts
 from megatron_het.features.registry import check_plan_alone, cutting_of
 from megatron_het.features.slices.spec import keys_per_token
 from megatron_het.lowering.programs import schedule_shape
-from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage
+from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, check_plan
 from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import problem_of
-from megatron_het.plan.validate import check_plan
 from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.megatron_flags import flags
 from tests.unit.plan.test_refusals import Arguments, arguments, in_slices, more_stages, of_different_sizes

@@ -11,9 +11,8 @@ import pytest
 from megatron_het.families import pipeline_layout
 from megatron_het.features.registry import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble.spec import ZeroBubble
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape, check_plan
 from megatron_het.plan.run_config import plan_from_flags
-from megatron_het.plan.validate import check_plan
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.plan.megatron_flags import flags
 

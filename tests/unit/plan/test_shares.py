@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.plan import Placement, Plan, PlanError, load_plan, save_plan, topology_hash
+from megatron_het.plan import Placement, Plan, PlanError, check_plan, load_plan, save_plan, topology_hash
 from megatron_het.plan.placement import ALIGNMENT, cuts, rank_shares, state_shares
-from megatron_het.plan.validate import check_plan
 
 
 def plan_with(*shares: float | None, tp: int = 1, cp: int = 1) -> Plan:

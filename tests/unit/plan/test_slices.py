@@ -11,10 +11,8 @@ from megatron_het.features import options_of
 from megatron_het.features.context_exchange.spec import ExchangeOptions
 from megatron_het.features.documents.spec import Documents
 from megatron_het.features.registry import check_plan_alone
-from megatron_het.plan import Cut, Placement, Plan, PlanError, ScheduleSpec
-from megatron_het.plan.placement import Location
+from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.run_config import plan_from_flags
-from megatron_het.plan.validate import check_plan
 from tests.unit.plan.feature_checks import check_feature, refusal
 from tests.unit.plan.megatron_flags import flags
 

@@ -10,13 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_het.schedule.cost import Costs, Link
-from megatron_het.schedule.generators import generate
+from megatron_het.schedule import Costs, Link, Program, Shape, add_transfers, generate
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import fast_merge
-from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.simulate import simulate
-from megatron_het.schedule.transfers import add_transfers
 from testing.planner_cases import estimator_of, random_pool
 from tools.planner.costs import plain
 from tools.planner.costs.candidate import Candidate, Group

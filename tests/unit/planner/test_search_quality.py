@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_het.schedule import Shape, generate
-from megatron_het.schedule.cost import Costs
+from megatron_het.schedule import Costs, Shape, generate
 from megatron_het.schedule.simulate import simulate
 from testing.planner_cases import (
     LLAMA_70B,

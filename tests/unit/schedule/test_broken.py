@@ -10,8 +10,7 @@ from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
-from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
-from megatron_het.schedule.graph import Graph
+from megatron_het.schedule import Graph, Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
 from megatron_het.schedule.validate import check, deadlock, validate
 
 

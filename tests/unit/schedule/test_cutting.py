@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_het.lowering.programs import assemble
-from megatron_het.schedule.cost import Costs, Link, Memory
+from megatron_het.schedule import Costs, Kind, Link, Memory, Shape
 from megatron_het.schedule.cutting import Cutting, Starts
-from megatron_het.schedule.ir import Kind, Shape
 from megatron_het.schedule.memory import memory_use
 from megatron_het.schedule.simulate import simulate
 

@@ -8,8 +8,7 @@ from schedule_helpers import full, peaks, run
 from megatron_het.features.context_exchange.passes import ExchangePlan, balance, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_vocabulary
 from megatron_het.features.window.passes import add_parameters
-from megatron_het.schedule import Costs, Link, Memory, Shape, add_transfers, generate
-from megatron_het.schedule.graph import Graph
+from megatron_het.schedule import Costs, Graph, Link, Memory, Shape, add_transfers, generate
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import deadlocks
 from megatron_het.schedule.view.visualize import Setting, compare

@@ -11,8 +11,7 @@ from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.context_exchange.passes import add_exchange, plan_exchange
 from megatron_het.features.vocab_parallel.spec import add_embedding, add_vocabulary
 from megatron_het.features.window.passes import add_parameters, add_sharded_passes
-from megatron_het.schedule import COMPUTE, Costs, Kind, Op, Program, Shape, add_transfers, generate
-from megatron_het.schedule.cost import Memory
+from megatron_het.schedule import COMPUTE, Costs, Kind, Memory, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.generators.listing import ORDERS, parts_of
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.schedule.simulate import simulate

@@ -15,10 +15,8 @@ import pytest
 from schedule_helpers import run as simulated
 from torch.distributed.pipelining import schedules as torchs
 
-from megatron_het.schedule import add_transfers
-from megatron_het.schedule.generators import generate
+from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.generators.listing import alternate
-from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.validate import validate
 
 Order = list[tuple[str, int, int]]  # (kind, microbatch, chunk) of one device's passes

@@ -27,9 +27,8 @@ from megatron_het.features.context_exchange.spec import Units
 from megatron_het.features.slices.runtime import most_held, passes_of
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
-from megatron_het.plan import Placement
+from megatron_het.plan import Placement, ScheduleSpec
 from megatron_het.plan.run_config import plan_from_flags
-from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.report import Timeline
 from megatron_het.schedule.cutting import Bounds, Cutting, Starts
 from megatron_het.schedule.ir import Kind

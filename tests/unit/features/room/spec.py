@@ -6,9 +6,8 @@ from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, option
 from megatron_het.plan import Plan, PlanError
-from megatron_het.schedule.cost import Costs
+from megatron_het.schedule import Costs, Kind, Op, Program
 from megatron_het.schedule.deps import Lifetimes, State
-from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import (
     GREY,
     NEITHER,

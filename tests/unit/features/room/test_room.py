@@ -23,8 +23,7 @@ from megatron_het.plan import Placement, PlanError
 from megatron_het.report import Timeline
 from megatron_het.runtime.executor import Executor
 from megatron_het.runtime.feature import Call, RuntimeFeature, open_features
-from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.ir import Kind, dumps, loads
+from megatron_het.schedule import Costs, Kind, dumps, loads
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.test_plan import document, read

@@ -14,9 +14,8 @@ from megatron_het.features.documents.runtime import DocumentsFeature, DocumentSt
 from megatron_het.features.slices.runtime import SlicedSequences, cut_batch, most_held, passes_of
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
+from megatron_het.schedule import Kind, Shape, generate
 from megatron_het.schedule.cutting import Cutting
-from megatron_het.schedule.generators import generate
-from megatron_het.schedule.ir import Kind, Shape
 
 CPU = torch.device("cpu")
 
