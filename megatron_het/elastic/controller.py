@@ -11,21 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic import members
+from megatron_het.elastic import members, worth
 from megatron_het.elastic.job import Checks, Generation, Moment, ServedBoard, refusal
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
-from megatron_het.elastic.worth import (
-    DEATH,
-    JOIN,
-    LEAVE,
-    Rates,
-    against,
-    last_iteration,
-    newest,
-    standing,
-    state_bytes,
-    summed_up,
-)
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
@@ -91,7 +79,7 @@ class Controller:
         except members.JobError as error:
             self._end(str(error))
             raise
-        if unsaved := self._saves.unsaved_end(last_iteration(self.history)):
+        if unsaved := self._saves.unsaved_end(worth.last_iteration(self.history)):
             self._end(unsaved)
             raise members.JobError(unsaved)
         self._end("")
@@ -179,7 +167,7 @@ class Controller:
         if message["how"] == "failed":
             self._tell_waiting("a session failed")
         if message.get("unsaved") is not None:
-            last = last_iteration(self.history)
+            last = worth.last_iteration(self.history)
             said = self._saves.note(int(message["generation"]), int(message["unsaved"]), last)
             if said:
                 self.say(f"{said}: {message['error']}")
@@ -246,7 +234,7 @@ class Controller:
             self._progress.opened()
             entry = self.history[-1]
             if "opened" not in entry and self._changed is not None:
-                entry |= {"took_s": self._changed.ago_s(), "state_bytes": state_bytes(self._generation.plan)}
+                entry |= {"took_s": self._changed.ago_s(), "state_bytes": worth.state_bytes(self._generation.plan)}
             if all(self._generation.plan != plan for plan in self._proved):
                 self._proved.append(self._generation.plan)
             entry.setdefault("opened", {})[str(message["process"])] = {
@@ -289,7 +277,7 @@ class Controller:
             if now - member.seen_s > self.bounds.lost_s:
                 self._kill(number, "no sign of life")
                 self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
-        stuck = self._progress.is_stuck(self._reached(), last_iteration(self.history))
+        stuck = self._progress.is_stuck(self._reached(), worth.last_iteration(self.history))
         if stuck and self._generation is not None and self._failed_since is None:
             self.say(f"no iteration has ended for {self.bounds.stuck_s:g} s: all ranks leave their session")
             self._tell_waiting("an iteration is stuck")
@@ -347,10 +335,10 @@ class Controller:
     def _pool(self) -> list[Process]:
         return [m.process for m in self._members.values() if m.process.node not in self._leaving]
 
-    def _rates(self) -> Rates:
+    def _rates(self) -> worth.Rates:
         """How fast state moves, as the slowest copies in memory went."""
         rates = [member.rates for member in self._members.values() if member.rates is not None]
-        return Rates(*map(min, zip(*rates, strict=True))) if rates else Rates()
+        return worth.Rates(*map(min, zip(*rates, strict=True))) if rates else worth.Rates()
 
     def _prepare(self) -> None:
         """Have plans made for the pool that is there, and for what is left when any one node is lost."""
@@ -381,7 +369,7 @@ class Controller:
                 return
             if not self.planner.is_better(plan, generation.plan):
                 return
-            if why := against(
+            if why := worth.against(
                 plan, generation.plan, self.history, self._reached(), Moment().wall_s, rates=self._rates()
             ):
                 self.say(f"a node joins, and nothing changes: {why}")
@@ -492,9 +480,9 @@ class Controller:
         entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}
         if before is not None:
             comes = bool(set(ranks).difference(before.movers))
-            entry["kind"] = DEATH if self._failed_since is not None else JOIN if comes else LEAVE
-        self.history[-1:] = [summed_up(old) for old in self.history[-1:]]
-        self.history = newest([*self.history, {**entry, "reached": self._reached()}])
+            entry["kind"] = worth.DEATH if self._failed_since is not None else worth.JOIN if comes else worth.LEAVE
+        self.history[-1:] = [worth.summed_up(old) for old in self.history[-1:]]
+        self.history = worth.newest([*self.history, {**entry, "reached": self._reached()}])
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s
         self._changed = since
@@ -519,7 +507,7 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """Returns what ``het-run status`` shows; JSON values."""
         return {
-            **standing(self.history, self._reached(), Moment().wall_s),
+            **worth.standing(self.history, self._reached(), Moment().wall_s),
             "generation": None if self._generation is None else self._generation.to_json(),
             "signature": self._signature,
             "members": [member.to_json() for _, member in sorted(self._members.items())],

@@ -33,17 +33,7 @@ from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program, Shape, dumps, loads, placement_of
 from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.validate import TRANSPORTS, Problem, deadlocks, validate
-from megatron_het.schedule.view.visualize import (
-    PICTURES,
-    Row,
-    Setting,
-    chrome_trace,
-    compare,
-    draw,
-    model_costs,
-    text_picture,
-    write_json,
-)
+from megatron_het.schedule.view import visualize
 
 # Results as tables and as JSON.
 
@@ -78,7 +68,7 @@ def print_table(table: Table) -> None:
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH).print(rich)
 
 
-def comparison_table(rows: Sequence[Row]) -> Table:
+def comparison_table(rows: Sequence[visualize.Row]) -> Table:
     """All schedules that can run side by side."""
     columns = ("schedule", "bubble", "activations", "communication", "makespan")
     out: list[tuple[str, ...]] = []
@@ -357,7 +347,9 @@ def _costs(options: argparse.Namespace, program: Program) -> Costs:
         raise ValueError(
             f"--speeds {shown(options.speeds)}: one number from 1e-6 to 1e6 for each of {len(shape.devices)} devices"
         )
-    costs = model_costs(program, float(len(shape.path)), options.attention_share, options.output_share, speeds)
+    costs = visualize.model_costs(
+        program, float(len(shape.path)), options.attention_share, options.output_share, speeds
+    )
     size = 1e-9  # of a message: next to nothing beside the activations, which are 1 in the whole model
     link = Link(options.latency, size / options.transfer if options.transfer else math.inf)
     gather = tuple((options.gather,) * len(shape.layers[d.stage]) for d in shape.devices)
@@ -375,13 +367,13 @@ def _write(options: argparse.Namespace, data: object) -> bool:
     if options.json == "-":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
         return True
-    write_json(options.json, data)
+    visualize.write_json(options.json, data)
     return False
 
 
 _OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[bytes, ...]]] = {
     "json": ((), (b'"program": ', b'"makespan', b'"slot"')),
-    "picture": (PICTURES, (b"<svg", b"\x89PNG", b"%PDF")),
+    "picture": (visualize.PICTURES, (b"<svg", b"\x89PNG", b"%PDF")),
     "trace": ((), (b'"traceEvents"',)),
 }
 """By option: endings, and what an earlier file of this kind has near its beginning."""
@@ -399,9 +391,9 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _pictures(options: argparse.Namespace, result: Result) -> None:
     if options.picture:
-        draw(result, options.picture)
+        visualize.draw(result, options.picture)
     if options.trace:
-        write_json(options.trace, chrome_trace(result))
+        visualize.write_json(options.trace, visualize.chrome_trace(result))
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -418,7 +410,7 @@ def _show(options: argparse.Namespace) -> int:
         return 0
     result = _result(options, program)
     if not _write(options, result_json(result)):
-        sys.stdout.write(text_picture(result, width=max(options.width, 10)) + "\n")
+        sys.stdout.write(visualize.text_picture(result, width=max(options.width, 10)) + "\n")
     _pictures(options, result)
     return 0
 
@@ -458,8 +450,8 @@ def _simulate(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     _check_outputs(options)
     _check_size(options)
-    rows = compare(
-        Setting(
+    rows = visualize.compare(
+        visualize.Setting(
             stages=options.pp,
             microbatches=options.microbatches,
             slices=options.slices,
