@@ -146,7 +146,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "tests": 40_780,
-        "tools/planner": 23_495,
+        "tools/planner": 23_500,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up."""
