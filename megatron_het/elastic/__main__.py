@@ -315,7 +315,8 @@ def _token(file: Path, *, create: bool) -> str:
     try:
         return token_of_file(file, create=create)
     except ValueError as error:
-        raise UsageError(f"--token-file {error}") from None
+        hint = "" if file.exists() else ". Give --token-file or --folder of the job"
+        raise UsageError(f"--token-file {error}{hint}") from None
 
 
 def _planner(options: Any) -> Planner:

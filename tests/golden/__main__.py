@@ -11,7 +11,8 @@ from tests.golden.corpus import KINDS_OF_OUTPUT, RECORDS, differences, plan_json
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
-    parser.add_argument("kinds", nargs="*", help=f"kinds of output: {', '.join(KINDS_OF_OUTPUT)} (default: all)")
+    parser.add_argument("kinds", nargs="*", choices=KINDS_OF_OUTPUT, metavar="KIND",
+                        help=f"kinds of output: {', '.join(KINDS_OF_OUTPUT)} (default: all)")  # fmt: skip
     parser.add_argument("--update", action="store_true", help="record what there is now")
     parser.add_argument("--show", nargs=2, metavar=("KIND", "NAME"), help="print one program or plan.json whole")
     options = parser.parse_args()

@@ -239,8 +239,6 @@ def test_a_broken_state_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
         job.start()
 
 
-# ``het-run``: what it refuses, and what it shows of a job.
-
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
@@ -260,6 +258,11 @@ def one_error(capfd: pytest.CaptureFixture[str]) -> str:
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("het-run: ")]
     assert len(said) == 1, said
     return said[0]
+
+
+def test_without_a_token_the_folder_of_the_job_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["status", "--folder", str(tmp_path)]) == 2
+    assert one_error(capfd).endswith("token: no such file. Give --token-file or --folder of the job")
 
 
 def test_a_second_controller_is_refused(

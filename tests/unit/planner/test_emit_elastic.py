@@ -51,7 +51,6 @@ from tools.planner.search.outcome import cluster_text
 
 WAIT_S = 30.0
 
-# Slurm's commands, as far as the script asks them.
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
     "show hostnames") tr , '\\n' <<<"$3" ;;

@@ -178,9 +178,6 @@ def test_a_fit_never_has_a_negative_latency() -> None:
         fit_line([(1000, 1e-3), (1000, 2e-3)])
 
 
-# Profiles: round trip, and strict reading that names file, key and value.
-
-
 def example() -> Profile:
     model = ProfiledModel(64, 256, 4, 4, 512, 128, "fp32", "tiny")
     timing = LayerTiming("layer", 2, 1, 128, 0.01, 0.02, 0.001, 50_000, 1 << 20, 64 * 128 * 8)
