@@ -259,6 +259,7 @@ class LoadHook:
                 if restored is not None:
                     return restored
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
+            shown["no_save_optim"] = False  # Megatron would ask for no moments, and train on with what is in memory
             folder: Path | None = None
             translation: Translation | None = None
             if args.load and keywords.get("load_arg", "load") == "load":

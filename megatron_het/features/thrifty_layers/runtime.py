@@ -10,10 +10,8 @@ from torch.nn.functional import linear
 from megatron_het.families import family_of_model
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
-# Layers that keep less from forward to backward (SlimPipe, section 5).
-#
-# RMSNorm keeps its input and one number per token; PyTorch's keeps intermediate results too where it
-# has no fused kernel.  SwiGLU that keeps only its input is Megatron's own ``bias_swiglu_fusion``.
+# RMSNorm keeps its input and one number per token; PyTorch's keeps intermediate results too where it has no fused
+# kernel.
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -6,8 +6,11 @@ PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, keep no
 
 from typing import Any
 
-from megatron_het.features.base import Feature, NoOptions, Option
+from megatron_het.features.base import Feature, NoOptions, Option, Refusal
 from megatron_het.plan import Plan
+
+_UNFUSED = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func")
+"""What Megatron's fusion of SwiGLU leaves out without a word, or refuses with a traceback."""
 
 
 class ThriftyLayers(Feature):
@@ -21,6 +24,12 @@ class ThriftyLayers(Feature):
         help="RMSNorm and SwiGLU keep only their input from forward to backward, as LayerNorm and GELU do without it",
         problem="must be true or false",
     )
+
+    def check_arguments(self, plan: Plan, options: NoOptions, args: Any) -> None:
+        """Refuse another SwiGLU than the fused one; with that, which is Megatron's default, a plan is as stock."""
+        reason = "SwiGLU that keeps only its input is Megatron's fused one, without it"
+        for name in _UNFUSED if args.swiglu and not args.bias_swiglu_fusion else ():
+            Refusal(name, reason).check(args, self.title)
 
     def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
         """SwiGLU that keeps only its input is Megatron's own fusion."""

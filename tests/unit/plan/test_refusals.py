@@ -328,6 +328,9 @@ BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 CHUNKED = {"mlp_chunks_for_training": 2}
 DETACHED = {"mtp_num_layers": 1, "mtp_detach_heads": True, "untie_embeddings_and_output_weights": True}
+WIDE = more_stages(2, tp=2, sequence_parallel=True)
+THRIFTY = replace(more_stages(4), schedule=ScheduleSpec("1f1b", {"thrifty_layers": True}))
+CLAMPED = {"swiglu": True, "activation_func_clamp_value": 7.0}
 LATER = replace(made(), model=replace(made().model, mtp_num_layers=1, tied_embeddings=False))
 
 
@@ -358,25 +361,17 @@ def sharing_sequences() -> Plan:
         (in_slices(), {**BALANCED, **REPEATED, "moe_aux_loss_coeff": 0.0}, None),
         (more_stages(2), {**BALANCED, **CHUNKED}, None),
         (in_slices(), {**BALANCED, **CHUNKED}, "--mlp-chunks-for-training = 2.*one slice of it"),
-        (
-            more_stages(2, tp=2, sequence_parallel=True),
-            {**BALANCED, **CHUNKED},
-            "-for-training = 2.*a TP rank has a part",
-        ),
+        (WIDE, {**BALANCED, **CHUNKED}, "-for-training = 2.*a TP rank has a part"),
         (in_slices(), SINKHORN, "'sinkhorn'.*whole sequence.*slice"),
         (of_different_sizes(), SINKHORN, "'sinkhorn'.*whole microbatch.*sequences"),
-        (more_stages(2, tp=2, sequence_parallel=True), SINKHORN | CHUNKED, "--mlp-chunks.*a TP rank has a part"),
+        (WIDE, SINKHORN | CHUNKED, "--mlp-chunks.*a TP rank has a part"),
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
         (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
-        (
-            more_stages(2, tp=2, sequence_parallel=True),
-            {"num_experts": 2, "add_bias_linear": True},
-            "--disable-bias-linear.*TP 2.*each TP rank",
-        ),
+        (WIDE, {"num_experts": 2, "add_bias_linear": True}, "--disable-bias-linear.*TP 2.*each TP rank"),
         (more_stages(2), {"num_experts": 2, "add_bias_linear": True}, None),
         (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
-        (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
+        (WIDE, {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
     ],
 )
@@ -396,6 +391,10 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
         (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards"),
         (LATER, {**DETACHED, "overlap_grad_reduce": True}, "--mtp-detach-heads = True.*gets no gradient"),
         (more_stages(2), {"optimizer": "sgd"}, None),
+        (THRIFTY, CLAMPED, "--activation-func-clamp-value = 7.0: cannot be used with thrifty layers.*fused one"),
+        (THRIFTY, CLAMPED | {"bias_swiglu_fusion": True}, None),
+        (THRIFTY, {"swiglu": True, "glu_linear_offset": 1.0}, "--glu-linear-offset = 1.0.*fused one"),
+        (THRIFTY, {"glu_linear_offset": 1.0}, None),
     ],
 )
 def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
