@@ -93,8 +93,7 @@ TAPERED = tuple(
 def test_stages_spread_anew_over_a_pool():
     """Without moves that spread and cut the stages of a pool anew the plan found was 6 % slower."""
     estimator = search_cases()["GPT-Neo-2.7, 256 A100-40 + 256 V100-16 + 256 GH-96"]
-    known = Candidate(TAPERED, 1)
-    assert_found(estimator, known, search_auto(estimator, Goal()).best)
+    assert_found(estimator, Candidate(TAPERED, 1), search_auto(estimator, Goal()).best)
 
 
 @pytest.mark.parametrize("goal", [Goal(schedules=("1f1b",)), Goal()])
@@ -217,12 +216,17 @@ def test_what_stages_wait_for_a_split_vocabulary(more: dict[str, object], error:
     assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=error)
 
 
-def test_replicas_of_two_kinds_that_divide_alike_are_pipelines_of_their_own() -> None:
-    estimator = _estimator(kinds=2, batch=64)
-    candidate = Candidate((Stage(8, (Group(0, 2, 1), Group(1, 2, 1))),) * 3, 1, zero_stage=1)
+@pytest.mark.parametrize("more", [{}, {"depths": (2, 2, 2)}, {"schedule": "slimpipe", "slices": 8}])
+@pytest.mark.parametrize(("rate", "error"), [(25e9, 0.02), (1.25e9, 0.03)])
+def test_replicas_of_two_kinds_are_pipelines_of_their_own(more: dict[str, object], rate: float, error: float) -> None:
+    """Each has its own links and part of the head: with those of the other kind, slow ones took up to 71 % too long."""
+    model = model_of(layers=12, hidden=2048, words=128256, tokens=4096, batch=128, sizes=(1,), precision="bf16")
+    estimator = estimator_of(cluster_of(("A100-80", 6, 2, rate), ("H200", 1, 8, rate)), model)
+    stages = (Stage(3, (Group(0, 1, 3), Group(1, 1, 2))),) * 4
+    candidate = Candidate(stages, 1, rows=((0.25, 0.25),) * 4, **more)
     estimate = estimator.estimate(candidate)
     assert estimate is not None and len(set(estimate.microbatches)) == 1
-    assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=0.02)
+    assert block_s(estimator, candidate, estimate) == pytest.approx(estimate.iteration_s, rel=error)
 
 
 def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> None:
@@ -361,13 +365,14 @@ def test_even_stages_fill_nodes():
 
 
 def test_even_stages_of_several_pools():
-    """As many stages of each pool as its GPUs give, with TP sizes of their own, the slower replicas first."""
-    estimator = fast_and_small()
+    """As many stages of two pools of three as these give, with TP sizes of their own, the slower replicas first."""
+    three = cluster_of(("H200", 2, 6, 25e9), ("V100-16", 4, 4, 12.5e9), ("T4", 1, 1, 25e9))
+    estimator = estimator_of(three, fast_and_small().model)
     found = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)]
     assert ((Group(1, 2, 2),),) * 4 + ((Group(0, 1, 2),),) * 6 in found
     assert ((Group(1, 1, 4),),) * 4 + ((Group(0, 1, 4),),) * 3 in found
     assert max(len(groups) for groups in found) <= 12  # layers
-    alone = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), (12, 0), 10_000)]
+    alone = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), (12, 0, 0), 10_000)]
     assert {stage[0].pool for groups in alone for stage in groups} == {0}
 
 
@@ -394,11 +399,7 @@ def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.Monkey
     assert start is not None
     thorough_module._climb(book, NORMAL, start, limits)
     assert (best := book.best) < book.try_candidate(start)
-
-    def nobody(*_: object) -> None:
-        raise AssertionError("looked at again")
-
-    monkeypatch.setattr(thorough_module, "_better", nobody)
+    monkeypatch.setattr(thorough_module, "_better", None)  # nothing is looked at again
     thorough_module._climb(book, NORMAL, start, limits)
     assert book.best == best
 

@@ -136,8 +136,11 @@ def _pipeline(
     mixed = max([len(stage.units) for stage in stages]) > 1 and not schedule.shards_parameters
     apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
     # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
-    lines = [[_of_kind(s, i) for s in stages] for i in range(len(stages[0].units))] if apart else [stages]
-    found = max([schedule.pipeline(estimator, candidate, line, transfers, total) for line in lines])
+    lines: list[tuple[list[StageTimes], list[float]]] = [] if apart else [(stages, transfers)]
+    for i, kind in enumerate(zip(*[s.groups for s in candidate.stages]) if apart else ()):
+        ways = estimator.ways_s([(group,) for group in kind], candidate.micro_batch_size, candidate.cp)
+        lines.append(([_of_kind(stage, i) for stage in stages], ways))
+    found = max([schedule.pipeline(estimator, candidate, *line, total) for line in lines])
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found
@@ -145,9 +148,9 @@ def _pipeline(
 
 def _of_kind(stage: StageTimes, i: int) -> StageTimes:
     """A stage as one kind of its replicas is: the others are in pipelines of their own."""
-    f, b, k = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i]
-    one = replace(stage, replica_f=[f], replica_b=[b], microbatches=[k], counts=[stage.counts[i]])
-    return replace(one, in_flight=stage.in_flight[i : i + 1], busy_s=k * (f + b), forward_s=f, backward_s=b)
+    f, b, k, held = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i], stage.in_flight[i : i + 1]
+    one = replace(stage, units=[stage.units[i]], replica_f=[f], replica_b=[b], microbatches=[k], busy_s=k * (f + b))
+    return replace(one, counts=[stage.counts[i]], in_flight=held, forward_s=f, backward_s=b)
 
 
 __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]

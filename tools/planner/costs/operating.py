@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, product
 from math import inf
 from typing import Any
 
@@ -94,8 +94,8 @@ class Network:
             units: Replicas that send at once, or parts of them; those of one node share its network.
         """
         runtime, nodes = self.runtime, self.cluster.nodes
-        ends = (first, first_tp), (second, second_tp)
-        beside = max(1, *[min(units, nodes[pool].gpus_per_node // tp) for pool, tp in ends])
+        beside = max(1, *[min(units, nodes[p].gpus_per_node // t) for p, t in ((first, first_tp), (second, second_tp))])
+        local = local or (first == second and nodes[first].count == 1)
         local = local or self.cluster.in_one_node(nodes[first], nodes[second])
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
         if link is not None:
@@ -429,7 +429,10 @@ class OperatingPoints:
                 local = before // per_node == (before + both - 1) // per_node
         known, key = self.known_ways[size], way if local is None else (*way, local)
         if key not in known:
-            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local)) for g in a for h in b])
+            # stages of the same replicas divide the microbatches alike: nothing goes from one kind to another
+            alike = [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]
+            pairs = [*zip(a, b)] if alike else [*product(a, b)]
+            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local)) for g, h in pairs])
         return known[key]
 
     def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool) -> float:

@@ -10,7 +10,7 @@ from math import inf
 from megatron_het.schedule.generators.listing import ORDERS
 
 from ..costs.build import build_plan, seats
-from ..costs.candidate import Candidate, Group
+from ..costs.candidate import MEETING, Candidate, Group
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
@@ -341,7 +341,7 @@ def _improved(
     for entry in found:
         if progress.spent:
             return better
-        if not schedule_of(entry.candidate).has_depths or entry.candidate.depths:
+        if not schedule_of(entry.candidate).has_depths or set(entry.candidate.depths) - {MEETING}:
             continue
         is_large = work_of(estimator, entry.candidate) > SMALL
         # A plan's price goes with its time.

@@ -6,7 +6,7 @@ from itertools import chain, permutations
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, choose_depths
 
-from ..costs.candidate import Candidate, Group, Stage
+from ..costs.candidate import MEETING, Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
@@ -50,14 +50,14 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
 
     Args:
         found: Simulated, in the order that suits it best.
-        briefly: Where hiding every transfer brings nothing, nothing else is tried.
+        briefly: Where hiding every transfer brings nothing, nothing else is tried; nor where stages meet already.
     """
     candidate = found.candidate
-    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
+    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or set(candidate.depths) - {MEETING}:
         return found
     if found.iteration_s * (1 - FASTER) <= least_s(estimator, candidate, found.estimate):
         return found
-    plain = (1,) * (len(candidate.stages) - 1)
+    plain = candidate.depths or (1,) * (len(candidate.stages) - 1)
     tried = {plain: found}
 
     def simulated(depths: tuple[int, ...]) -> float | None:
@@ -78,13 +78,13 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
         return None if fitting is None else fitting[1].iteration_s
 
     passes, transfers = passes_s(estimator, candidate), estimator.transfer_times(candidate)
-    if briefly:
-        hidden_s = simulated(hiding(passes, transfers))
+    if briefly or candidate.depths:
+        hidden_s = simulated(hidden) if max(hidden := hiding(passes, transfers)) > MEETING else None
         if hidden_s is None or hidden_s >= found.iteration_s:
             return found
     if work_of(estimator, candidate) <= MOST_OPERATIONS:
-        chosen = choose_depths(passes, transfers, simulated)
-        return tried[chosen] if chosen else found
+        chosen = tried.get(choose_depths(passes, transfers, simulated), found)
+        return min(found, chosen, key=lambda f: f.iteration_s)
     for depths in dict.fromkeys((choose_depths(passes, transfers, estimated), hiding(passes, transfers))):
         if depths and depths != plain:
             simulated(depths)

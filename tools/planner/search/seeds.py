@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import cache
 from heapq import nsmallest
-from itertools import chain, product
+from itertools import chain, combinations, product
 from math import gcd, inf
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
 from .book import Book, Groups
 from .outcome import Goal
-from .pools import Limits
+from .pools import MOST_POOLS, Limits
 
 TP_SIZES = (1, 2, 4, 8)
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -276,7 +276,7 @@ def _least(book: Book, like: Candidate, tp: dict[int, int], used: dict[int, floa
 def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups, Candidate]]:
     """Stages with the same number of replicas, of one pool each: the most promising.
 
-    There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of all pools: of
+    There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of several: of
     each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight, or
     the fastest first, which have the most memory.  Those whose GPUs cannot be as fast as the best so far are left out.
     """
@@ -343,7 +343,7 @@ class _Kind(NamedTuple):
 
 
 def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Iterator[list[_Kind]]:
-    """One kind of replica of one pool; one of each pool, with every choice of TP sizes where the pools are few."""
+    """One kind of replica of one pool; one of each of several, with every choice of TP sizes where these are few."""
     kinds: dict[int, list[_Kind]] = {}
     for pool, gpus in enumerate(limits):
         node = estimator.cluster.nodes[pool].gpus_per_node
@@ -352,14 +352,13 @@ def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Itera
             if rate:
                 kinds.setdefault(pool, []).append(_Kind(pool, tp, units, rate * tp))
     yield from ([kind] for mine in kinds.values() for kind in mine)
-    subset = tuple(p for p, gpus in enumerate(limits) if gpus)
-    if not 1 < len(kinds) == len(subset):
-        return
-    together: Iterable[Iterable[_Kind]] = product(*kinds.values())
-    if len(subset) > MOST_COMBINED:
-        choices = tp_choices(estimator, subset, point, True)
-        together = [[kind for mine in kinds.values() for kind in mine if kind.tp == tp[kind.pool]] for tp in choices]
-    yield from (sorted(chosen, key=lambda kind: kind.rate) for chosen in together)
+    least = 2 if len(kinds) <= MOST_POOLS else len(kinds)  # any of few pools: a slow link may be worth nothing
+    for subset in chain(*[combinations(kinds, count) for count in range(least, len(kinds) + 1)]):
+        together: Iterable[Iterable[_Kind]] = product(*[kinds[pool] for pool in subset])
+        if len(subset) > MOST_COMBINED:
+            choices = tp_choices(estimator, subset, point, True)
+            together = [[kind for p in subset for kind in kinds[p] if kind.tp == tp[p]] for tp in choices]
+        yield from (sorted(chosen, key=lambda kind: kind.rate) for chosen in together)
 
 
 def _even_counts(kinds: list[_Kind], width: int, layers: int) -> list[list[int]]:
