@@ -107,6 +107,10 @@ def test_batch_sizes_that_change_pass_megatrons_parser(folder, turns, capsys, as
 
 
 def test_plans_that_take_turns_fit_the_nodes_of_the_first(folder, turns, capsys):
+    assert main(turns) == 2 and "Give --train-samples" in capsys.readouterr().err
+    larger = [*turns[:-1], "0:8 64K:16 1M:32", "--train-samples", "4096"]
+    assert main(larger) == 2 and "Give a plan for each size: --plans PLAN ..." in capsys.readouterr().err
+    turns += ["--train-samples", "4096"]
     plan = json.loads((folder / "p-16.json").read_text())
     (folder / "m2.yaml").write_text(yaml.safe_dump({**MODEL, "num_layers": 8}))
     other = ["plan", *common(folder, "m2.yaml"), "--global-batch-size", "16", "--limit-s", "1", "--schedules", "1f1b"]
@@ -117,7 +121,7 @@ def test_plans_that_take_turns_fit_the_nodes_of_the_first(folder, turns, capsys)
     assert main(turns) == 2
     assert "under the first plan these ranks are on A100-80, not on B200" in capsys.readouterr().err
     assert main([*turns, "--elastic"]) == 2 and "does not go with --elastic" in capsys.readouterr().err
-    assert main([*turns[:-2]]) == 2 and "--step-batch-size-schedule" in capsys.readouterr().err
+    assert main(turns[:-4]) == 2 and "--step-batch-size-schedule" in capsys.readouterr().err
 
 
 def test_samples_of_an_elastic_job(folder):

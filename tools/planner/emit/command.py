@@ -20,6 +20,7 @@ from megatron_het.doctor.check import Expectations, LayerExpectation, LayerModel
 from megatron_het.doctor.links import pairs_of
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Plan, PlanError, plan_hash, save_plan
+from megatron_het.plan.run_config import check_batch_schedule
 from megatron_het.store.job import token_of_file
 
 from ..costs.build import check_same_model, read_plan, rooms_of
@@ -271,7 +272,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
-    turns = turns_of(options, model)
+    turns = turns_of(options, model, plan)
     line = [word for words in groups.values() for word in words]
     line += plan_arguments(plan, turns.batch_sizes if turns else "")
     profile = load_profile(options.profile) if options.profile else None
@@ -341,8 +342,8 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     return flags, notes
 
 
-def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
-    """Returns the plans of ``--step-batch-size-schedule``; raises PlannerError."""
+def turns_of(options: argparse.Namespace, model: Any, first: Plan) -> Turns | None:
+    """Returns the plans of ``--step-batch-size-schedule`` besides the first; raises PlannerError."""
     if not options.step_batch_size_schedule:
         return None
     more = load_more(options.plans)
@@ -350,4 +351,9 @@ def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
         of_size = model.model_copy(update={"global_batch_size": plan.training.global_batch_size})
         check_same_model(plan, of_size, file, str(options.model))
         check_experts(plan, of_size, file)
+    try:  # as a run does, which may be far from here
+        check_batch_schedule([first, *(plan for _, plan in more)], options)
+    except PlanError as error:
+        hint = error.hint.replace("--het-plan PLAN PLAN", "--plans PLAN")
+        raise PlannerError("emit", error.where, error.value, error.problem, hint) from None
     return Turns(options.step_batch_size_schedule, more)
