@@ -77,7 +77,8 @@ def test_plan_check_simulate(files, capsys):
     assert json.loads((files / "t.json").read_text())
     assert sorted(p.name for p in files.iterdir()) == ["c.yaml", "m.yaml", "p.json", "t.json", "t.txt"]
     code, out = call(capsys, "check", files / "p.json", *common(files), "--memory-margin", "0.0001")
-    assert code == 1 and "stages[0]" in [p["key"] for p in json.loads(out.out)["problems"]]
+    problems = {p["key"]: p["problem"] for p in json.loads(out.out)["problems"]}
+    assert code == 1 and " GiB of 0.00 GiB usable on " in problems["stages[0]"]  # not of the whole memory
 
 
 def test_explain_and_compare(files, capsys):

@@ -499,10 +499,10 @@ def _misfits(
     problems: list[dict[str, Any]] = [{"key": "stages", "problem": apart}] if apart else []
     for m in estimate.memory:
         if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
-            gpu = estimator.cluster.nodes[m.group.pool].gpu
-            problem = f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB on {gpu} "
-            problem += f"(TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
-            problem += f"optimizer {m.optimizer_bytes / GIB:.2f} GiB"
+            gpu, usable = estimator.cluster.nodes[m.group.pool].gpu, estimator.memory_margin * m.capacity_bytes
+            problem = f"needs {m.total_bytes / GIB:.2f} GiB of {usable / GIB:.2f} GiB usable on {gpu} "
+            problem += f"(TP {m.group.tp}); gradients {m.gradient_bytes / GIB:.2f}, "
+            problem += f"activations {m.activation_bytes / GIB:.2f}, optimizer {m.optimizer_bytes / GIB:.2f} GiB"
             problems.append({"key": f"stages[{m.stage}]", "problem": problem})
     for pool, held, limit in estimator.short_of_host_memory(estimate):
         if estimator.cluster.nodes[pool].host_memory_bytes:  # what is assumed is for searches
