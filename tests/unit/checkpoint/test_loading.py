@@ -34,6 +34,7 @@ def arguments(load: Path, **changed: Any) -> SimpleNamespace:
         "tensor_model_parallel_size": 1,
         "no_load_rng": False,
         "no_load_optim": False,
+        "no_save_optim": True,
         "finetune": False,
     }
     return SimpleNamespace(**{**given, **changed})
