@@ -299,11 +299,20 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
     return 2 * len(candidate.path) * candidate.slices * microbatches
 
 
+def is_built(candidate: Candidate) -> bool:
+    """Whether a simulation builds the whole program: there is more in it than passes, or replicas run passes together."""
+    widths = [sum(g.count for g in stage.groups) for stage in candidate.stages]
+    return bool(
+        candidate.rows
+        or candidate.exchange
+        or (candidate.across_replicas and max(widths) > candidate.blocks)
+        or any(candidate.spans(g) for stage in candidate.stages for g in stage.groups)
+    )
+
+
 def work_of(estimator: Estimator, candidate: Candidate) -> int:
     """Converts the operations to those of programs that only compute, by the time that a simulation takes."""
-    groups = [g for stage in candidate.stages for g in stage.groups]
-    is_built = candidate.rows or candidate.exchange or any(map(candidate.spans, groups))
-    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built else 1)
+    return operations_of(estimator, candidate) * (WHOLE_PROGRAM if is_built(candidate) else 1)
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:

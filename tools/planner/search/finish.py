@@ -13,7 +13,7 @@ from ..costs.build import build_plan, seats
 from ..costs.candidate import MEETING, Candidate, Group
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
-from ..costs.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts, work_of
+from ..costs.simulation import MOST_COUPLED, block_s, is_built, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
 from .balance import balance, relieved, stage_load
 from .book import Book, Sketch, in_regions, there
@@ -152,7 +152,7 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
 Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 """Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
 COMPILED = 8  # so many operations of 1F1B, whose loops are compiled, take the time of one of other schedules
-BUILT = 4  # one of a split vocabulary, whose program is built, counts as so many: it takes longer, but differs by more
+BUILT = 4  # one of a program that is built counts as so many: it takes longer, but differs by more
 ALIKE = 0.001  # of finalists that look so nearly as fast that comes first whose pools take turns least
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
@@ -313,7 +313,7 @@ def _finalists(
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
-    if candidate.rows:
+    if is_built(candidate):
         return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
