@@ -148,15 +148,13 @@ def measure(
         # On a GPU Adam makes whole steps of what rounding leaves of a gradient: last parameters tell nothing there.
         for kind, members in labs(cases, saves=device == "cpu").items():
             lab = kind(runner, folder / kind.__name__, shared=shared)
-            for entry in _measured(lab, members, at_once, limit_s, end_s):
+            for entry in _rows(lab, members, at_once, limit_s, end_s):
                 found.append(entry)
                 on_entry(entry)
     return sorted(found, key=lambda entry: entry["name"])
 
 
-def _measured(
-    lab: Lab, cases: list[Case], at_once: int, limit_s: float | None, end_s: float
-) -> Iterator[dict[str, Any]]:
+def _rows(lab: Lab, cases: list[Case], at_once: int, limit_s: float | None, end_s: float) -> Iterator[dict[str, Any]]:
     started: dict[str, Case] = {}
     failed: dict[Any, str] = {}  # references, which are not tried again for every case
     without: list[dict[str, Any]] = []

@@ -294,9 +294,7 @@ def run_plan(
     return setting, [max(times) for times in zip(*by_rank, strict=True)]
 
 
-def compare_exchange(
-    runner: Runner, model: Model, tokens: int, rounds: int, iterations: int, folder: Path
-) -> dict[str, Any]:
+def exchanged(runner: Runner, model: Model, tokens: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
     """The exchange on against off."""
     plain, report = plan_of(model, tokens), folder / "report"
     tracing = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", str(_TRACED))

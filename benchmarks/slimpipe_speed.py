@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.machine import command_line, scratch, write_report
-from benchmarks.slimpipe_runs import Model, Setting, bubble, compare_exchange, run
+from benchmarks.slimpipe_runs import Model, Setting, bubble, exchanged, run
 from testing.runner import Runner
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
@@ -69,7 +69,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Setting]:
 
 def _mixed(options: argparse.Namespace) -> int:
     with scratch("slimpipe-mixed-") as folder, Runner() as runner:
-        found = compare_exchange(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
+        found = exchanged(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
     write_report(options.json, found)
     return 1 if found["met"] is False else 0
 

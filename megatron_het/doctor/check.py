@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.placement import joined
 from megatron_het.plan.schema import read_record
 from megatron_het.safe_io import FileError, read_json
 from megatron_het.store import Documents
@@ -185,13 +186,8 @@ class Names:
 
 def _ranks(ranks: list[int]) -> str:
     """``rank 3``, ``ranks 0-3``, ``ranks 0, 2``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    runs = joined((rank, rank + 1) for rank in ranks)
+    text = ", ".join(f"{a}" if end == a + 1 else f"{a}-{end - 1}" for a, end in runs)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 

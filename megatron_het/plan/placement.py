@@ -188,7 +188,7 @@ def placed_documents(pieces: Sequence[Piece], room: Sequence[int], keys_per_toke
             at += size
             left[rank] -= size
             load[rank] += _pairs(tokens) * size / tokens
-    return [_joined(sorted(blocks)) for blocks in found]
+    return [joined(sorted(blocks)) for blocks in found]
 
 
 def _pairs(tokens: int) -> int:
@@ -214,7 +214,7 @@ def _filled(tokens: int, ranks: Sequence[int], left: Sequence[int]) -> dict[int,
     return found
 
 
-def _joined(blocks: Iterable[Piece]) -> Blocks:
+def joined(blocks: Iterable[Piece]) -> tuple[Piece, ...]:
     """Returns blocks with neighbours as one, and without empty ones."""
     found: list[Piece] = []
     for first, end in blocks:
@@ -240,7 +240,7 @@ def _moved(placed: Sequence[Blocks], places: Sequence[Blocks], own: Blocks) -> B
                 steps.append((place + lo - other, token + lo - row, hi - lo))
     steps.sort()
     cuts = [(max(lo, at), min(hi, at + size), token - at) for lo, hi in own for at, token, size in steps]
-    return _joined((lo + by, hi + by) for lo, hi, by in cuts if lo < hi)
+    return joined((lo + by, hi + by) for lo, hi, by in cuts if lo < hi)
 
 
 def _rows(blocks: Blocks) -> Iterator[tuple[int, int, int]]:

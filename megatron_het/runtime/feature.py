@@ -26,6 +26,7 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.data import Batches
 from megatron_het.schedule.ir import Kind, Program
 
+Around = contextlib.AbstractContextManager[None]  # a pass
 Key = tuple[int, int, int]  # (microbatch, slice, chunk) of a compute operation on this device
 
 
@@ -164,13 +165,11 @@ class RuntimeFeature:
         All ranks come to it at one point of one order of all transfers and collectives, before the first update.
         """
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: ForwardPass, call: Call) -> Around:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
         return contextlib.nullcontext()
 
-    def around_backward(
-        self, backward: BackwardPass, call: Call, state: Iteration
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Around:
         """Around a BACKWARD or BACKWARD_INPUT, the waiting for its gradient included."""
         return contextlib.nullcontext()
 

@@ -153,9 +153,7 @@ def asked(job: Running, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_join_death_and_leave(
-    lab: Lab, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
-):
+def test_join_death_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]):
     nodes = [("a", ""), ("b", ""), ("c", ""), ("d", "come")]
     job = Running(lab, tmp_path, nodes, kill=(1, 8, 0), hold=(4, str(tmp_path / "go")))
     job.until(lambda: job.iteration() >= 2, "start")

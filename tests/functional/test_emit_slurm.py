@@ -155,9 +155,7 @@ exec {sys.executable} -m examples.llama.pinned "${{@:2}}"
 
 
 @pytest.mark.full
-def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag_on_the_nodes(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag(cluster: Slurm, tmp_path: Path) -> None:
     out, python = tmp_path / "run", program(tmp_path / "python", SLOWING)
     platform = [word for word in CPU_ARGUMENTS if word != MISSING_FLAG]
     emitted = write_run(out, [], iterations=3, doctor=True, bytes_per_s=1e13, platform=platform)

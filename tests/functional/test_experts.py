@@ -142,9 +142,7 @@ LOGGED = words(
 
 
 @pytest.mark.parametrize("name", tiers(LOGGED, [name for name in LOGGED if name in FULL]))
-def test_balancing_losses_in_the_log_are_those_of_one_process(
-    name: str, lab: Lab, finished: dict[str, Finished]
-) -> None:
+def test_balancing_losses_in_the_log_are_of_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     """Sums over stages, slices, and replicas with different numbers of microbatches."""
     case, done = BY_NAME[name], finished[name].check()
     stock = logged((lab.reference(case) / "rank-0.log").read_text())

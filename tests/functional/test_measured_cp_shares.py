@@ -57,9 +57,7 @@ MODEL = """
 """
 
 
-def test_an_emitted_plan_with_ranks_of_two_kinds_trains(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_emitted_plan_of_two_kinds_trains(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two kinds share every sequence in a stage, three to one; another stage is on the slower kind."""
     case = new_case("two-kinds", [[1], [1]], [3, 2], cp=[[2], [1]], shares=(3, 1))
     shared, other = (stage.replicas[0] for stage in case.plan.stages)

@@ -85,14 +85,12 @@ class ActivationOffload(feature.RuntimeFeature):
         if not call.forward_only:
             self.start(call.models)
 
-    def around_forward(
-        self, forward: feature.ForwardPass, call: feature.Call
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
         return contextlib.nullcontext() if call.forward_only else self.saving(forward.op, forward.source)
 
     def around_backward(
         self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> feature.Around:
         self.release(backward.op)
         return contextlib.nullcontext()
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from megatron_het.features.context_exchange.kinds import exchanged_layers
+from megatron_het.plan.placement import joined
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program, Shape
@@ -329,7 +330,7 @@ def plan_exchange(
             after[owner] -= work
             after[helper] += work
             have = kept.setdefault((owner, helper, op.microbatch, op.chunk), set()) if keep else set()
-            sent = _ranges(u for u in range(start, start + amount) if u not in have)
+            sent = joined((u, u + 1) for u in range(start, start + amount) if u not in have)
             have.update(range(start, start + amount))
             moves.append(
                 Move(
@@ -417,16 +418,6 @@ def _limited_offers(
         times = costs.times(program.shape, passes, exchanged_layers(program.shape.attention_layers), units, seen_by)
     counts = {d: len(work[d]) for d in busy}
     return _Offers({d: before[d] + own[d] for d in busy}, level(counts, times, work), first, work)
-
-
-def _ranges(numbers: Iterator[int]) -> tuple[tuple[int, int], ...]:
-    out: list[list[int]] = []
-    for n in numbers:
-        if out and out[-1][1] == n:
-            out[-1][1] = n + 1
-        else:
-            out.append([n, n + 1])
-    return tuple((a, b) for a, b in out)
 
 
 def balance(slots: Sequence[ExchangeSlot]) -> float:

@@ -1,6 +1,5 @@
 """The attention context exchange as a feature of a rank."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,14 +57,12 @@ class ContextExchangeFeature(feature.RuntimeFeature):
         self.exchange.begin_limited(made, self.limited.limits)
         return made
 
-    def around_forward(
-        self, forward: feature.ForwardPass, call: feature.Call
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
         return self.exchange.joint(forward.op)
 
     def around_backward(
         self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> feature.Around:
         return self.exchange.joint(backward.op)
 
     def finish(self, call: feature.Call, state: feature.Iteration) -> None:

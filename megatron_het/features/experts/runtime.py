@@ -20,7 +20,7 @@ from megatron_het.features.experts.spec import GLOBAL, SINKHORN, balancing_of
 from megatron_het.features.registry import extra_layers
 from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
-from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.feature import Around, BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 
 # Losses that balance experts, exact where a pass has only a part of the sequences.
 #
@@ -335,13 +335,11 @@ class Experts(RuntimeFeature):
         """In fp16 an overflow of experts is one of all weights."""
         share_loss_scale(getattr(call.optimizer, "chained_optimizers", ()))
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: ForwardPass, call: Call) -> Around:
         """Routers know the pass that runs."""
         return contextlib.nullcontext() if call.forward_only else self._running(forward.op, call)
 
-    def around_backward(
-        self, backward: BackwardPass, call: Call, state: Iteration
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Around:
         """Tells routers the pass of a recomputation."""
         return self._running(backward.op, call)
 

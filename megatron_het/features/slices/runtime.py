@@ -19,7 +19,7 @@ from megatron_het.features.thrifty_layers.runtime import lighten_linear_layers
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.placement import Blocks, Placed, part_tokens, token_blocks
 from megatron_het.runtime.data import Batches
-from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.feature import Around, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts, documents_in
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
@@ -98,7 +98,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         if self.documents is None:
             self.documents_known()
 
-    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: ForwardPass, call: Call) -> Around:
         return self.forward(forward.op, call.forward_only)
 
     def finish(self, call: Call, state: Iteration) -> None:

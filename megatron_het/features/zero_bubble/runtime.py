@@ -328,15 +328,13 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         self._layers += split_linear_layers(models, self._gradients)
 
-    def around_forward(
-        self, forward: feature.ForwardPass, call: feature.Call
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
         """See :class:`RuntimeFeature`; all backwards of these schedules come in two halves."""
         return contextlib.nullcontext() if call.forward_only else self._gradients.splitting()
 
     def around_backward(
         self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> feature.Around:
         if backward.op.kind == Kind.BACKWARD_INPUT:
             return self._gradients.deferring(backward.op.key)
         return contextlib.nullcontext()

@@ -346,11 +346,7 @@ def draw_timelines(results: Mapping[str, Result], path: str | Path, *, width_in:
 
     Args:
         results: simulations by the title that stands above each.
-        path: ends in .svg, .png or .pdf.
-
-    Raises:
-        ValueError: another file name ending.
-        ImportError: matplotlib is not installed; the message says how to get it.
+        path: as of :func:`draw`, which says what is raised.
     """
     path, pyplot = _picture_file(path), _pyplot()
     heights = [0.42 * len(result.program.ops) + 0.4 for result in results.values()]

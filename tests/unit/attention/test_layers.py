@@ -175,9 +175,7 @@ def test_a_weight_from_elsewhere_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("kind", LIGHT)
-def test_a_split_backward_that_comes_later_is_kept(
-    kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_backward_that_is_later_is_kept(kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("copy_to", "reduce_from"):
         monkeypatch.setattr(f"{LAYERS}.{name}_tensor_model_parallel_region", lambda tensor, **_: tensor)
     module = layer(kind)
@@ -319,9 +317,7 @@ def mask_of(starts: tuple[tuple[int, ...], ...] | None, window: int | None) -> t
     [(None, None), (((0, 7, 15), (0,)), None), (((0, 9), (0, 9)), None), (None, 8)],
     ids=["whole", "documents", "same documents", "window"],
 )
-def test_slices_equal_whole_sequences(
-    value: int, starts: tuple[tuple[int, ...], ...] | None, window: int | None
-) -> None:
+def test_slices_equal_the_whole(value: int, starts: tuple[tuple[int, ...], ...] | None, window: int | None) -> None:
     torch.manual_seed(5)
     w = Widths(heads=3, rank=7, rotary=4, plain=5, value=value)
     query = torch.randn(SLICES * TOKENS, BATCH, w.heads, w.plain + w.rotary, dtype=torch.float64, requires_grad=True)

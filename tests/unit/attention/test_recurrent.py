@@ -132,23 +132,26 @@ def trained(layer: Any, run: Callable[[torch.Tensor], torch.Tensor]) -> list[tor
     return [out.detach(), source.grad, *(gradient.clone() for gradient in found)]
 
 
+def cut(run: Callable[..., torch.Tensor], lengths: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What runs slices of these lengths one after the other."""
+
+    def sliced(source: torch.Tensor) -> torch.Tensor:
+        firsts = itertools.accumulate(lengths, initial=0)
+        parts = zip(source.split(list(lengths)), firsts, strict=False)
+        return InReverse.apply(*(run(part, i, first) for i, (part, first) in enumerate(parts)))  # type: ignore[no-any-return]
+
+    return sliced
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_slices_equal_the_whole(layer: Any, lengths: Sequence[int], recomputes: bool) -> None:
     """Slices shorter than what the convolution sees, too."""
     wanted = trained(layer, lambda source: layer(source, None)[0])
     run = over_slices(layer)
-
-    def sliced(source: torch.Tensor) -> torch.Tensor:
-        found, first = [], 0
-        for index, part in enumerate(source.split(list(lengths))):
-            found.append(
-                checkpoint(run, part, index, first, use_reentrant=True) if recomputes else run(part, index, first)
-            )
-            first += len(part)
-        return InReverse.apply(*found)  # type: ignore[no-any-return]
-
-    for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
+    if recomputes:
+        run = functools.partial(checkpoint, run, use_reentrant=True)
+    for ours, theirs in zip(trained(layer, cut(run, lengths)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     layer.slice_states.check_empty()
 
@@ -165,12 +168,7 @@ def test_slices_lose_no_digits(layer: Any, lengths: Sequence[int], monkeypatch: 
         wide = copy.deepcopy(layer).double()
         exact = trained(wide, whole(wide))
     single = trained(layer, whole(layer))
-    run, firsts = over_slices(layer), tuple(itertools.accumulate(lengths, initial=0))
-
-    def sliced(source: torch.Tensor) -> torch.Tensor:
-        return InReverse.apply(*(run(part, i, firsts[i]) for i, part in enumerate(source.split(list(lengths)))))  # type: ignore[no-any-return]
-
-    for ours, theirs, wanted in zip(trained(layer, sliced), single, exact, strict=True):
+    for ours, theirs, wanted in zip(trained(layer, cut(over_slices(layer), lengths)), single, exact, strict=True):
         error, usual = ((found.double() - wanted).norm() / wanted.norm() for found in (ours, theirs))
         assert error <= 2 * usual + 1e-7
 
@@ -192,13 +190,7 @@ def test_documents_equal_each_alone(layer: Any, lengths: Sequence[int], starts: 
 
     wanted = trained(layer, alone)
     run = over_slices(layer, state_starts=tuple(starts))
-
-    def sliced(source: torch.Tensor) -> torch.Tensor:
-        firsts = itertools.accumulate(lengths, initial=0)
-        parts = zip(source.split(list(lengths)), firsts, strict=False)
-        return InReverse.apply(*(run(part, i, first) for i, (part, first) in enumerate(parts)))  # type: ignore[no-any-return]
-
-    for ours, theirs in zip(trained(layer, sliced), wanted, strict=True):
+    for ours, theirs in zip(trained(layer, cut(run, lengths)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     layer.slice_states.check_empty()
 

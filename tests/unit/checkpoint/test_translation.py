@@ -109,9 +109,7 @@ def test_the_same_family_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("+-+-", "latent attention"),
     ],
 )
-def test_models_that_are_not_equal_are_refused(
-    pattern: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_differ_are_refused(pattern: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_as(monkeypatch, STACKED, 2)
     args = SimpleNamespace(hybrid_layer_pattern=pattern, num_layers=4)
     if reason is None:

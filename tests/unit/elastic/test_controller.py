@@ -212,9 +212,7 @@ def test_what_a_worker_refuses_is_told_to_the_controller(board: Any, tmp_path: P
     ]
 
 
-def test_a_refused_worker_is_named_once_and_not_started_again(
-    board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_refused_worker_is_named_once_and_not_restarted(board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     run, said = subprocess.Popen, []
     monkeypatch.setattr(
         agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"], stdout=more["stdout"])

@@ -265,9 +265,7 @@ def test_without_a_token_the_folder_of_the_job_is_asked_for(tmp_path: Path, capf
     assert one_error(capfd).endswith("token: no such file. Give --token-file or --folder of the job")
 
 
-def test_a_second_controller_is_refused(
-    place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_two_controllers_are_refused(place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     port, words = place
     words += ["--controller-only", "--plans", str(tmp_path / "plan.json")]
     first = ServedBoard("127.0.0.1", port, TOKEN)

@@ -358,9 +358,7 @@ def test_balancing_layers_counts_on_divided_state():
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("ministage", 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_with_more_rows_of_the_vocabulary_takes_longer_for_them_and_holds_more(
-    schedule: str, chunks: int, tied: bool
-):
+def test_a_stage_with_more_rows_of_the_vocabulary_takes_longer_and_holds_more(schedule: str, chunks: int, tied: bool):
     e = estimator(24)
     stages = (Stage(12, (Group(BIG, 1, 1),)), Stage(12, (Group(BIG, 1, 1),)))
     candidate = Candidate(stages, 1, "full", schedule=schedule, chunks=chunks, zero_stage=1)

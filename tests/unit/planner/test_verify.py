@@ -297,9 +297,7 @@ def test_the_asked_for_ranks_run_with_the_users_flags_last(
         ("", ["--cuda", "--kernels", "cpu"], "--cuda"),
     ],
 )
-def test_what_cannot_run_is_refused(
-    words_of_run: list[str], change: str, more: list[str], key: str, capsys: Said
-) -> None:
+def test_refuses_what_cannot_run(words_of_run: list[str], change: str, more: list[str], key: str, capsys: Said) -> None:
     path = Path(words_of_run[words_of_run.index("--model") + 1])
     kept = [line for line in MODEL_OF_RUN.splitlines() if line.split(":")[0] not in change]
     path.write_text("\n".join([*kept, change]), encoding="utf-8")

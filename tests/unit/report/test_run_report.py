@@ -38,9 +38,7 @@ def iterate(report: RunReport, count: int) -> None:
             pass
 
 
-def test_a_run_that_is_killed_leaves_what_there_was(
-    report: RunReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_leaves_what_there_was(report: RunReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     file = tmp_path / "rank-0.json"

@@ -472,15 +472,9 @@ def _quick_s(
     if inputs is not None:
         seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
         assert seated is not None  # the plan has been made of it
+        parts = schedule_of(candidate).slice_parts(estimator.model, plan)
         costs = _priced(
-            estimator,
-            whole,
-            candidate,
-            estimate=estimate,
-            plan=plan,
-            seated=seated,
-            program=None,
-            parts=schedule_of(candidate).slice_parts(estimator.model, plan),
+            estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, program=None, parts=parts
         )
         shape, speeds, parameters = inputs
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)

@@ -67,9 +67,7 @@ class Links:
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize(("microbatch", "senders", "receivers"), [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1)])
-def test_replicas_of_different_tp_hand_over_all_rows(
-    divided: bool, microbatch: int, senders: int, receivers: int
-) -> None:
+def test_replicas_of_other_tp_hand_over_all_rows(divided: bool, microbatch: int, senders: int, receivers: int) -> None:
     placement, mail = _mixed(), dict[tuple[int, int], torch.Tensor]()
     pairs = edges(placement, 0, TOKENS, divided=divided)
     ends = placement.replica(0, placement.route[0][microbatch]), placement.replica(1, 0)

@@ -86,9 +86,7 @@ def fp32_residuals() -> Call:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
-def test_computes_in_the_type_of_the_weight(
-    tied: bool, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computes_in_the_weights_type(tied: bool, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     MAIL.clear()
     torch.manual_seed(0)
     weight = torch.randn(2 * ROWS, HIDDEN).bfloat16()
