@@ -168,15 +168,14 @@ def case_of(row: Row, name: str, seed: int) -> Case:
         tied=row["tied"],
         precision=row["precision"],
         sequence_parallel=row["sequence_parallel"],
-        recompute="selective" if row["recompute"] == "mlp" else row["recompute"],
+        recompute=row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
     if row["context_exchange"]:
         plan = replace(plan, stages=_routed_as_the_first(plan.stages))
     shares = _SHARES if row["cp"] == "unequal parts" else ()
     plan = replace(plan, stages=with_context_parallel_sizes(plan.stages, cp_sizes(row, sizes), shares))
-    own: tuple[str, ...] = ("--recompute-modules", "mlp") if row["recompute"] == "mlp" else ()
-    own += ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
+    own: tuple[str, ...] = ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
     chosen: Row = {"precision": row["precision"], "row": dict(row)}
     window = _window(row)
     if window:  # parameters after the last step are compared as well

@@ -25,7 +25,7 @@ from testing.runner import Device, Runner
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
 _MICROBATCHES = (1, 2, 3, 4)
 _RANDOM, _MAX_RANKS = 10, 8
-_RECOMPUTE = ("none", "selective", "full", "up projection")
+_RECOMPUTE = ("none", "selective", "full", "mlp")
 _OFFLOAD = (0.0, 0.75, 1.0)
 _RANDOM_SHARED = 6
 PLAIN: dict[str, Any] = {
@@ -124,7 +124,6 @@ class SlicedCase(Case):
         """Flags of a Case, with the plan's own micro batch size."""
         flags = [*super().plan_flags(device), "--micro-batch-size", str(self.plan.training.micro_batch_size)]
         flags += ["--het-thrifty-layers"] if self.chosen.get("thrifty") else []
-        flags += ["--recompute-modules", "mlp"] if self.chosen["recompute"] == "up projection" else []
         return tuple(flags)
 
 
@@ -165,7 +164,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
         rng,
         tied=row["tied"],
         sequence_parallel=row["tp"] > 1,
-        recompute="selective" if row["recompute"] == "up projection" else row["recompute"],
+        recompute=row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
     model = replace(plan.model, num_query_groups=HEADS) if row["multi_head"] else plan.model

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import combinations
 from math import exp, log
 from typing import Any
 
@@ -255,7 +256,8 @@ def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Run
     """Iteration time.
 
     Args:
-        fitting: Where activations do not fit, recompute as many layers as it takes (``--recompute-method block``).
+        fitting: Where activations do not fit, recompute what takes least: parts of all layers (as Megatron's
+            ``--recompute-modules`` does), or as many layers as it takes (``--recompute-method block``).
     """
     costs = CatalogCosts(model, lambda name: catalog()[name], runtime)
     estimator = Estimator(cluster, model, costs, runtime)
@@ -265,14 +267,16 @@ def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Run
         raise ValueError(f"{model.name}: the batch of {model.global_batch_size} does not divide over {candidate}")
     if not fitting or estimator.fits(found):
         return found.iteration_s
-    less = estimator.estimate(candidate.with_(recompute="full"))
+    chosen = [" ".join(names) for n in (1, 2, 3) for names in combinations(("moe_act", "mla_up_proj", "mlp"), n)]
+    less, *parts = [estimator.estimate(candidate.with_(recompute=name)) for name in ("full", *chosen)]
     assert less is not None
     share = 0.0
     for a, b in zip(found.memory, less.memory):
         over = a.total_bytes - estimator.memory_margin * a.capacity_bytes
         saved = a.total_bytes - b.total_bytes
         share = max(share, min(1.0, over / saved) if saved > 0 else 1.0)
-    return found.iteration_s + share * (less.iteration_s - found.iteration_s)
+    of_layers = found.iteration_s + share * (less.iteration_s - found.iteration_s)
+    return min([of_layers, *(part.iteration_s for part in parts if part is not None and estimator.fits(part))])
 
 
 KERNELS = "kernels."

@@ -17,6 +17,7 @@ from megatron_het.features.registry import cuts_sequences, cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.placement import token_blocks
 from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION, TrainingShape
+from megatron_het.plan.validate import PARTS
 from megatron_het.schedule.ir import SLICED_SCHEDULES
 
 _REFUSED = (
@@ -101,7 +102,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)
-    _check_recompute(args)
+    _check_recompute(plan, args)
     _check_fp8(plan, args)
     check_skipping(plan, args)
     _check_checkpoint(plan, args)
@@ -239,18 +240,24 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     for name, value in wanted.items():
         if getattr(args, name) and not value:
             raise PlanError(flag_of(name), True, "the plan was made without it", "Make the plan again with it")
-    granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
-    if granularity is not None and granularity != plan.training.recompute:
-        raise PlanError("--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}")
     how = args.recompute_method, args.recompute_num_layers
     if how not in (("uniform", 1), (None, None)) and any(r.recompute_layers for s in plan.stages for r in s.replicas):
         problem = "the plan says which layers of each chunk run again (recompute_layers)"
         raise PlanError("--recompute-num-layers", how[1], problem, "Leave it and --recompute-method out")
 
 
-def _check_recompute(args: Any) -> None:
-    """Without Transformer Engine, Megatron's recomputation of norms ends in a NameError in the first forward."""
-    modules = getattr(args, "recompute_modules", None) or ()
+def _check_recompute(plan: Plan, args: Any) -> None:
+    """Flags must say what the plan says; and Megatron fails late, or with a traceback, without what it needs."""
+    granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
+    recompute, given = plan.training.recompute, getattr(args, "recompute_modules", None)
+    if granularity not in (None, "selective" if recompute in PARTS else recompute):
+        raise PlanError("--recompute-granularity", granularity, f"the plan was made for {recompute!r}")
+    modules = given or ([recompute] if granularity is None else ())
+    if recompute in PARTS and modules != [recompute]:
+        raise PlanError("--recompute-modules", given, f"the plan was made for {recompute!r}")
+    if "moe_act" in modules and not args.moe_grouped_gemm:
+        problem = "Megatron runs it again in experts of Transformer Engine only"
+        raise PlanError("--recompute-modules", "moe_act", problem, "Give --moe-grouped-gemm")
     if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
         problem = "Megatron needs Transformer Engine for it, which is not installed"
         hint = "Leave it out; --het-thrifty-layers saves as much of norms"
@@ -458,6 +465,8 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
     if plan.training.recompute == "none" or args.recompute_granularity or args.recompute_activations:
         return
     args.recompute_granularity = plan.training.recompute
+    if plan.training.recompute in PARTS:
+        args.recompute_granularity, args.recompute_modules = "selective", [plan.training.recompute]
     if plan.training.recompute == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1

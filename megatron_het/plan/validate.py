@@ -173,7 +173,8 @@ def _check_amount(value: float, where: str) -> None:
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-RECOMPUTE = ("none", "selective", "full")
+PARTS = ("moe_act", "mlp")  # of a layer, as Megatron's ``--recompute-modules`` names what runs again
+RECOMPUTE = ("none", "selective", *PARTS, "full")
 
 
 def check_plan(plan: Plan) -> None:

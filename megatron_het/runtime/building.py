@@ -98,10 +98,10 @@ class RecomputingMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **keywords)
         promise = _Promise(self._up)
         up = _Recomputed.apply(hidden_states, promise)
-        address, numel = up.data_ptr(), up.numel()
+        storage, numel = up.untyped_storage()._cdata, up.numel()  # dry runs have no addresses
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Reference:
-            is_up = tensor.data_ptr() == address and tensor.numel() == numel
+            is_up = tensor.untyped_storage()._cdata == storage and tensor.numel() == numel
             return _Reference(promise, tensor.size()) if is_up else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):

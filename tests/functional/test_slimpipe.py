@@ -23,7 +23,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
     "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
     "split-vocabulary": {"tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2},
-    "split-tied-vocabulary-offload": row_of("tied vocabulary offload=0.75 slices=8", recompute="up projection"),
+    "split-tied-vocabulary-offload": row_of("tied vocabulary offload=0.75 slices=8", recompute="mlp"),
     "slices-of-equal-work": {"slices": 5, "tp": 2, "recompute": "selective", "parameters": {"slice_lengths": "work"}},
     "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
     "exchange-interleaved-tp": row_of(

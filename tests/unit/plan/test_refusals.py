@@ -329,6 +329,7 @@ REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 CHUNKED = {"mlp_chunks_for_training": 2}
 DETACHED = {"mtp_num_layers": 1, "mtp_detach_heads": True, "untie_embeddings_and_output_weights": True}
 WIDE = more_stages(2, tp=2, sequence_parallel=True)
+SELECTIVE = {"recompute_granularity": "selective"}
 THRIFTY = replace(more_stages(4), schedule=ScheduleSpec("1f1b", {"thrifty_layers": True}))
 CLAMPED = {"swiglu": True, "activation_func_clamp_value": 7.0}
 LATER = replace(made(), model=replace(made().model, mtp_num_layers=1, tied_embeddings=False))
@@ -395,6 +396,13 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
         (THRIFTY, CLAMPED | {"bias_swiglu_fusion": True}, None),
         (THRIFTY, {"swiglu": True, "glu_linear_offset": 1.0}, "--glu-linear-offset = 1.0.*fused one"),
         (THRIFTY, {"glu_linear_offset": 1.0}, None),
+        (more_stages(2, recompute="mlp"), {}, None),
+        (more_stages(2, recompute="mlp"), {**SELECTIVE, "recompute_modules": ["mlp"]}, None),
+        (more_stages(2, recompute="selective"), {**SELECTIVE, "recompute_modules": ["mlp"]}, None),
+        (more_stages(2, recompute="mlp"), SELECTIVE, "--recompute-modules = None.*the plan was made for 'mlp'"),
+        (more_stages(2, recompute="mlp"), {"recompute_modules": ["layernorm"]}, "--recompute-modules.*for 'mlp'"),
+        (more_stages(2, recompute="mlp"), {"recompute_granularity": "full"}, "--recompute-granularity.*for 'mlp'"),
+        (more_stages(2, recompute="moe_act"), {}, "--recompute-modules = 'moe_act'.*Give --moe-grouped-gemm"),
     ],
 )
 def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
@@ -474,9 +482,7 @@ def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [feature.name for feature in FEATURES]
 
 
-def test_wandb_is_looked_for_where_megatron_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_is_looked_for_where_it_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: None)
     hooks._check_wandb(arguments(wandb_project="run", rank=0, world_size=2))
     hooks._check_wandb(arguments(rank=1, world_size=2))

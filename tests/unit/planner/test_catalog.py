@@ -25,6 +25,7 @@ from tools.planner.costs.layer import (
     WITHOUT_TE,
     Kernels,
     Product,
+    Runtime,
     Spread,
     attention_matrix_bytes,
     attention_s,
@@ -153,8 +154,6 @@ def test_cut_sequences_have_fused_attention_without_transformer_engine(gpu, cut)
 def test_fp4_is_priced_where_the_hardware_has_it():
     fp4, fp8 = (costs(**{name: True}).cost("B200", "layer", 1, 1, "none").forward_s for name in ("fp4", "fp8"))
     assert 0.6 * fp8 < fp4 < fp8
-    with pytest.raises(Exception, match="fp4"):
-        costs(fp4=True).cost("H100-SXM", "layer", 1, 1, "none")
     with pytest.raises(ValueError, match="exclude"):
         Model(**SHAPE, fp4=True, fp8=True)
 
@@ -238,13 +237,35 @@ def test_experts_are_divided_and_cost_their_exchange():
     assert far.forward_s > eight.forward_s
 
 
-def test_fp8_needs_hardware():
-    assert (
-        costs(fp8=True).cost("H100-SXM", "layer", 1, 1, "none").forward_s
-        < costs().cost("H100-SXM", "layer", 1, 1, "none").forward_s
-    )
-    with pytest.raises(PlannerError, match="fp8"):
-        costs(fp8=True).cost("A100-80", "layer", 1, 1, "none")
+@pytest.mark.parametrize(
+    ("changes", "recompute", "numbers"),
+    [
+        ({"gated": False}, "mlp", 2 * 14336),
+        ({"experts": Experts(count=8, top_k=2, ffn_hidden_size=512, dense_layers=4)}, "mlp", 1.5 * 14336),
+        ({"experts": Experts(count=8, top_k=2, ffn_hidden_size=512, shared_ffn_hidden_size=64)}, "moe_act", 1024),
+        ({"experts": Experts(count=8, top_k=2, ffn_hidden_size=512)}, "mlp", 0),
+    ],
+)
+def test_parts_of_a_layer_run_again(changes: dict[str, Any], recompute: str, numbers: float) -> None:
+    """What they keep is there again in the backward only, which takes less time more than the whole forward."""
+    none, part, full = (costs(**changes).cost("H100-SXM", "layer", 1, 2, r) for r in ("none", recompute, "full"))
+    saved, more = none.activation_bytes - part.activation_bytes, part.backward_s - none.backward_s
+    assert saved == pytest.approx(8192 * numbers) == part.workspace_bytes - none.workspace_bytes
+    assert 0 <= more < 0.6 * (full.backward_s - none.backward_s) and bool(more) == bool(numbers)
+
+
+def test_plans_run_first_projections_again_only() -> None:
+    def more_s(runtime: Runtime) -> float:
+        mine = CatalogCosts(Model(**SHAPE), lambda name: catalog()[name], runtime)
+        return mine.cost("H200", "layer", 1, 1, "mlp").backward_s - mine.cost("H200", "layer", 1, 1, "none").backward_s
+
+    assert 0.6 < more_s(MEGATRON_HET) / more_s(replace(MEGATRON_HET, again_whole=True)) < 0.8
+
+
+@pytest.mark.parametrize(("precision", "gpu"), [("fp8", "A100-80"), ("fp4", "H100-SXM")])
+def test_fp8_and_fp4_need_hardware(precision: str, gpu: str) -> None:
+    with pytest.raises(PlannerError, match=precision):
+        costs(**{precision: True}).cost(gpu, "layer", 1, 1, "none")
 
 
 def test_every_gpu_has_figures():

@@ -110,6 +110,8 @@ def test_flags_of_plan_and_model() -> None:
     flags = "--bf16 --sequence-parallel --use-distributed-optimizer --calculate-per-token-loss"
     assert {*flags.split(), "--dist-ckpt-optim-fully-reshardable"} <= set(words)
     assert words[words.index("--recompute-granularity") + 1] == "full"
+    words = plan_arguments(make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), recompute="moe_act"))
+    assert words[-4:] == ["selective", "--recompute-modules", "moe_act", "--moe-grouped-gemm"]
     words = model_arguments(plan, model_of(plan))
     assert words[words.index("--num-query-groups") + 1] == "2"
     assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words

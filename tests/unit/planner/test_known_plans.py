@@ -160,9 +160,7 @@ def test_long_pipelines_of_slices_over_slow_networks(kinds: tuple[tuple[str, int
 SLIMPIPE = SCHEDULES["slimpipe"]
 
 
-def _estimator(
-    hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1
-) -> Estimator:
+def _prices(hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1) -> Estimator:
     kinds_of = ("A100-80", 2, 4, 25e9), ("H100-SXM", 2, 4, 25e9)
     model = model_of(
         layers=24, hidden=hidden, words=vocab, tokens=length, batch=batch, precision="bf16", distributed_optimizer=True
@@ -177,7 +175,7 @@ def _plain(stages: int, layers: int = 24, **more: object) -> Candidate:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 6, 7, 8])
 def test_slimpipe_has_slices_for_every_number_of_stages(stages: int) -> None:
-    estimator = _estimator()
+    estimator = _prices()
     found = list(SLIMPIPE.variants(estimator, _plain(stages)))
     assert len(found) == 3
     for candidate in found:
@@ -186,7 +184,7 @@ def test_slimpipe_has_slices_for_every_number_of_stages(stages: int) -> None:
 
 
 def test_slices_that_do_not_divide_the_sequence_are_simulated() -> None:
-    estimator = _estimator(length=8191, batch=4)
+    estimator = _prices(length=8191, batch=4)
     candidate = next(iter(SLIMPIPE.variants(estimator, _plain(3))))
     estimate = estimator.estimate(candidate)
     assert candidate.slices == 3 and SLIMPIPE.runs(estimator, candidate) and estimate is not None
@@ -194,7 +192,7 @@ def test_slices_that_do_not_divide_the_sequence_are_simulated() -> None:
 
 
 def test_tp_ranks_share_slices_of_different_lengths() -> None:
-    estimator = _estimator()
+    estimator = _prices()
     model = estimator.model.model_copy(update={"sequence_parallel": True, "seq_length": 6144})
     shared = Estimator(estimator.cluster, model, estimator.costs)
     candidate = Candidate((Stage(12, (Group(0, 4, 1),)),) * 2, 1, schedule="slimpipe", slices=5, zero_stage=1)
@@ -209,7 +207,7 @@ def test_tp_ranks_share_slices_of_different_lengths() -> None:
 )
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_what_stages_wait_for_a_split_vocabulary(more: dict[str, object], error: float, slices: int) -> None:
-    estimator, stages = _estimator(vocab=128256, length=4096, batch=16), 4
+    estimator, stages = _prices(vocab=128256, length=4096, batch=16), 4
     cut = slices * stages if more["schedule"] == "slimpipe" else 1
     candidate = _plain(stages, rows=rows_of((1,) * stages, False), slices=cut, **more)
     estimate = estimator.estimate(candidate)
@@ -230,7 +228,7 @@ def test_replicas_of_two_kinds_are_pipelines_of_their_own(more: dict[str, object
 
 
 def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> None:
-    estimator = _estimator(vocab=256000)
+    estimator = _prices(vocab=256000)
     groups = ((Group(0, 2, 1),),) * 4
     whole = balance(estimator, groups, Candidate((), 1, zero_stage=1))
     split = balance(estimator, groups, Candidate((), 1, zero_stage=1, rows=((1.0, 1.0),), ep=8))
@@ -244,7 +242,7 @@ def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> N
 
 def test_vocabularies_are_split_from_the_start_where_the_head_is_long() -> None:
     def split(vocab: int, stages: int) -> bool:
-        estimator = _estimator(vocab=vocab)
+        estimator = _prices(vocab=vocab)
         found = even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 50)
         return any(like.rows for groups, like in with_split_vocabulary(estimator, found) if len(groups) == stages)
 
@@ -253,7 +251,7 @@ def test_vocabularies_are_split_from_the_start_where_the_head_is_long() -> None:
 
 def test_vocabularies_are_split_where_every_stage_has_as_few_layers() -> None:
     """A plan of eight interleaved stages was 5 % better than the one found: its head was shorter than a layer."""
-    estimator, point = _estimator(vocab=32000, length=1024, kinds=2), Candidate((), 2, zero_stage=1)
+    estimator, point = _prices(vocab=32000, length=1024, kinds=2), Candidate((), 2, zero_stage=1)
     for stages, ways in ((8, [False, True]), (2, [False])):
         mixed = ((Group(0, 1, 1), Group(1, 1, 1)),) * stages
         assert [bool(like.rows) for _, like in with_split_vocabulary(estimator, [(mixed, point)])] == ways
@@ -276,7 +274,7 @@ def test_experts_that_only_fit_with_tp_and_main_memory_are_planned() -> None:
 
 
 def test_regular_plans_are_many() -> None:
-    assert sum(1 for _ in regular_plans(_estimator(kinds=2))) > 4000
+    assert sum(1 for _ in regular_plans(_prices(kinds=2))) > 4000
 
 
 def _opt(*counts: tuple[str, int]) -> Estimator:

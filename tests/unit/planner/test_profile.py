@@ -447,6 +447,17 @@ def test_slices_without_recomputation_stand_for_those_with_it(recompute: str) ->
     assert cut.backward_s == pytest.approx(4 * each + whole.attention_backward_s * 3 / 4)
 
 
+def test_parts_that_run_again_are_taken_from_the_catalog() -> None:
+    found = costs(model(), timing("layer", 10e-3))
+    (mine, again), (theirs, part) = (
+        [c.cost(GPU, "layer", 1, 1, r) for r in ("none", "mlp")] for c in (found, found.analytic)
+    )
+    more = (part.backward_s - theirs.backward_s) / theirs.forward_s
+    assert again.backward_s == pytest.approx(mine.backward_s + 10e-3 * more) and 0.2 < more < 0.6
+    assert again.activation_bytes == pytest.approx((1 << 20) * part.activation_bytes / theirs.activation_bytes)
+    assert again.activation_bytes + again.workspace_bytes == mine.activation_bytes + mine.workspace_bytes
+
+
 def test_slices_of_layers_with_and_without_experts_are_averaged() -> None:
     of = model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024, dense_layers=6))
     whole = timing("layer", 20e-3), timing("dense", 4e-3)

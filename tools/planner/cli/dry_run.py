@@ -176,6 +176,9 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
     from ..emit.flags import model_arguments, plan_arguments
 
     model.check_dry_run("Use the planner's estimates")
+    if plan.training.recompute == "moe_act":
+        problem = "without a GPU nothing stands in for experts of Transformer Engine"
+        raise PlannerError("plan", "training.recompute", "moe_act", problem, "Use the planner's estimates")
     words = model_arguments(plan, model) + plan_arguments(plan)
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
     return [*words, "--het-plan", os.path.abspath(plan_file), *more]
@@ -398,6 +401,8 @@ def why_not_verified(estimator: Estimator) -> str:
         return "they are of GPUs"
     if cluster.total_gpus > MOST_GPUS:
         return f"with more than {MOST_GPUS} GPUs they take long"
+    if "moe_act" in model.recompute:
+        return "they know no recomputed activation functions of experts"
     return "they know no fp8" if model.fp8 else "they cannot train this model" if model.not_run else ""
 
 
@@ -482,7 +487,7 @@ class Verifier:
     def _checked(self, plan: Plan, memory: Sequence[GroupMemory], gpus: Sequence[str], kernels: str) -> list[RankCheck]:
         """One rank of each kind beside its GPU, in the time that is left; ``gpus`` are the kinds of the pools."""
         # The fullest first: where the time is over, the others hardly matter.
-        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_predicted(plan, kind, memory, gpus)[1]))
+        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_said(plan, kind, memory, gpus)[1]))
         left_s = self._limit_s - self._spent_s
         start_s, short = time.monotonic(), shortened(plan) if left_s > 0 else plan
         with TemporaryDirectory(prefix="het-verify-") as made:
@@ -499,9 +504,7 @@ class Verifier:
         return [_check(plan, kind, results.get(kind[0], late), memory, gpus) for kind in kinds]
 
 
-def _predicted(
-    plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]
-) -> tuple[str, GroupMemory]:
+def _said(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]) -> tuple[str, GroupMemory]:
     """GPU of a kind of rank, and what the planner's formulas say of its memory."""
     rank = kind[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
@@ -520,7 +523,7 @@ def _share(memory: GroupMemory) -> float:
 def _check(
     plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory], gpus: Sequence[str]
 ) -> RankCheck:
-    gpu, said = _predicted(plan, kind, memory, gpus)
+    gpu, said = _said(plan, kind, memory, gpus)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
         rank=kind[0],

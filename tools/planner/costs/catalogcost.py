@@ -11,8 +11,11 @@ from ..inputs.profile_schema import LayerKind
 from .layer import (
     ALONE,
     DIAGONAL_TOKENS,
+    GRANULARITIES,
+    INPUT_BYTES,
     MEGATRON_HET,
     MEMORY_EFFICIENT,
+    Counted,
     LayerCost,
     Product,
     Runtime,
@@ -181,9 +184,7 @@ class CatalogCosts:
         half = self.model.precision in ("fp16", "bf16")
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
-    def sliced_share(
-        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
-    ) -> float:
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
         """By the formula of ``activation_bytes`` for slices and for whole sequences."""
         sliced = whole = 0.0
         counted = kinds or self.model.kinds
@@ -219,6 +220,9 @@ class CatalogCosts:
         if not device.peak(model.precision) or not device.peak(precision):
             known = ", ".join(device.flops)
             raise PlannerError("model", "precision", precision, f"{gpu} does not support it", f"It supports {known}")
+        if "moe_act" in recompute and (device.is_processor or not self.runtime.fused):
+            problem = "Megatron runs it again with Transformer Engine only"
+            raise PlannerError("model", "recompute", "moe_act", f"{gpu}: {problem}", "Leave it out")
         tokens, passes = batch * model.seq_length / spread.over, spread.slices
         reduce = passes * self._reduces_s(device, tokens / passes, tp, spread)
         if kind == "layer":
@@ -241,8 +245,9 @@ class CatalogCosts:
         if kind == "layer":
             copies = self.runtime.attention_copies + (recompute == "selective")
             extra = backward_bytes(model, batch, tp, spread.over, expert_tp=parts, matrix=matrix, matrices=copies)
-            if recompute == "full":
+            if recompute not in ("none", "selective"):
                 extra += activation_bytes(model, kind, batch, tp, "none", fused, cp=spread.over, expert_tp=parts)
+                extra -= kept if recompute != "full" else 0.0
         elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
             extra = tokens * rows + max(tokens * size if model.sequence_parallel and tp > 1 else 0.0, matrix)
         else:  # the gradient of the table, before it is added to the others
@@ -289,7 +294,25 @@ class CatalogCosts:
             backward, attention_b = backward + forward, attention_b + attention_f
         elif recompute == "selective":
             backward, attention_b = backward + repeated, attention_b + repeated
+        elif recompute not in GRANULARITIES:
+            backward += passes * self._again_s(gpu, recompute, work, tokens, tp, spread)
         return forward, backward, attention_f, attention_b
+
+    def _again_s(self, gpu: Gpu, recompute: str, work: LayerWork, tokens: float, tp: int, spread: Spread) -> float:
+        """Parts of a layer; of dense MLPs plans do not run the second projection again in 16 bits."""
+        model, kernels, gathers, products = self.model, self.runtime.kernels, 0.0, list[Product]()
+        activated = list(work.experts) if "moe_act" in recompute else []
+        if "mlp" in recompute and model.ffn_hidden_size and not work.experts:
+            activated = list(work.products[-2:])
+            whole = self.runtime.again_whole or model.linear_precision in INPUT_BYTES
+            products, gathers = (activated, 1.0) if whole else (activated[:1], 0.5 * model.sequence_parallel)
+        moved = sum(up.count * up.m * (up.n + down.k) for up, down in zip(activated[:1], activated[1:]))
+        if "mla_up_proj" in recompute and model.latent is not None:
+            rotated = _attention_products(model, tokens, tp, tokens)[-4:-1:2]
+            products, moved = products + rotated, moved + sum(2 * p.m * p.n for p in rotated)
+        seconds = sum(product_s(gpu, kernels, p, model.linear_precision, model.element_bytes) for p in products)
+        seconds += gathers * self._reduces_s(gpu, tokens, tp, spread)
+        return seconds + memory_s(gpu, kernels.elementwise * moved * model.element_bytes)
 
     def _is_ours(self, gpu: Gpu, spread: Spread) -> bool:
         """Whether attention runs in the kernels of slices, which keep no matrices, on any GPU."""

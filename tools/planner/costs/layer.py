@@ -182,6 +182,8 @@ class Runtime:
     kernels: Kernels = DEFAULT_KERNELS  # what its kernels make of a GPU
     fused: bool = True  # attention of whole sequences runs in a fused kernel where the GPU has one
     tp_overlap: float = 0.0  # share of the collectives of TP that runs beside products
+    # where MLPs run again their second projections do, too: Megatron's own recomputation
+    again_whole: bool = False
     exchange_overlap: float = 0.0  # share of the all-to-alls of experts that runs beside compute
     # share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of the same pass; the rest
     # comes on top of it
@@ -198,6 +200,7 @@ MEGATRON = Runtime(
     name="Megatron with Transformer Engine",
     split_transfers=True,
     tp_overlap=0.45,
+    again_whole=True,
     exchange_overlap=0.5,
     sync_overlap=0.8,
     gather_overlap=0.9,
@@ -272,6 +275,7 @@ def catalog_uncertainty(model: Model, gpus: Collection[str], fitted: bool = True
     return found
 
 
+Counted = tuple[tuple[str, int], ...]  # layers by kind
 KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
 
 
@@ -286,7 +290,7 @@ class Spread(NamedTuple):
     intra_node_bytes_per_s: float | None = None  # of one GPU to its node, None for the catalog's figure
     slices: int = 1  # passes that a sequence is cut into; costs are of all of them
     # of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model
-    kinds: tuple[tuple[str, int], ...] = ()
+    kinds: Counted = ()
     cut: bool = False  # whether documents are cut by places, whatever that costs
     portion: float = 0.0  # the part of every sequence that the rank holds; 0 for equal parts
     # of one rank to the other context-parallel ranks, where these are of several kinds
@@ -343,6 +347,9 @@ def most_tp(model: Model) -> int:
     return 1 if model.experts is not None and model.biases else 1024
 
 
+GRANULARITIES = ("none", "selective", "full")  # of recomputation; others name one or more parts of a layer
+
+
 class LayerCosts(Protocol):
     """Where the cost model gets the figures of single layers."""
 
@@ -364,9 +371,7 @@ class LayerCosts(Protocol):
     def update_s(self, gpu: str, parameters: float) -> float:
         """Optimizer step over so many parameters on one rank."""
 
-    def sliced_share(
-        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
-    ) -> float:
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
         """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
 
 
@@ -404,20 +409,20 @@ def activation_bytes(
         pool = pool_size(model, tp) * (e + 4) if sliced else 0.0
         return tokens * (e * h / split + pool)
     whole: float = 2 * model.norms * e * h + (0 if model.gated or not model.ffn_hidden_size else 2 * h)
-    width, x = float(model.ffn_hidden_size), model.experts
+    dense, met, shared, share = mlp_widths(model)
+    inner = shared + met + (0.0 if "mlp" in recompute else dense)  # of these, what activation functions get is kept
+    width = inner - (met if "moe_act" in recompute else 0.0)  # and of these what they give
     routed = 0.0
-    if x is not None:  # the ranks that cut an expert's weights gather its inputs, sort them, and keep them whole
-        share = 1 - min(1.0, x.dense_layers / model.num_layers)
-        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-        routed = share * x.top_k * h * e * (expert_tp or tp) / tp
-    mlp = (3 if model.gated else 2) * width * e
+    if model.experts is not None:  # ranks that cut an expert's weights gather and sort its inputs, and keep them whole
+        routed = share * model.experts.top_k * h * e * (expert_tp or tp) / tp
+    mlp = ((2 if model.gated else 1) * inner + width) * e
     if model.recurrent is not None:  # inputs of the convolution and the recurrence, the gate, and the gated norm's
         mlp += (model.recurrent.projected + model.recurrent.convolved + 2 * model.recurrent.inner) * e
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
     attention: float = (2 * model.attention_size + 2 * model.kv_size) * e
     if model.latent is not None:
-        attention = model.latent.kept(model.num_attention_heads, sliced) * e
+        attention = model.latent.kept(model.num_attention_heads, sliced, "mla_up_proj" in recompute) * e
         whole += 2 * (model.latent.query_rank + model.latent.compressed) * e  # before and after their norms
         routed += pool_size(model, tp) * e if sliced else 0.0
     elif not sliced and not model.learned_positions:
@@ -434,11 +439,20 @@ def activation_bytes(
             attention - model.attention_size * saved,
         )
     matrix = mask = 0.0
-    if not fused and recompute == "none" and model.num_attention_heads:
+    if not fused and recompute != "selective" and model.num_attention_heads:
         matrix, mask = model.num_attention_heads * s * e, s / batch
         if model.latent is None and not model.learned_positions and model.kv_size < model.attention_size:
             attention = 4.0 * model.attention_size * e  # keys and values are repeated for every head
     return tokens * (whole / split + routed + mask + (attention + mlp + matrix) / tp)
+
+
+def mlp_widths(model: Model) -> tuple[float, float, float, float]:
+    """Returns mean widths per layer: of MLPs, of experts that a token meets, of shared ones; the share with experts."""
+    x, dense = model.experts, float(model.ffn_hidden_size)
+    if x is None:
+        return dense, 0.0, 0.0, 0.0
+    share = 1 - min(1.0, x.dense_layers / model.num_layers)
+    return (1 - share) * dense, share * x.top_k * x.ffn_hidden_size, share * x.shared_ffn_hidden_size, share
 
 
 def pool_size(model: Model, tp: int) -> float:
@@ -457,12 +471,9 @@ def backward_bytes(
     sorted, besides what each TP rank sends and gets.  Or, without a fused kernel, in attention: so many ``matrices`` of
     its, of which one is in that buffer throughout, once what the MLP has kept is gone.
     """
-    width, routed, h = float(model.ffn_hidden_size), 0.0, model.hidden_size
-    if model.experts is not None:
-        x = model.experts
-        share = 1 - min(1.0, x.dense_layers / model.num_layers)
-        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-        routed = share * x.top_k * h
+    *widths, share = mlp_widths(model)
+    width, h = sum(widths), model.hidden_size
+    routed = share * model.experts.top_k * h if model.experts is not None else 0.0
     if model.recurrent is not None:
         width = float(model.recurrent.projected)
     inner, gathered = width / tp, h if model.sequence_parallel and tp > 1 else 0

@@ -13,9 +13,11 @@ from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile
 from .catalogcost import CatalogCosts
 from .layer import (
     ALONE,
+    GRANULARITIES,
     KINDS,
     MEGATRON_HET,
     PROFILED,
+    Counted,
     LayerCost,
     LayerCosts,
     Runtime,
@@ -204,7 +206,6 @@ class SlicePrices:
 
 
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
-Counted = tuple[tuple[str, int], ...]
 
 
 class MeasuredCosts:
@@ -258,9 +259,7 @@ class MeasuredCosts:
         found = [p[-1].micro_batch_size for k, p in self.points.items() if k[:3] == (gpu, self._main, tp)]
         return 2 * max(found, default=0)
 
-    def sliced_share(
-        self, gpu: str, batch: int, tp: int, recompute: str, kinds: tuple[tuple[str, int], ...] = ()
-    ) -> float:
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
         """Returns the share of the catalog's model."""
         return self.analytic.sliced_share(gpu, batch, tp, recompute, kinds)
 
@@ -379,7 +378,16 @@ class MeasuredCosts:
         """
         kinds = self._kinds(Kind(gpu, kind, tp, recompute, ep), of)
         layers = [(share, self._of_kind(key, batch)) for share, key in kinds]
-        return layers[0][1] if len(layers) == 1 else mean_of_layers(layers)
+        found = layers[0][1] if len(layers) == 1 else mean_of_layers(layers)
+        if kind != "layer" or recompute in GRANULARITIES:
+            return found
+        # Measured without recomputation: the catalog says what runs again, and what is left of activations.
+        spread = Spread(ep=ep, expert_tp=tp // ep, kinds=of)
+        plain, again = (self._whole.cost(gpu, kind, batch, tp, r, spread) for r in ("none", recompute))
+        kept = found.activation_bytes * again.activation_bytes / plain.activation_bytes
+        more = found.forward_s / plain.forward_s * (again.backward_s - plain.backward_s)
+        extra = found.workspace_bytes + found.activation_bytes - kept
+        return replace(found, backward_s=found.backward_s + more, activation_bytes=kept, workspace_bytes=extra)
 
     def _kinds(self, key: Kind, of: Counted = ()) -> list[tuple[float, Kind]]:
         """The kinds of layers that a layer stands for, with the share of each: with and without experts and windows."""

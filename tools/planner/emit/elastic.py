@@ -69,7 +69,7 @@ def checked_sbatch(
         )
         raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
     check_elastic(plan, nodes, kinds, launch, elastic)
-    return _sbatch(nodes, kinds, replace(launch, environment=elastic_environment(plan, launch, elastic)), elastic)
+    return _job(nodes, kinds, replace(launch, environment=elastic_environment(plan, launch, elastic)), elastic)
 
 
 def check_elastic(
@@ -108,9 +108,7 @@ def check_elastic(
             )
 
 
-def _sbatch(
-    nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions, elastic: ElasticOptions
-) -> str:
+def _job(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions, elastic: ElasticOptions) -> str:
     """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
 
     Slurm leaves the job alone when a node fails (``--no-kill``), queues it again when the first node fails

@@ -10,6 +10,7 @@ from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import BY_DATASET
 from megatron_het.features.registry import layer_flags, packing_flags
 from megatron_het.plan import Plan, plan_hash
+from megatron_het.plan.validate import PARTS
 
 from ..costs.schedules import STOCK
 from ..inputs.files import comment, default_of
@@ -154,8 +155,10 @@ def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
         words.append("--sequence-parallel")
     if training.recompute == "full":
         words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    elif training.recompute == "selective":
+    elif training.recompute != "none":
         words += ["--recompute-granularity", "selective"]
+        words += ["--recompute-modules", training.recompute] if training.recompute in PARTS else []
+        words += ["--moe-grouped-gemm"] if training.recompute == "moe_act" else []
     if training.distributed_optimizer:
         words += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
     return words

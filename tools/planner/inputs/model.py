@@ -26,7 +26,7 @@ def kinds_of(layers: str) -> tuple[tuple[str, int], ...]:
     return tuple((kind, layers.count(kind)) for kind in sorted(set(layers)))
 
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "moe_act", "mlp", "full"]
 
 
 def _size(name: str) -> Any:
@@ -66,7 +66,7 @@ class Model(BaseModel):
     delta_net: model_parts.DeltaNet | None = None
     # Megatron trains both with TP under sequence parallelism only.
     sequence_parallel: bool = Field(default_factory=lambda given: bool(given.get("experts") or given.get("delta_net")))
-    recompute: tuple[Recompute, ...] = ("none", "full")  # allowed activation recompute granularities
+    recompute: tuple[Recompute, ...] = ("none", "full")  # what may run again; what saves most comes last
     # ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere; or ``fused``
     # everywhere
     attention: Literal["flash", "unfused", "fused"] = "flash"

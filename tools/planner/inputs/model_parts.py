@@ -288,10 +288,10 @@ class Latent(Strict):
             return ((width, hidden_size),)
         return (self.query_rank, hidden_size), (width, self.query_rank)
 
-    def kept(self, heads: int, sliced: bool) -> int:
-        """Numbers per token that the attention of all heads keeps: its inputs and output."""
-        query = heads * (self.nope_size + self.rope_size)
-        return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
+    def kept(self, heads: int, sliced: bool, again: bool = False) -> int:
+        """Numbers per token that the attention of all heads keeps: its output and its inputs, if not made again."""
+        inputs = heads * (self.nope_size + self.rope_size)
+        return heads * self.value_size + (0 if again else inputs + (0 if sliced else inputs + heads * self.value_size))
 
 
 class Mamba(Strict):
@@ -452,7 +452,9 @@ def check_sizes(model: Any) -> None:
     if 0 < model.learned_positions < model.seq_length:
         raise ValueError(f"learned_positions = {model.learned_positions} is less than seq_length = {model.seq_length}")
     if not model.recompute:
-        raise ValueError("recompute must allow at least one of none, selective, full")
+        raise ValueError("recompute must allow at least one of none, selective, moe_act, mlp, full")
+    if "moe_act" in model.recompute and model.experts is None:
+        raise ValueError("recompute: moe_act is the activation function of experts, and the model has none")
     if model.fp8 and model.fp4:
         raise ValueError("fp8 = true and fp4 = true exclude each other")
     if (model.fp8 or model.fp4) and model.precision not in ("bf16", "fp16"):

@@ -273,12 +273,10 @@ class Sketch:
         """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
         known = point.stages[ends]
         if groups not in known:
-            known[groups] = self._priced(groups, point.like, point.total, *ends)
+            known[groups] = self._cost(groups, point.like, point.total, *ends)
         return known[groups]
 
-    def _priced(
-        self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float
-    ) -> _Stage | None:
+    def _cost(self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float) -> _Stage | None:
         load = stage_load(self.estimator, groups, like, first, last)
         width = sum([g.count for g in groups])
         if load is None or width > total:

@@ -94,12 +94,10 @@ def in_slices(estimator: Estimator, goal: Goal, mixed: bool = False) -> Iterator
     """
     if any(schedule.cuts_sequences for schedule in goal.allowed):
         for stages, cp in _shapes(estimator, mixed=mixed):
-            yield from _sliced_pipelines(estimator, goal, stages, cp, _SLICES_PER_STAGE)
+            yield from _in_slices(estimator, goal, stages, cp, _SLICES_PER_STAGE)
 
 
-def _sliced_pipelines(
-    estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: int, each: int
-) -> Iterator[Candidate]:
+def _in_slices(estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: int, each: int) -> Iterator[Candidate]:
     """Pipelines with so many slices for each stage, or a few more."""
     model, sliced = estimator.model, [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
     wanted = each * len(stages)
@@ -127,7 +125,7 @@ def of_kinds_together(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
             stages = tuple(Stage(n, (group._replace(count=width),)) for n in layers)
             if count > 1:
                 for each in (_SLICES_PER_STAGE, 2 * _SLICES_PER_STAGE):  # more need less memory
-                    yield from _sliced_pipelines(estimator, goal, stages, cp, each)
+                    yield from _in_slices(estimator, goal, stages, cp, each)
             elif PLAIN in goal.allowed:
                 yield from (Candidate(stages, 1, recompute, cp=cp) for recompute in model.recompute)
 
