@@ -207,6 +207,7 @@ def big_plans() -> list[BigPlan]:
         BigPlan("8B", 8192, _even(32, 4), 2, replicas=2, recompute="mlp"),
         BigPlan("8B", 131072, _even(32, 4), 8, schedule="slimpipe", slices=8, microbatches=1, recompute="mlp"),
         BigPlan("7B", 4096, _even(32, 8), 4, gpu="V100-32", recompute="mlp", microbatches=8),
+        BigPlan("8B", 8192, (32,), 1, microbatches=1, schedule="ministage", chunks=8, recompute="mlp", offload=True),
         BigPlan("8B", 4096, _even(32, 4), 4, gpu="A100-80", recompute="full", kept=4),
         BigPlan("8B", 4096, _even(32, 4), 2, replicas=2, flag="grad-reduce-in-bf16"),
         BigPlan("7B", 2048, _even(32, 4), 4, gpu="V100-32", flag="accumulate-allreduce-grads-in-fp32"),

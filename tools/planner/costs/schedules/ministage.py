@@ -162,9 +162,10 @@ class Ministage(Schedule):
         return found if like.offload else found + rest
 
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
-        """Under offload all but two passes of a ministage wait in main memory."""
-        near, far = (min(held, 2.0), max(0.0, held - 2 / candidate.chunks)) if candidate.offload else (held, 0.0)
-        return near * kept, far * kept
+        """Under offload all but two passes wait in main memory: of one ministage, or with one microbatch of two."""
+        if not candidate.offload:
+            return held * kept, 0.0
+        return min(held * candidate.chunks, 2.0) * kept, max(0.0, held - 2 / candidate.chunks) * kept
 
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
