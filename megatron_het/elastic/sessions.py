@@ -40,8 +40,8 @@ from megatron_het.store.torch_store import TorchStore
 
 # Datasets outlive sessions: their indexes are not built again when a plan changes.
 
-Kept = dict[tuple[tuple[int | None, ...], bool], Any]
-"""What a provider returned, by the numbers of samples and whether this rank read them."""
+Kept = dict[tuple[tuple[int | None, ...], bool, bool], Any]
+"""What a provider returned, by the numbers of samples, whether this rank read them, and whether with masks."""
 
 
 def remembered(provider: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
@@ -57,10 +57,11 @@ def remembered(provider: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
     @functools.wraps(provider)
     def provide(num_samples: Sequence[int | None], **keywords: Any) -> Any:
         from megatron.core import mpu
+        from megatron.training import get_args
         from megatron.training.utils import is_first_or_last_pipeline_stage
 
         reads = mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(keywords.get("vp_stage"))
-        key = tuple(num_samples), bool(reads)
+        key = tuple(num_samples), bool(reads), bool(get_args().create_attention_mask_in_dataloader)
         everybody_has = torch.tensor([int(key in kept)], device="cuda")
         dist.all_reduce(everybody_has, op=dist.ReduceOp.MIN)
         if not everybody_has.item():

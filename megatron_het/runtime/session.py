@@ -54,6 +54,9 @@ def let_go(models: Iterable[torch.nn.Module]) -> None:
                 # No hook of a node can be removed without its handle, and nobody keeps the handles: what the hooks
                 # hold is emptied instead.
                 vars(module).clear()
+            elif (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                # Tensors of its last pass lead to layers before it that run again, and so to the model.
+                vars(dispatcher).clear()
 
 
 _NOTE = "het: "

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Plan, save_plan
-from testing.cases import Weights, common_flags
+from megatron_het.plan import Plan, ScheduleSpec, save_plan
+from testing.cases import Weights, common_flags, recompute_some
 from testing.lab import Lab
 from testing.runner import Job
 from tests.functional.selected import tiers
@@ -46,6 +46,7 @@ def run(
     return [losses_of(folder / f"generation-{i}", under) for i, (under, _, _) in enumerate(changes)]
 
 
+SLICED = ScheduleSpec("seq1f1b", {"slices": 4})
 # Each chain is one training; its plans follow each other in the same processes.
 CHAINS = {
     # TP cut and put together, other shards of the optimizer, ministages with unequal shares under a window.
@@ -53,17 +54,27 @@ CHAINS = {
     # Without and with the distributed optimizer, a vocabulary over all stages, chunks in a V.
     "tied": [KINDS["tied"].first, KINDS["split-vocabulary"].first, KINDS["chunks-in-a-v"].first],
     "bf16": [KINDS["bf16"].first, KINDS["bf16"].second],
+    # Slices read no masks, and the last plan, which has the processes of the first one, does.  Its layers of experts
+    # keep tensors of their last pass, which lead to the layer before them, one that runs again.
+    "experts": [
+        plan("e", [[2]], [5], sequence_parallel=True, schedule=SLICED),
+        plan("f", [[1], [1]], [3, 2], **DIVIDED),
+        recompute_some(
+            plan("g", [[2]], [(2, 3)], sequence_parallel=True, recompute="full", schedule=ScheduleSpec("interleaved"))
+        ),
+    ],
     # Between two iterations a rank has new values of its own part of the parameters only.
     "gathered late": [plan("c", [[1, 1], [1]], [3, 2], **DIVIDED), plan("d", [[1], [1, 1]], [2, 3], **DIVIDED)],
 }
 FLAGS = {"gathered late": ("--overlap-grad-reduce", "--overlap-param-gather")}
 
 
-@pytest.mark.parametrize("name", tiers(CHAINS, ["bf16", "gathered late"]))
+@pytest.mark.parametrize("name", tiers(CHAINS, ["bf16", "experts", "gathered late"]))
 def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
     plans = CHAINS[name]
     model = plans[0].model
-    weights = Weights(plans[0].training.precision, model.tied_embeddings, model.num_layers)
+    family = KINDS["experts"].family if name == "experts" else "llama"
+    weights = Weights(plans[0].training.precision, model.tied_embeddings, model.num_layers, family)
     reference = plan("one", [[1], [1]], [2, 3], tied=weights.tied, precision=weights.precision, **DIVIDED)
     (whole,) = run(lab, tmp_path / "whole", weights, [(reference, [0, 1], None)])
     changes: list[tuple[Plan, list[int], int | None]] = []
