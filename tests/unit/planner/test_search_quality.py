@@ -19,6 +19,7 @@ from testing.planner_cases import (
     model_of,
     random_case,
     random_pool,
+    with_catalog,
     without_one,
 )
 from tools.planner.costs.build import build_plan, candidate_of, seats
@@ -372,3 +373,12 @@ def test_a_short_stage_leaves_a_long_one_alone() -> None:
 def test_without_a_measurement_nothing_changes() -> None:
     program = pipeline(4)
     assert simulate_beside(program, costs(2, 1), [1.0, 1.0]).makespan_s == simulate(program, costs(2, 1)).makespan_s
+
+
+def test_ministages_keep_activations_where_the_state_waits_in_main_memory() -> None:
+    """Found beside a plan of 6.5 s: 76 RTX 3090 hold ten ministages of four stages with all activations."""
+    cluster, model = random_pool(11023, "experts")
+    estimator = with_catalog(cluster, model).only([1])
+    best = search_auto(estimator, Goal(schedules=("ministage",)), known=6.6).best
+    assert best is not None and best.iteration_s < 5
+    assert (best.candidate.recompute, best.candidate.offload) == ("none", True)

@@ -15,7 +15,7 @@ from .book import Book, Groups
 from .bounds import Bounds
 from .finish import finish
 from .moves import hide_transfers, neighbours, schedule_variants, trimmed
-from .outcome import Effort, Goal, Outcome, Progress, effort_for
+from .outcome import PENALTY, Effort, Goal, Outcome, Progress, effort_for
 from .pools import (
     MOST_POOLS,
     Limits,
@@ -526,8 +526,9 @@ def _even_seeds(book: Book, limits: Limits) -> None:
                 most_of[name] = min(most, _keep(looked_at.setdefault(name, []), entry, 4 * MOST_EVEN_TRIED))
     for mine in looked_at.values():
         usable = 0
-        for _, _, groups, variant in mine:
-            usable += book.try_groups(groups, variant)[0] < inf
+        # Some differ in a ZeRO stage only, which the schedule decides.
+        for (groups, variant), value in {(groups, variant): value for value, _, groups, variant in mine}.items():
+            usable += book.try_groups(groups, variant)[0] < PENALTY * value  # else it lacks memory
             if usable == MOST_EVEN_TRIED:
                 break
 

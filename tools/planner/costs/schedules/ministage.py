@@ -89,8 +89,8 @@ class Ministage(Schedule):
         least = min(s.layers for s in plain.stages)
         for chunks in (*(n for n in CHUNKS if n < least), *([least] if least > 1 else [])):
             yield self.of(plain, chunks)
-            if "full" in estimator.model.recompute:
-                yield self.of(plain, chunks, offload=True).with_(recompute="full")
+            kept = {plain.recompute, *(r for r in estimator.model.recompute if r == "full")}
+            yield from (self.of(plain, chunks, offload=True).with_(recompute=again) for again in sorted(kept))
 
     def refined(self, candidate: Candidate) -> Iterator[Candidate]:
         """Every number of ministages."""
