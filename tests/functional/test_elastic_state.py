@@ -47,6 +47,8 @@ def run(
 
 
 SLICED = ScheduleSpec("seq1f1b", {"slices": 4})
+TP: dict[str, Any] = {"sequence_parallel": True}
+AGAIN = plan("g", [[2]], [(2, 3)], recompute="full", schedule=ScheduleSpec("interleaved"), **TP)
 # Each chain is one training; its plans follow each other in the same processes.
 CHAINS = {
     # TP cut and put together, other shards of the optimizer, ministages with unequal shares under a window.
@@ -54,15 +56,8 @@ CHAINS = {
     # Without and with the distributed optimizer, a vocabulary over all stages, chunks in a V.
     "tied": [KINDS["tied"].first, KINDS["split-vocabulary"].first, KINDS["chunks-in-a-v"].first],
     "bf16": [KINDS["bf16"].first, KINDS["bf16"].second],
-    # Slices read no masks, and the last plan, which has the processes of the first one, does.  Its layers of experts
-    # keep tensors of their last pass, which lead to the layer before them, one that runs again.
-    "experts": [
-        plan("e", [[2]], [5], sequence_parallel=True, schedule=SLICED),
-        plan("f", [[1], [1]], [3, 2], **DIVIDED),
-        recompute_some(
-            plan("g", [[2]], [(2, 3)], sequence_parallel=True, recompute="full", schedule=ScheduleSpec("interleaved"))
-        ),
-    ],
+    # Slices read no masks, and the last plan, with the same processes, does.  Its experts keep tensors of a last pass.
+    "experts": [plan("e", [[2]], [5], schedule=SLICED, **TP), plan("f", [[1], [1]], [3, 2]), recompute_some(AGAIN)],
     # Between two iterations a rank has new values of its own part of the parameters only.
     "gathered late": [plan("c", [[1, 1], [1]], [3, 2], **DIVIDED), plan("d", [[1], [1, 1]], [2, 3], **DIVIDED)],
 }

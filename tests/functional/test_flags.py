@@ -35,14 +35,9 @@ def sliced(name: str, row: dict[str, Any], **fields: Any) -> Case:
 
 CASES = [
     sliced("staged-large-microbatches", {**_SPLIT, "microbatches": 2}, transport="staged"),
-    new_case("skipped-iterations", [[1, 1]], [5], extra="--iterations-to-skip 2 3", even_routing=False),
-    new_case(
-        "skipped-iterations-stages", [[1], [2], [1, 1]], [2, 1, 2], extra="--iterations-to-skip 3", even_routing=False
-    ),
+    new_case("skipped", [[1], [2], [1, 1]], [2, 1, 2], extra="--iterations-to-skip 2 3", even_routing=False),
     new_case("softmax-offset-mixed-tp", [[1], [2, 1]], [2, 3], family="softmax-offset", even_routing=False),
-    new_case(
-        "reset-masks", [[1], [1, 1]], [2, 3], extra="--reset-attention-mask --reset-position-ids", even_routing=False
-    ),
+    new_case("masks", [[1], [1, 1]], [2, 3], extra="--reset-attention-mask --reset-position-ids", even_routing=False),
     new_case("fused-cross-entropy", [[2], [1]], [2, 3], extra=_FUSED),
     sliced("fused-split-cross-entropy", _SPLIT, extra=tuple(_FUSED.split())),
     sliced("mup-split-vocabulary", _SPLIT, family="mup"),
@@ -57,7 +52,7 @@ CASES = [
     new_case("layernorm-1p", [[1], [2, 1]], [2, 3], family="layernorm-1p", even_routing=False, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
-FULL = {"skipped-iterations", "softmax-offset-mixed-tp", "fused-cross-entropy", "qkv-bias", "layernorm-1p"}
+FULL = {"softmax-offset-mixed-tp", "fused-cross-entropy", "qkv-bias", "layernorm-1p"}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
@@ -103,15 +98,8 @@ def test_an_evaluation_of_another_size(case: Case, lab: Lab):
     assert found == pytest.approx(expected, rel=BAR) and len(found) > 2
 
 
-_UNTRAINED = [
-    new_case("skip-train", [[1], [1, 1]], [2, 3], extra="--skip-train"),
-    new_case(
-        "skip-train-chunks", [[1], [1]], [(2, 2), (3, 3)], extra="--skip-train", schedule=ScheduleSpec("interleaved")
-    ),
-]
-
-
-@pytest.mark.parametrize("case", _UNTRAINED, ids=["one-chunk", "chunks"])
-def test_a_run_without_training_ends_well(case: Case, lab: Lab):
+@pytest.mark.parametrize(("last", "layers", "name"), [([1, 1], (2, 3), "1f1b"), ([1], ((2, 2), (3, 3)), "interleaved")])
+def test_a_run_without_training_ends_well(last: list[int], layers: Any, name: str, lab: Lab):
     """``--skip-train`` evaluates only; the model is not wrapped then."""
+    case = new_case("skip-train", [[1], last], layers, extra="--skip-train", schedule=ScheduleSpec(name))
     assert "validation loss at iteration 0" in lab.runner.run(lab.job(case)).log()
