@@ -1,4 +1,4 @@
-"""What all benchmarks share: the option ``--json``, a folder for the runs, and the report."""
+"""What all benchmarks share: the option ``--json``, a folder for the runs, jobs beside each other, and the report."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine import command_line, write_report
+from testing.runner import Runner
 
 
 def test_a_report_says_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,3 +18,13 @@ def test_a_report_says_where_and_how_long(tmp_path: Path, capsys: pytest.Capture
     assert printed == {key: value for key, value in written.items() if key != "cases"}
     write_report(None, {"speedup": 1.0})
     assert json.loads(capsys.readouterr().out)["speedup"] == 1.0
+
+
+def test_an_answer_to_another_job_is_kept() -> None:
+    runner = Runner.__new__(Runner)  # without a server
+    runner._unclaimed = {}
+    answers = iter([{"id": 1}, {"id": 3}, {"id": 2}])
+    runner._read = lambda limit_s: next(answers)  # type: ignore[method-assign]
+    assert runner._answer_for([2], 0.0) == {"id": 2}
+    assert runner._answer_for([1, 3], 0.0) == {"id": 1}
+    assert runner._answer_for([3], 0.0) == {"id": 3}

@@ -1,13 +1,16 @@
 """The cost model: against published runs, against the simulator, and its parts against enumeration."""
 
+import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.dry_run import big_plans
 from benchmarks.published.accuracy import (
     DEEPSPEED,
     MEMORY_GRID,
@@ -20,8 +23,10 @@ from benchmarks.published.accuracy import (
     reference_nodes,
     reference_profile,
 )
+from megatron_het.plan.placement import route
 from megatron_het.schedule.kinds import Kind
 from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, model_of, with_catalog
+from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
@@ -361,3 +366,30 @@ def test_offload_needs_main_memory():
         estimator, _, offloaded, resident = found(limit)
         assert estimator.fits(offloaded) is fits and estimator.fits(resident)
     assert estimator.short_of_host_memory(offloaded) == [(0, pytest.approx(held), limit)]
+
+
+def test_ministage_plans_route_by_remaining_work():
+    estimator = gcp()
+    mixed = Stage(12, (Group(0, 1, 2), Group(1, 1, 2)))
+    candidate = Candidate((Stage(12, (Group(0, 1, 2),)), mixed), 1, schedule="ministage", chunks=3, zero_stage=1)
+    plan = build_plan(estimator, candidate, estimator.estimate(candidate))
+    counts = [[len(r.microbatches) for r in stage.replicas] for stage in plan.stages]
+    assert len(set(counts[1])) > 1, "a mixed stage has unequal shares"
+    # Times in units of the fastest replica, as the plan holds them.
+    times = [[sum(stage.layers) / r.speed for r in stage.replicas] for stage in plan.stages]
+    wanted = route(times, plan.num_microbatches, counts)
+    assert [[r.microbatches for r in stage.replicas] for stage in plan.stages] == wanted
+
+
+_MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "dry_run.json"
+_DRY_RUNS = json.loads(_MEASURED.read_text(encoding="utf-8"))["big"]
+
+
+@pytest.mark.parametrize("name", sorted({entry["name"] for entry in _DRY_RUNS}))
+def test_memory_of_big_plans_is_within_three_percent_of_dry_runs(name: str) -> None:
+    plan = next(plan for plan in big_plans() if plan.name == name)
+    said = {memory.stage: memory.total_bytes - memory.reserved_bytes for memory in plan.planned()[1]}
+    for entry in _DRY_RUNS:
+        if entry["name"] == name:
+            error = said[entry["stage"]] / entry["dry_run_bytes"] - 1
+            assert -0.03 <= error <= 0.03, entry["rank"]

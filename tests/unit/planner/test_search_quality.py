@@ -377,8 +377,7 @@ def test_without_a_measurement_nothing_changes() -> None:
 
 def test_ministages_keep_activations_where_the_state_waits_in_main_memory() -> None:
     """Found beside a plan of 6.5 s: 76 RTX 3090 hold few large stages with all activations."""
-    cluster, model = random_pool(11023, "experts")
-    estimator = with_catalog(cluster, model).only([1])
+    estimator = with_catalog(*random_pool(11023, "experts")).only([1])
     best = search_auto(estimator, Goal(schedules=("ministage",)), known=6.6).best
     assert best is not None and best.iteration_s < 5.5
     assert (best.candidate.recompute, best.candidate.offload) == ("none", True)
