@@ -300,7 +300,7 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
 
 
 def is_built(candidate: Candidate) -> bool:
-    """Whether a simulation builds the whole program: it has more than passes, or replicas run passes together."""
+    """Whether a 1F1B-like program is built as a whole: it has more than passes, or replicas run passes together."""
     widths = [sum(g.count for g in stage.groups) for stage in candidate.stages]
     return bool(
         candidate.rows

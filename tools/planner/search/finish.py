@@ -313,6 +313,7 @@ def _finalists(
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
     """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
+    # Programs of ministages are built, too; their refinements (``work_of``) count plain operations all the same.
     if is_built(candidate) or schedule_of(candidate).shards_parameters:
         return operations * times * BUILT
     return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
